@@ -11,6 +11,8 @@ tokens. Lengths are imposed, so that random weights do. `shared` and `copied` ar
 samples of a prompt share its keys and values, and where each slot has a copy of them:
 
     python benchmarks/sampling.py --cases shared copied --prompts 4 --group 4 --prompt 1024
+
+`paged` is `shared` where a pool of pages holds a part of what the slots could (`--pool`).
 """
 
 from __future__ import annotations
@@ -64,9 +66,11 @@ def main() -> None:
             "prefill_seconds": common.rounded(last.prefill_seconds),
             "decode_seconds": common.rounded(last.decode_seconds),
             "launches": last.launches,
+            "sent_back": last.sent_back,
+            "read_again": last.read_again,
         }
     speedup = {}
-    for fast, slow in (("refill", "naive"), ("shared", "copied")):
+    for fast, slow in (("refill", "naive"), ("shared", "copied"), ("paged", "shared")):
         if {fast, slow} <= figures.keys():
             for of in ("seconds", "decode_seconds"):
                 ratio = figures[slow][of] / figures[fast][of]
@@ -95,6 +99,7 @@ def parse() -> argparse.Namespace:
     }
     for name, value in sizes.items():
         told.add_argument(f"--{name}", type=int, default=value)
+    told.add_argument("--pool", type=float, default=0.5, help="of `paged`: pages, as a share")
     told.add_argument("--cases", nargs="+", default=["equal", "refill", "naive"])
     return told.parse_args()
 
@@ -147,7 +152,9 @@ class Case:
 def make_cases(
     arguments: argparse.Namespace, config: DecoderConfig, rng: np.random.Generator
 ) -> dict[str, Case]:
-    def engine(prompt: int, new: int, share: bool | None = None) -> Engine:
+    def engine(
+        prompt: int, new: int, share: bool | None = None, cache_tokens: int | None = None
+    ) -> Engine:
         return Engine(
             config,
             None,
@@ -156,6 +163,7 @@ def make_cases(
             max_new_tokens=new,
             launch_tokens=min(arguments.launch_tokens, new),
             share=share,
+            cache_tokens=cache_tokens,
         )
 
     def prompts(count: int, width: int) -> list[list[int]]:
@@ -175,8 +183,13 @@ def make_cases(
         "refill": Case(long, heavy, lengths, heavy, lengths),
         "naive": Case(long, repeated, longest, heavy, lengths),
     }
-    for name, share in (("shared", True), ("copied", False)):
-        made = engine(arguments.prompt, arguments.max_new, share)
+    part = round(arguments.pool * arguments.slots * arguments.max_new)
+    for name, share, pool in (
+        ("shared", True, None),
+        ("copied", False, None),
+        ("paged", True, part),
+    ):
+        made = engine(arguments.prompt, arguments.max_new, share, pool)
         cases[name] = Case(made, heavy, lengths, heavy, lengths)
     return {name: case for name, case in cases.items() if name in arguments.cases}
 

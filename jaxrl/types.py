@@ -206,6 +206,8 @@ class Rollout:
     """
     decode_steps: int = 0
     """Number of decode steps; 0 where nothing was decoded."""
+    sent_back: int = 0
+    """How often a completion lost its slot for want of pages of the cache, and was read again."""
     waited_s: float = 0.0
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()

@@ -70,6 +70,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
     batch = replace(
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
+        sent_back=sum(rollout.sent_back for rollout in rollouts),
         waited_s=sum(rollout.waited_s for rollout in rollouts),
         notes=tuple(note for rollout in rollouts for note in rollout.notes),
         student_topk=_student_topk(groups, batch),

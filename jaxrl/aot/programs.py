@@ -29,6 +29,7 @@ from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.pages import PAGE, Pages
 from jaxrl.models.parameters import Layout, Params, abstract_params, head
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.models.shared_prompts import Seats
@@ -55,6 +56,7 @@ from jaxrl.roles.teachers import merge_program, mixture_program
 from jaxrl.roles.update import BASE, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine
+from jaxrl.sampling.page_pool import pages_of
 from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import ROWS, Axes
@@ -498,6 +500,7 @@ def _sampling(
         max_prompt_tokens=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
         max_new_tokens=longest,
         launch_tokens=c.rollout.launch_tokens,
+        cache_tokens=c.rollout.cache_tokens if role == "rollout" else None,
         episodes=role == "rollout" and c.environment.name is not None,
     )
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
@@ -536,6 +539,8 @@ def _sampling(
         beside=local_bytes((params, unfilled)),
         calls=fills,
     )
+    if engine.pages is not None:
+        yield from _read_again(run, role, engine, params, slots, rows, local_bytes(held))
     if engine.episodes:
         answers = ANSWER_ROWS * engine.row_shards
         tokens = shaped((answers, ANSWER_TOKENS[1]), jnp.int32, at)
@@ -556,17 +561,18 @@ def _sampling(
         knobs = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(way, 0, 0))
         own, shared = caches_of(count, samples)
         kind = jax.tree.structure(knobs), bool(shared)
-        found.setdefault(kind, (own, knobs, _shared_by(engine, shared, samples)))
+        given = _shared_by(engine, shared, samples), _pages(engine, longest)
+        found.setdefault(kind, (own, knobs, *given))
     table = shaped((engine.slots, 6), jnp.int32, at)
     sizes = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
     launches = -(-m.sequences // engine.slots) * -(-c.max_new_tokens // engine.launch_tokens)
-    for i, (own, knobs, shared_prompts) in enumerate(found.values()):
+    for i, (own, knobs, *given) in enumerate(found.values()):
         name = "decode" + EVALUATIONS * bool(i)
         yield Program(
             role,
             name,
             decode.launch,
-            (model, mesh, params, own, table, number, knobs, shared_prompts),
+            (model, mesh, params, own, table, number, knobs, *given),
             (name,),
             sizes | {"record": c.policy.router_replay and not i and role != "teacher"},
             beside=local_bytes(held),
@@ -596,8 +602,10 @@ def _slots_and_rows(
         return _cache(engine, dtype, layout, engine.slots, engine.length), []
     shards = engine.row_shards
     rows = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
-    own = _cache(engine, dtype, layout, engine.slots, engine.own_length)
-    return own, _cache(engine, dtype, layout, rows, width)
+    own = engine.slots, engine.own_length
+    if engine.pages is not None:
+        own = engine.pages * shards, PAGE
+    return _cache(engine, dtype, layout, *own), _cache(engine, dtype, layout, rows, width)
 
 
 def _shared_by(engine: Engine, rows: Cache, samples: int) -> tuple[Cache, Seats] | None:
@@ -608,6 +616,59 @@ def _shared_by(engine: Engine, rows: Cache, samples: int) -> tuple[Cache, Seats]
     count, each = keys_of(rows).shape[decode.BATCH], NamedSharding(engine.mesh, PartitionSpec(ROWS))
     sizes = (count, min(samples, engine.slots // engine.row_shards)), (count,), (engine.slots,)
     return rows, Seats(*(shaped(size, jnp.int32, each) for size in sizes))
+
+
+def _pages(engine: Engine, longest: int) -> Pages | None:
+    """What a launch reads of the pages of slots with completions as long as they may be."""
+    if engine.pages is None:
+        return None
+    assert engine.mesh is not None
+    each, count = NamedSharding(engine.mesh, PartitionSpec(ROWS)), engine.pages * engine.row_shards
+    width = pages_of(engine.cache_length(longest, engine.slots, own=True))
+    sizes = (count,), (count,), (engine.slots, width)
+    return Pages(*(shaped(size, jnp.int32, each) for size in sizes))
+
+
+def _read_again(
+    run: RunPrograms,
+    role: str,
+    engine: Engine,
+    params: Params,
+    pool: Cache,
+    prompts: Cache,
+    beside: int,
+) -> Iterator[Program]:
+    """The programs by which samples that had to wait for pages are read again; what a run needs
+    none of where its pages suffice.
+
+    Args:
+        beside: bytes of the prompts that were prefilled last.
+    """
+    model, mesh, at, shards = engine.config, engine.mesh, run.everywhere(role), engine.row_shards
+    assert mesh is not None
+    width = engine.read_again_width(engine.max_prompt_tokens + engine.max_new_tokens)
+    tokens, each = shaped((shards, width), jnp.int32, at), shaped((shards,), jnp.int32, at)
+    yield Program(
+        role,
+        "read again",
+        decode.prefill,
+        (model, mesh, params, tokens, each),
+        ("read again",),
+        {"apart": True},
+        beside=beside + local_bytes((pool, prompts)),
+        calls=0,
+    )
+    read = _cache(engine, params["norm"]["scale"].dtype, "unstacked", shards, width)
+    pages = shaped((shards, pages_of(width)), jnp.int32, at)
+    yield Program(
+        role,
+        "insert again",
+        decode.insert_again,
+        (model, mesh, pool, prompts, read, each, each, pages),
+        (),
+        beside=beside + local_bytes(params),
+        calls=0,
+    )
 
 
 def _resized(
@@ -633,9 +694,11 @@ def _resized(
     k = max((entry[0] for entry in with_keys), key=lambda x: x.size)  # the largest of all layers
     longest = k.shape[decode.POSITIONS]
     own = longest == engine.own_length  # behind prompts that slots share
-    shape = (model, mesh, engine.slots, longest, dtype, layout)
+    shape = (model, mesh, k.shape[decode.BATCH], longest, dtype, layout)
     yield Program(role, "new cache", decode.new_cache, shape, (), beside=beside, calls=batches)
     lengths = sorted({engine.cache_length(n, engine.slots, own) for n in range(1, longest + 1)})
+    if engine.pages is not None:
+        lengths = [PAGE]
     rows = NamedSharding(mesh, PartitionSpec(ROWS))
 
     def layer(length: int) -> Cache:
@@ -655,13 +718,15 @@ def _resized(
             beside=others,
             calls=calls,
         )
-    held = engine.slots // engine.row_shards
-    kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
+    held = k.shape[decode.BATCH] // engine.row_shards
+    fewer = engine.fewer_slots if engine.pages is None else engine.fewer_pages
+    kept = [left for n in range(1, held) if (left := fewer(n, held)) is not None]
     if kept and not engine.episodes:
         chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
         given = (model, mesh, layer(longest), longest, chosen)
         calls = batches * sum(map(bool, cache)) * len(set(kept))
-        yield Program(role, "fewer slots", decode.resize, given, (), beside=others, calls=calls)
+        name = "fewer slots" if engine.pages is None else "fewer pages"
+        yield Program(role, name, decode.resize, given, (), beside=others, calls=calls)
 
 
 def teacher(run: RunPrograms) -> Iterator[Program]:

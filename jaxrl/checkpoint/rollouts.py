@@ -31,6 +31,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
         "prompts": _begun(rollout),
         "policy_version": rollout.policy_version,
         "decode_steps": rollout.decode_steps,
+        "sent_back": rollout.sent_back,
     }
     arrays = {
         "lengths": np.array([len(c.tokens) for c in completions], np.int32),
@@ -93,7 +94,8 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     if topk is not None:
         extra = len(rollout.sequences.tokens) - len(topk)
         topk = np.pad(topk, ((0, extra), (0, 0), (0, 0)))
-    return replace(rollout, decode_steps=words["decode_steps"], student_topk=topk)
+    counts = {name: words.get(name, 0) for name in ("decode_steps", "sent_back")}
+    return replace(rollout, **counts, student_topk=topk)
 
 
 def _begun(rollout: Rollout) -> list[JsonObject] | None:

@@ -374,6 +374,13 @@ class RolloutConfig(RoleConfig):
     the next one. null: one slot for each sequence of the batch."""
     launch_tokens: Positive = 32
     """Decode steps per device launch; free slots are refilled between launches."""
+    cache_tokens: Positive | None = None
+    """Most completion tokens whose keys and values a device holds at once, of all its slots
+    together: memory for the tokens that exist instead of for `max_new_tokens` in every slot. It
+    is divided into pages of 64 tokens, which completions take as they grow, and must hold the
+    longest completion. If too few pages are left, the youngest completion waits, and its tokens are
+    read again later, which changes numbers by rounding. null: every slot has room for
+    `max_new_tokens`."""
     merge: Flag = False
     """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,
     made at each weight sync. It decodes as fast as without adapters, takes the memory of the copy,

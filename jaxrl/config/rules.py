@@ -52,6 +52,13 @@ def rules(c: RunConfig) -> Iterator[Rule]:
                 f"algorithm={c.algorithm} learns from no reward: leave {key} out, or choose"
                 " an algorithm that does, such as gspo",
             )
+    longest = max(c.max_new_tokens, c.eval.max_new_tokens or 0)
+    yield (
+        (c.rollout.cache_tokens or longest) < longest,
+        f"rollout.cache_tokens={c.rollout.cache_tokens} does not hold the longest completion, of"
+        f" {longest} tokens (max_new_tokens, eval.max_new_tokens): raise it to {longest} at least,"
+        " or set it to null",
+    )
     yield (
         c.rollout.merge and not c.trains_adapters,
         "rollout.merge=true adds adapters to the weights, and student.lora.rank=null has none:"

@@ -63,8 +63,18 @@ def write(
         size = pool.shape[2]
         number = at // size
         page = jnp.take_along_axis(table, number[:, None], 1, mode="fill", fill_value=-1)[:, 0]
-        page = jnp.where(page >= 0, page, pool.shape[0])
-        return pool.at[page, :, at % size].set(new[:, 0].astype(pool.dtype), mode="drop")
+        beyond = pool.shape[0] + jnp.arange(len(page), dtype=page.dtype)  # dropped
+        page = jnp.where(page >= 0, page, beyond)
+        zero = jnp.zeros_like(page)
+        places = jnp.stack([page, zero, at % size, zero], 1)
+        updates = jnp.swapaxes(new, 1, 2).astype(pool.dtype)
+        # In this form, with an index for each dim, a TPU turns the pool into no other layout.
+        dims = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0, 1, 2, 3),
+        )
+        return jax.lax.scatter(pool, places, updates, dims, unique_indices=True, mode="drop")
 
     if mesh is None or mesh.size == 1:
         return local(pool, new, at, table)

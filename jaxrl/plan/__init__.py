@@ -36,6 +36,8 @@ from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.roles import pool_peaks, role_accounts
+from jaxrl.plan.sampling import pool_note
+from jaxrl.plan.setting import Setting
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
@@ -400,8 +402,10 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
 
 
 def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Whether the samples of a prompt share its keys and values, where there are several."""
-    if "rollout" not in inputs.roles or config.group_size == 1:
+    """Whether the samples of a prompt share its keys and values, where there are several, and what
+    a pool of pages saves."""
+    paged = config.rollout.cache_tokens is not None
+    if "rollout" not in inputs.roles or (config.group_size == 1 and not paged):
         return
     model = inputs.model("rollout")
     assert isinstance(model, DecoderConfig)
@@ -413,13 +417,16 @@ def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         prompt=config.max_prompt_tokens,
         stacked=config.rollout.layout == "stacked",
         episodes=config.environment.name is not None,
+        paged=paged,
     )
-    if why is None:
+    if paged:
+        yield pool_note(Setting(config, inputs, inputs.axes(config)), model, why)
+    if why is None and config.group_size > 1:
         yield (
             f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
             " which a decode step reads once for all of them"
         )
-    else:
+    elif why is not None:
         yield f"sampling: each slot holds and reads a copy of its prompt: {why}"
 
 

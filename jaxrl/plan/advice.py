@@ -59,7 +59,8 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
     if not known or not _fits(config, inputs):
         return None
     positions = inputs.student.max_positions - config.max_prompt_tokens
-    most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": min(MOST, positions)}
+    longest = min(MOST, positions, config.rollout.cache_tokens or MOST)
+    most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": longest}
     found = []
     for key, limit in most.items():
         now: int = getattr(config, key)

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxrl.config.schema import Config
-from jaxrl.models.activations import F32, SAMPLER_ARRAYS, logits, split, whole_rows
+from jaxrl.errors import UserError
+from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, step_kernel_of
+from jaxrl.models.pages import PAGE
 from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.models.split_k import parts_of
 from jaxrl.plan.memory import (
@@ -24,6 +26,7 @@ from jaxrl.plan.memory import (
 )
 from jaxrl.plan.setting import Setting
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
+from jaxrl.sampling.page_pool import pool_pages
 from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sharding.axes import Axes
 
@@ -39,11 +42,15 @@ class Slots(NamedTuple):
 
     slots: int
     positions: int
-    """Of each slot's cache."""
+    """Of each slot's cache, or of the longest completion in a pool of pages."""
     rows: int = 0
     """Of shared prompts, at most."""
     seats: int = 0
     """Slots that read one row, at most."""
+    pages: int = 0
+    """Of the pool, where there is one in place of the slots' caches."""
+    whole: int = 0
+    """Positions of the longest sequence, where one is read again after it had to wait."""
 
 
 def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[str, Slots]:
@@ -57,6 +64,7 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     episodes = role == "rollout" and c.environment.name is not None
     beyond = ANSWER_TOKENS[1] * episodes
     copied = Slots(count, round_up(width + most + beyond, multiple))
+    tokens = c.rollout.cache_tokens if role == "rollout" else None
     found = {}
     for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c), strict=False):
         why = why_not_shared(
@@ -67,9 +75,13 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
             prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
             stacked=stacked,
             episodes=episodes,
+            paged=tokens is not None,
         )
         rows = rows_at_most(count, axes.rows, samples, prompts)
         shared = Slots(count, round_up(most, multiple), rows, min(samples, count))
+        if tokens is not None:
+            pages = pool_pages(tokens, count, most)
+            shared = shared._replace(pages=pages, whole=copied.positions)
         found[suffix] = copied if why is not None else shared
     first, *others = found.values()
     if others and bool(first.rows) == bool(others[0].rows):
@@ -94,30 +106,35 @@ def _entries(
     run = m.run(role, config, -(-prompts // axes.rows), width)
     step = m.run(role, config, slots, 1)
     episodes = role == "rollout" and c.environment.name is not None
-    cache = cache_bytes(config, axes, slots, positions, dtype)
+    own = (of.pages, PAGE) if of.pages else (slots, positions)
+    cache = cache_bytes(config, axes, *own, dtype)
     shared = cache_bytes(config, axes, of.rows, width, dtype)
     held = cache_bytes(config, axes, prompts, width, dtype)
     heads, seats = split(config.n_heads, axes.tensor), of.rows * of.seats
-    scores = 2 * heads * (slots * positions + seats * width) * F32
+    scores = 2 * heads * (own[0] * own[1] + seats * width) * F32
     kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
     kernel = kernels[0] if all(kernels) else None
     if kernel is not None and not stacked:
         part = max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32  # with its largest score, its sum
-        parts = slots * parts_of(positions) + seats * parts_of(width)
-        scores = heads * part * (parts if kernel == "split-k" else slots + seats)
+        parts = own[0] * parts_of(own[1]) + seats * parts_of(width)
+        scores = heads * part * (parts if kernel == "split-k" else own[0] + seats)
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.embedded, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0
     copy = table if axes.weights > 1 else 0
-    each = (cache_bytes(one, axes, slots, positions, dtype) for one in config.shapes)
+    each = (cache_bytes(one, axes, *own, dtype) for one in config.shapes)
     one, on_gpu = max(each), m.inputs.target.platform in GPU
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
     quantised = m.inputs.on_cpu and config.quantised is not None
     floats = [s for s in shards(config.plain, axes) if quantised and s.path.startswith("layers")]
     whole = sum(s.bytes(dtype) for s in floats)
     experts = sum(s.bytes(dtype) for s in floats if "experts/" in s.path)
-    work = {  # a prefill dequantises a few experts at a time
-        "prefill": max(run.forward(stacked=False), shard + copy * on_gpu) + whole - experts,
+
+    def prefilled(run: Pass) -> int:  # which dequantises a few experts at a time
+        return max(run.forward(stacked=False), shard + copy * on_gpu) + whole - experts
+
+    work = {
+        "prefill": prefilled(run),
         "decode": max(scores, drawn, copy, step.every_expert) + whole,
         "longer cache": one,
     }
@@ -138,6 +155,10 @@ def _entries(
         picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
         work["answers"] = picked + max(answers.forward(stacked=stacked), 2 * F32 * scored)
         del work["longer cache"]
+    if of.pages:  # the pool does not grow
+        del work["longer cache"]
+        read = cache_bytes(config, axes, 1, of.whole, dtype)
+        work["read again"] = read + prefilled(m.run(role, config, 1, of.whole))
     for phase, size in work.items():
         yield Entry("cache", "KV cache", cache, phase + suffix)
         yield Entry("cache", "prompts that slots share", shared, phase + suffix)
@@ -152,6 +173,32 @@ def _entries(
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
         yield Entry("activations", name, size - unused, "prefill" + suffix)
         yield Entry("activations", name, size, "decode" + suffix)
+
+
+def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
+    """What `rollout.cache_tokens` saves.
+
+    Args:
+        why: the cache cannot be in pages.
+
+    Raises:
+        UserError: the cache cannot be in pages, and why.
+    """
+    key = f"rollout.cache_tokens={m.config.rollout.cache_tokens}"
+    if why is not None:
+        raise UserError(
+            f"{key} needs prompts apart from completions, and here a cache holds both: {why}; set"
+            " it to null"
+        )
+    axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
+    of = max(forms(m, "rollout", model, stacked=False).values())
+    sizes = ((of.pages, PAGE), (of.slots, of.positions))
+    pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
+    return (
+        f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {pool:.2f} GB; its"
+        f" {of.slots} slots with {of.positions} tokens each would take {slots:.2f} GB. They hold"
+        f" all slots at {of.pages * PAGE // of.slots} tokens each; beyond that the youngest wait"
+    )
 
 
 def asked(config: Config) -> list[tuple[int, int]]:

@@ -137,6 +137,7 @@ class Sampler:
             max_prompt_tokens=config.teacher_prompt_tokens if teacher else config.max_prompt_tokens,
             max_new_tokens=longest,
             launch_tokens=config.rollout.launch_tokens,
+            cache_tokens=None if teacher else config.rollout.cache_tokens,
             episodes=self._episodes is not None,
             tokenizer=tokenizer,
             ledger=current(),
@@ -247,6 +248,7 @@ class Sampler:
         rollout = replace(
             rollout,
             decode_steps=stats.decode_steps,
+            sent_back=stats.sent_back,
             waited_s=stats.waiting_seconds,
             notes=tuple(self.notes),
         )

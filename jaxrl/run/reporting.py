@@ -134,6 +134,8 @@ class Reporter:
             "time/rollout_s": futures["rollout"].times.seconds,
             "time/update_s": futures["update"].times.seconds,
         }
+        if self.job.config.rollout.cache_tokens is not None and sampled:
+            row["rollout/sent_back"] = float(rollout.sent_back)
         if self.job.config.environment.name is not None and sampled:
             row |= _episode_metrics(rollout)
             for note in rollout.notes:

@@ -181,7 +181,7 @@ def extend(
     return _constrain(config, mesh, cache, ROWS)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "record"))
+@partial(jax.jit, static_argnames=("config", "mesh", "record", "apart"))
 def prefill(
     config: DecoderConfig,
     mesh: Mesh | None,
@@ -190,9 +190,10 @@ def prefill(
     lengths: jax.Array,
     *,
     record: bool = False,
+    apart: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
-    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard;
-    and, to `record`, the experts [b, P, L, k] that each token passes.
+    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard,
+    or `apart`, each shard's own; and, to `record`, the experts [b, P, L, k] that each token passes.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
     the first token of a completion is sampled by the same program as the others. States are those
@@ -203,7 +204,7 @@ def prefill(
     routed: list[Routed] = []
     _, cache = cached.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
-    return _constrain(config, mesh, cache, None), _readable(chosen, mesh)
+    return _constrain(config, mesh, cache, ROWS if apart else None), _readable(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -243,43 +244,65 @@ def insert(
     return run(cache, prompts, source)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
-def insert_pages(
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "prompts"))
+def insert_again(
     config: DecoderConfig,
     mesh: Mesh | None,
     cache: Cache,
+    prompts: Cache,
     read: Cache,
-    source: jax.Array,
-    firsts: jax.Array,
-) -> Cache:
-    """Copies the positions of row source[i] of `read` from firsts[i] on into page i of a pool,
-    where source[i] is not -1.
+    rows: jax.Array,
+    starts: jax.Array,
+    pages: jax.Array,
+) -> tuple[Cache, Cache]:
+    """Copies one sequence of each data shard, which begins with its prompt, to where its slot
+    reads it.
 
     Args:
-        cache: of Q pages of P positions, donated.
-        read: of b rows, as of `prefill`.
-        source, firsts: [Q] int32.
+        cache: a pool of pages of P positions, donated.
+        prompts: those that slots share, donated.
+        read: of a `prefill` of X rows that stay apart.
+        rows: [X] int32: the row of `prompts`, counted among the shard's own; -1: it is there.
+        starts: [X] int32: the position that is the first one of the pages.
+        pages: [X, n] int32: the pages, counted likewise; -1: none.
+
+    Returns:
+        The pool and the prompts.
     """
 
-    def local(cache: Cache, read: Cache, source: jax.Array, firsts: jax.Array) -> Cache:
-        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            size = ours.shape[POSITIONS]
-            theirs = jnp.pad(theirs, [(0, 0), (0, 0), (0, size), (0, 0)])
+    def local(
+        cache: Cache,
+        prompts: Cache,
+        read: Cache,
+        rows: jax.Array,
+        starts: jax.Array,
+        pages: jax.Array,
+    ) -> tuple[Cache, Cache]:
+        def place(at: jax.Array, count: int) -> jax.Array:
+            return jnp.where(at >= 0, at, count)  # beyond the last: dropped
 
-            def one(row: jax.Array, first: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(theirs[jnp.maximum(row, 0)], first, size, 1)
+        def to_row(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
+            at = place(rows, len(ours))
+            return ours.at[at, :, :width].set(theirs[:, :, :width], mode="drop")
 
-            new = jax.vmap(one)(source, firsts).astype(ours.dtype)
-            return jnp.where((source >= 0)[:, None, None, None], new, ours)
+        def to_pages(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            _, heads, size, dim = ours.shape
+            span = pages.shape[1] * size
+            theirs = jnp.pad(theirs[0], [(0, 0), (0, span), (0, 0)])
+            new = jax.lax.dynamic_slice_in_dim(theirs, starts[0], span, 1)
+            new = jnp.swapaxes(new.reshape(heads, -1, size, dim), 0, 1)
+            return ours.at[place(pages[0], len(ours))].set(new, mode="drop")
 
-        return jax.tree.map(copy, cache, read)
+        return jax.tree.map(to_pages, cache, read), jax.tree.map(to_row, prompts, read)
 
     if mesh is None:
-        return local(cache, read, source, firsts)
-    ours = cache_specs(config, mesh, ROWS, cache)
-    given = (ours, cache_specs(config, mesh, None, read), PartitionSpec(ROWS), PartitionSpec(ROWS))
-    run = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=ours)
-    return run(cache, read, source, firsts)
+        return local(cache, prompts, read, rows, starts, pages)
+    caches = tuple(cache_specs(config, mesh, ROWS, x) for x in (cache, prompts, read))
+    each = PartitionSpec(ROWS)
+    given = (*caches, each, each, each)
+    run = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=caches[:2])
+    return run(cache, prompts, read, rows, starts, pages)
 
 
 @partial(

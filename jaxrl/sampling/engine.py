@@ -22,7 +22,6 @@ launch are replicated to all processes, so that all make the same decisions.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
@@ -34,18 +33,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
-from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
 from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout, Params, cast, layout_of
 from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.sampling import decode, text
+from jaxrl.sampling.caches import Caches
 from jaxrl.sampling.episodes import Partner
-from jaxrl.sampling.page_pool import PagePool, pages_of
+from jaxrl.sampling.page_pool import PagePool, pages_of, pool_pages
 from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
+from jaxrl.sampling.seating import Seating
 from jaxrl.sampling.text import TextTokenizer
 from jaxrl.sampling.unfinished import Unfinished
 from jaxrl.sharding.axes import row_shards
@@ -70,10 +69,6 @@ LOOK_S = 0.2
 """Seconds between two looks whether to abort while all slots wait for environments."""
 
 
-CACHE = "KV cache"
-"""Name of the cache in the ledger, the account of device memory (`sharding.ledger`)."""
-
-
 class Aborted(RuntimeError):
     """`abort` returned True between two launches."""
 
@@ -87,7 +82,9 @@ class EngineStats:
     prefill_rows: int = 0
     """Prompts prefilled, without padding rows."""
     sent_back: int = 0
-    """Samples that waited for pages of the cache with their first tokens, each time."""
+    """Samples that lost their slot for want of pages of the cache, each time."""
+    read_again: int = 0
+    """Tokens of such samples, and of their prompts, that were read a second time."""
     generated_tokens: int = 0
     """Tokens in the completions, without those after a stop string."""
     slots: int = 0
@@ -179,14 +176,15 @@ class Engine:
         self.length = round_up(max_prompt_tokens + max_new_tokens + beyond, target.width_multiple)
         self.own_length = round_up(max_new_tokens, target.width_multiple)
         self.share = share
-        self.pages = None if cache_tokens is None else pages_of(cache_tokens)
+        self.pages: int | None = None
         """Of the pool of each data shard."""
-        least = pages_of(max_new_tokens)
-        if self.pages is not None and self.pages < least:
-            raise UserError(
-                f"cache_tokens={cache_tokens}: a completion of max_new_tokens={max_new_tokens}"
-                f" needs {least * PAGE}; raise it to that at least"
-            )
+        if cache_tokens is not None:
+            if cache_tokens < max_new_tokens:
+                raise UserError(
+                    f"cache_tokens={cache_tokens} does not hold one completion of"
+                    f" max_new_tokens={max_new_tokens}; raise it to that at least"
+                )
+            self.pages = pool_pages(cache_tokens, self.slots // self.row_shards, max_new_tokens)
         on_cpu = target.platform == "cpu"
         self.search_beside = not on_cpu if search_beside is None else search_beside
         if check_every is None:
@@ -232,6 +230,7 @@ class Engine:
         """
         started = time.perf_counter()
         self._check(prompts, n, sampling, prompt_ids)
+        self._check_pages(params, n)
         self.stats = EngineStats(slots=self.slots)
         if self.dtype is not None and params["norm"]["scale"].dtype != self.dtype:
             params = _cast(params, np.dtype(self.dtype))
@@ -291,6 +290,16 @@ class Engine:
         left = round_up(bucket(taken), 1 if self.mesh is None else self.mesh.shape["tensor"])
         return left if 2 * left <= held else None
 
+    def fewer_pages(self, taken: int, held: int) -> int | None:
+        """Pages that each device keeps of `held`, where at most `taken` are ever in use."""
+        left = bucket(taken)
+        return left if 2 * left <= held else None
+
+    def read_again_width(self, tokens: int) -> int:
+        """Width of the arrays in which sequences that had to wait are read again."""
+        most = self.max_prompt_tokens + self.max_new_tokens
+        return bucket(tokens, smallest=NARROWEST, multiple=self.width_multiple, most=most)
+
     def _check(
         self,
         prompts: Sequence[Sequence[int]],
@@ -320,6 +329,15 @@ class Engine:
                     f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
                 )
 
+    def _check_pages(self, params: Params, n: int) -> None:
+        dtype = self.dtype or params["norm"]["scale"].dtype
+        why = self.why_not_shared(n, dtype, layout_of(params))
+        if self.pages is not None and why is not None:
+            raise UserError(
+                "rollout.cache_tokens needs prompts apart from what follows them, and here both are"
+                f" in one cache: {why}; set it to null"
+            )
+
 
 class _Run:
     """The state of one call of `generate`: the queue of samples, the slots, their KV cache, and the
@@ -339,7 +357,7 @@ class _Run:
     ):
         self.record = record
         self.held_experts: np.ndarray | None = None
-        """Of the prompts in `held_cache`, [b, P, L, k], where they are recorded."""
+        """Of the prompts that are held, [b, P, L, k], where they are recorded."""
         self.engine, self.params, self.prompts = engine, params, prompts
         self.partner = partner
         self.sampling, self.stats, self.ledger = sampling, engine.stats, engine.ledger
@@ -347,136 +365,87 @@ class _Run:
         self.knobs = knobs
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
-        self.queue = deque(samples)
-        self.seated: dict[int, Unfinished] = {}
         self.unread: list[tuple[Unfinished, int]] = []
         """Samples with tokens that were not searched for stop strings, each with the number of its
         tokens before these."""
-        self.table = np.zeros((engine.slots, 6), np.int32)
-        dtype, layout = params["norm"]["scale"].dtype, layout_of(params)
+        dtype, layout, shards = params["norm"]["scale"].dtype, layout_of(params), engine.row_shards
         self.rows: PromptRows | None = None
         if engine.why_not_shared(n, dtype, layout) is None:
-            shards = engine.row_shards
             self.rows = PromptRows(shards, engine.slots // shards, n, len(prompts))
-        self.prompt_cache: Cache = []
-        """Of the rows."""
-        self.pool: PagePool | None = None
-        if self.rows is not None and engine.pages is not None:
-            self.pool = PagePool(engine.row_shards, engine.pages)
+        self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
+        given = (engine.slots, shards, engine.launch_tokens, self.pool)
+        self.seating = Seating(samples, *given)
         self.prefill_batch = self._prefill_batch(n)
         self.held = range(0)
-        """Indices of the prompts whose keys and values are in `held_cache`. Samples wait in the
-        order of their prompts, so one prefilled batch is enough."""
-        self.held_cache: Cache = []
-        self.cache: Cache = []
+        """Indices of the prompts whose keys and values are held. Samples wait in the order of their
+        prompts, so one prefilled batch is enough."""
+        self.caches = Caches(engine.config, mesh, params, engine.ledger)
 
     def loop(
         self,
         abort: Callable[[], bool] | None,
         on_tokens: Callable[[int, int], None] | None,
     ) -> None:
-        total, tokens, finished = len(self.queue), 0, 0
+        seating = self.seating
+        total, tokens, finished = len(seating.queue), 0, 0
         try:
-            while self.queue or self.seated:
+            while seating.queue or seating.seated:
                 if abort is not None and abort():
                     raise Aborted(
                         f"generation aborted: {finished} of {total} completions were done"
                     )
+                self._give_pages()
                 self._refill()
                 self._resume()
-                if not self.queue:
+                if not seating.queue:
                     self.ledger.nearly_done()
-                if (self.table[:, decode.COUNT] < self.table[:, decode.LIMIT]).any():
+                if seating.decoding().any():
                     tokens += self._launch()
                 else:
                     self._wait()
-                finished = total - len(self.queue) - len(self.seated)
+                finished = total - len(seating.queue) - len(seating.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
             self._read()
         finally:
-            for sample in list(self.seated.values()):
+            for sample in list(seating.seated.values()):
                 self._free(sample)
-            self.cache, self.held_cache, self.prompt_cache = [], [], []
-            self.ledger.drop(CACHE)
+            self.caches.drop()
         self.ledger.nearly_done()
 
-    def _record_cache(self) -> None:
-        self.ledger.put(CACHE, (self.cache, self.held_cache, self.prompt_cache))
+    def _give_pages(self) -> None:
+        """Gives seated samples the pages of their next launch, or lets them wait."""
+        if self.seating.is_short_of_pages():
+            self._read()  # a stop string may have ended a sample, whose pages are then free
+        self.stats.sent_back += self.seating.give_pages()
 
     def _refill(self) -> None:
         """Puts waiting samples into free slots, and prefills their prompts first where needed."""
         started = time.perf_counter()
-        free = [slot for slot in range(self.engine.slots) if slot not in self.seated]
-        seated = False
-        while self.queue and self._slot_for(self.queue[0], free, []) is not None:
-            if self.queue[0].prompt not in self.held:
-                self._hold(self.queue[0].prompt)
-            moves: list[tuple[int, Unfinished]] = []
-            while self.queue and self.queue[0].prompt in self.held:
-                slot = self._slot_for(self.queue[0], free, moves)
-                if slot is None:
+        seating, seated = self.seating, False
+        while (slot := seating.vacant()) is not None:
+            fresh: list[Unfinished] = []
+            begun: list[Unfinished] = []
+            if not seating.queue[0].tokens and seating.queue[0].prompt not in self.held:
+                self._hold(seating.queue[0].prompt)
+            while slot is not None:
+                sample = seating.queue[0]
+                if not sample.tokens and sample.prompt not in self.held:
                     break
-                free.remove(slot)
-                moves.append((slot, self.queue.popleft()))
-            self._seat(moves)
+                (begun if sample.tokens else fresh).append(sample)
+                seating.sit_next(slot, self.prompts[sample.prompt])
+                slot = seating.vacant()
+            self._seat(fresh, begun)
             seated = True
-        if not self.queue and self.held_cache:
-            self.held, self.held_cache = range(0), []
-            self._record_cache()
+        if not seating.queue and self.caches.held:
+            self.held = range(0)
+            self.caches.drop_held()
         if seated:
-            jax.block_until_ready(self.cache)
+            jax.block_until_ready(self.caches.slots)
             self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _slot_for(
-        self, sample: Unfinished, free: list[int], moves: list[tuple[int, Unfinished]]
-    ) -> int | None:
-        """A free slot for a waiting sample; of a pool, one that leaves the others of its shard the
-        pages of their next launch."""
-        if self.pool is None:
-            return free[0] if free else None
-        held = self.engine.slots // self.engine.row_shards
-        taken = [*self.seated.items(), *moves]
-        for slot in free:
-            shard = slot // held
-            needed = sum(self._missing(x) for s, x in taken if s // held == shard)
-            if needed + self._missing(sample) <= self.pool.free(shard):
-                return slot
-        return None
-
-    def _positions(self, sample: Unfinished) -> int:
-        """Behind its prompt, up to the end of the next launch."""
-        count = len(sample.tokens)
-        return count + min(sample.turn_end - count, self.engine.launch_tokens)
-
-    def _missing(self, sample: Unfinished) -> int:
-        assert self.pool is not None
-        return self.pool.missing(sample, self._positions(sample))
-
-    def _give_pages(self) -> None:
-        """Pages for the next launch, to the oldest samples first; those for which there are none
-        left wait, the youngest ones, and give theirs back."""
-        assert self.pool is not None
-        held = len(self.table) // self.engine.row_shards
-        for shard in range(self.engine.row_shards):
-            of = [x for slot, x in self.seated.items() if slot // held == shard]
-            of.sort(key=lambda x: (x.prompt, x.sample_id))
-            for i, sample in enumerate(of):
-                while of[i:] and self._missing(sample) > self.pool.free(shard):
-                    self._send_back(of.pop())
-                if i >= len(of):
-                    break
-                self.pool.give(shard, sample, self._positions(sample))
-
-    def _send_back(self, sample: Unfinished) -> None:
-        """Lets a seated sample wait, with its tokens."""
-        self._free(sample)
-        self.stats.sent_back += 1
-        waiting = sorted([sample, *self.queue], key=lambda x: (x.prompt, x.sample_id))
-        self.queue = deque(waiting)
-
     def _hold(self, first: int) -> None:
-        """Prefills the batch of prompts that begins with prompt `first`; replaces `held_cache`."""
+        """Prefills the batch of prompts that begins with prompt `first`."""
         self.held = range(first, min(first + self.prefill_batch, len(self.prompts)))
         chosen = [self.prompts[i] for i in self.held]
         width = self._width(chosen)
@@ -485,178 +454,110 @@ class _Run:
         for row, prompt in enumerate(chosen):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        self.held_cache = []
-        given = (self.engine.config, self.engine.mesh, self.params, tokens, lengths)
-        with self.ledger.running(decode.prefill, *given, record=self.record):
-            self.held_cache, experts = decode.prefill(*given, record=self.record)
-            jax.block_until_ready(self.held_cache)
-        self.held_experts = None if experts is None else np.asarray(experts)
-        self._record_cache()
+        self.held_experts = self.caches.hold(tokens, lengths, self.record)
         self.stats.prefill_rows += len(chosen)
 
-    def _seat(self, moves: list[tuple[int, Unfinished]]) -> None:
-        source = np.full(self.engine.slots, -1, np.int32)
-        for slot, sample in moves:
-            prompt = self.prompts[sample.prompt]
-            source[slot] = sample.prompt - self.held.start
-            if self.held_experts is not None and not sample.tokens:
-                read = self.held_experts[sample.prompt - self.held.start, : len(prompt) - 1]
-                sample.experts.append(read)
-            ids = sample.prompt_id, sample.sample_id
-            self._sit(sample, slot, (prompt[-1], len(prompt) - 1, 0, sample.turn_end, *ids))
-            if sample.tokens:
-                self._set(sample)
-        if self.pool is None:
-            self._fit(max(self._reach(), self._cached()))
-        given = self.engine.config, self.engine.mesh
-        if self.rows is None:
-            self.cache = decode.insert(*given, self.cache, self.held_cache, source)
-            return
-        new = self.rows.admit(self.seated)
-        self._fit_rows()
-        source = np.full(self.rows.count * self.engine.row_shards, -1, np.int32)
-        for row, index in new.items():
-            source[row] = index - self.held.start
-        self.prompt_cache = decode.insert(*given, self.prompt_cache, self.held_cache, source)
-        if self.pool is not None and not self.cache:
-            self.cache = self._new_cache(self.pool.pages * self.engine.row_shards, PAGE)
-        for _, sample in moves:
-            if sample.tokens:
-                self._read_again(sample)
+    def _seat(self, fresh: list[Unfinished], begun: list[Unfinished]) -> None:
+        """Fills the caches of slots that samples have just got.
 
-    def _read_again(self, sample: Unfinished) -> None:
-        """Computes the keys and values of a sample that had to wait, as those of a prompt."""
-        assert self.pool is not None and sample.slot is not None
-        start = len(self.prompts[sample.prompt]) - 1
-        unread = [*self.prompts[sample.prompt], *sample.tokens[:-1]]
-        most = self.engine.max_prompt_tokens + self.engine.max_new_tokens
-        multiple = self.engine.width_multiple
-        width = bucket(len(unread), smallest=NARROWEST, multiple=multiple, most=most)
-        tokens = np.zeros((self.engine.row_shards, width), np.int32)
-        lengths = np.full(len(tokens), len(unread), np.int32)
-        tokens[:, : len(unread)] = unread
-        on = self.engine.config, self.engine.mesh
-        with self.ledger.running(decode.prefill, *on, self.params, tokens, lengths):
-            read, _ = decode.prefill(*on, self.params, tokens, lengths)
-        shard = sample.slot // (self.engine.slots // self.engine.row_shards)
-        pages = self.pool.give(shard, sample, len(sample.tokens))
-        source = np.full(self.pool.pages * self.engine.row_shards, -1, np.int32)
-        firsts = np.zeros_like(source)
-        source[pages], firsts[pages] = 0, start + PAGE * np.arange(len(pages))
-        self.cache = decode.insert_pages(*on, self.cache, read, source, firsts)
+        Args:
+            fresh: of prompts that are held.
+            begun: those that waited with their first tokens.
+        """
+        source = np.full(self.engine.slots, -1, np.int32)
+        for sample in fresh:
+            source[sample.slot] = sample.prompt - self.held.start
+            if self.held_experts is not None and not sample.experts:
+                length = len(self.prompts[sample.prompt])
+                sample.experts.append(self.held_experts[source[sample.slot], : length - 1])
+        self._fit(PAGE if self.pool else max(self._reach(), self.caches.positions))
+        if self.rows is None:
+            self.caches.insert(source)
+            return
+        new = self.rows.admit(self.seating.seated)
+        self._fit_rows()
+        count = self.rows.count
+        source = np.full(count * self.engine.row_shards, -1, np.int32)
+        held = [row for row, index in new.items() if index in self.held]
+        for row in held:
+            source[row] = new.pop(row) - self.held.start
+        if held:
+            self.caches.insert_prompts(source)
+        rows = {(row // count, index): row % count for row, index in new.items()}
+        while begun:
+            longest = max(len(self.prompts[x.prompt]) + len(x.tokens) for x in begun)
+            width = self.engine.read_again_width(longest)
+            unread, begun = self.seating.unread(begun, self.prompts, width, rows)
+            self.caches.read_again(unread)
+            self.stats.read_again += int(unread.lengths[unread.pages[:, 0] >= 0].sum())
 
     def _reach(self) -> int:
         """Cache length that the next launch may need, rounded up to a bucket."""
-        left = self.table[:, decode.LIMIT] - self.table[:, decode.COUNT]
+        table = self.seating.table
+        left = table[:, decode.LIMIT] - table[:, decode.COUNT]
         ahead = np.minimum(left, self.engine.launch_tokens)
         first = decode.POSITION if self.rows is None else decode.COUNT
-        reach = int((self.table[:, first] + ahead).max())
-        return self.engine.cache_length(reach, len(self.table), own=self.rows is not None)
-
-    def _cached(self) -> int:
-        return keys_of(self.cache).shape[decode.POSITIONS] if self.cache else 0
+        reach = int((table[:, first] + ahead).max())
+        return self.engine.cache_length(reach, len(table), own=self.rows is not None)
 
     def _shrink(self) -> np.ndarray | None:
-        """Chooses the slots to keep, and renumbers their samples, once no sample is waiting and at
-        least half of the slots are free, since a decode step computes free slots too.
-
-        Each device keeps some of its own slots, so that no slot moves between devices.
-
-        Returns:
-            [slots left] int32: for each device, the slots that it keeps, counted among its own.
-            None if all slots stay.
-        """
-        if self.queue or self.partner is not None:
+        """Chooses the slots to keep (`Seating.shrink`) once no sample is waiting, nor will be, and
+        at least half of the slots are free, since a decode step computes free slots too."""
+        if self.seating.queue or self.partner is not None:
             return None
-        shards = self.engine.row_shards
-        held = len(self.table) // shards
-        if self.pool is not None:  # slots are needed again where a sample is sent back
-            ends = [0] * shards
-            for slot, sample in self.seated.items():
-                ends[slot // held] += pages_of(sample.turn_end)
-            if max(ends) > self.pool.pages:
-                return None
-        taken = [[s for s in sorted(self.seated) if s // held == k] for k in range(shards)]
-        left = self.engine.fewer_slots(max(map(len, taken)), held)
-        if left is None:
+        if self.pool is not None and self.seating.most_pages() > self.pool.pages:
             return None
-        kept, old = np.zeros((shards, left), np.int32), self.table
-        self.table = np.zeros((shards * left, old.shape[1]), np.int32)
-        for k, slots in enumerate(taken):
-            for at, slot in enumerate(slots):
-                kept[k, at] = slot - k * held
-                self._sit(self.seated.pop(slot), k * left + at, old[slot])
-        return kept.reshape(-1)
+        return self.seating.shrink(self.engine.fewer_slots)
 
     def _fit(self, length: int, kept: np.ndarray | None = None) -> None:
-        """Resizes the cache to `length` positions and the slots `kept`. A decode step reads the
-        whole cache, since a slice of it would be a copy at each step. Layers are resized one at a
-        time, so that only one exists twice."""
-        if not self.cache:
-            self.cache = self._new_cache(self.engine.slots, length)
-        if self._cached() != length or kept is not None:
-            self._resize(self.cache, length, kept)
+        rows = self.engine.slots
+        if self.pool is not None:
+            rows = self.pool.pages * self.engine.row_shards
+        self.caches.fit(rows, length, kept)
+
+    def _fit_pool(self) -> None:
+        """Gives up pages that no sample can need any more, where they are half of all."""
+        assert self.pool is not None
+        left = self.engine.fewer_pages(self.seating.most_pages(), self.pool.pages)
+        if left is not None:
+            self._fit(PAGE, self.pool.shrink(left))
 
     def _fit_rows(self, kept: np.ndarray | None = None) -> None:
         """Makes the cache of shared prompts have all of its rows, or those to be `kept` alone."""
         assert self.rows is not None
-        shards, width = self.engine.row_shards, self._width(self.prompts)
-        if not self.prompt_cache:
-            self.prompt_cache = self._new_cache(self.rows.count * shards, width)
-        held = keys_of(self.prompt_cache).shape[decode.BATCH] // shards
-        if kept is None and held < self.rows.count:
-            kept = np.tile(np.arange(self.rows.count, dtype=np.int32), shards)  # clipped: any row
-        if kept is not None:
-            self._resize(self.prompt_cache, width, kept)
-
-    def _new_cache(self, rows: int, length: int) -> Cache:
-        dtype, layout = self.params["norm"]["scale"].dtype, layout_of(self.params)
-        given = (self.engine.config, self.engine.mesh, rows, length, dtype, layout)
-        cache = decode.new_cache(*given)
-        self.ledger.put(CACHE, (self.cache, self.held_cache, self.prompt_cache, cache))
-        return cache
-
-    def _resize(self, cache: Cache, length: int, kept: np.ndarray | None) -> None:
-        for i, layer in enumerate(cache):
-            if not layer or (isinstance(layer, Recurrent) and kept is None):
-                continue  # it has no positions
-            given = (self.engine.config, self.engine.mesh, [layer], length, kept)
-            with self.ledger.running(decode.resize, *given):
-                cache[i : i + 1] = decode.resize(*given)
-        self._record_cache()
+        rows = self.rows.count * self.engine.row_shards
+        self.caches.fit_prompts(rows, self._width(self.prompts), kept)
 
     def _launch(self) -> int:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
         ones. Returns the number of tokens."""
         started = time.perf_counter()
-        engine = self.engine
+        engine, seating = self.engine, self.seating
         kept = self._shrink()
         if self.pool is None:
             self._fit(self._reach(), kept)
-        else:
-            self._give_pages()
+        elif kept is not None:
+            self._fit_pool()
         prompts = pages = None
         if self.rows is not None:
             if kept is not None:
-                self._fit_rows(self.rows.shrink(self.seated, len(self.table) // engine.row_shards))
-            lengths = {x.prompt: len(self.prompts[x.prompt]) - 1 for x in self.seated.values()}
-            prompts = self.prompt_cache, self.rows.table(self.seated, lengths)
+                self._fit_rows(self.rows.shrink(seating.seated, seating.slots))
+            lengths = {x.prompt: len(self.prompts[x.prompt]) - 1 for x in seating.seated.values()}
+            prompts = self.caches.prompts, self.rows.table(seating.seated, lengths)
         if self.pool is not None:
-            each = len(self.table) // engine.row_shards
-            pages = self.pool.table(self.seated, each, pages_of(self._reach()))
-        waiting = len(self.queue)
-        exit_free = min(engine.min_free, waiting) if waiting else len(self.table)
-        if self.partner is not None or self.pool is not None:
-            # Slots may be free that nobody can have; and turns end.
-            idle = int((self.table[:, decode.COUNT] >= self.table[:, decode.LIMIT]).sum())
-            more = engine.min_free if waiting or self.partner is not None else len(self.table)
-            exit_free = min(idle + more, len(self.table))
-        given = (engine.config, engine.mesh, self.params, self.cache, self.table.copy())
+            pages = self.pool.table(seating.seated, seating.slots, pages_of(self._reach()))
+        slots, waiting = len(seating.table), len(seating.queue)
+        exit_free = min(engine.min_free, waiting) if waiting else slots
+        if self.partner is not None:  # also for slots whose turn ends
+            exit_free = engine.min_free
+        if self.partner is not None or self.pool is not None:  # some decode nothing from the start
+            exit_free = min(int((~seating.decoding()).sum()) + exit_free, slots)
+        given = (engine.config, engine.mesh, self.params, self.caches.slots, seating.table.copy())
         rest = (np.int32(exit_free), self.knobs, prompts, pages)
         length = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         options = {**length, "record": self.record}
         with self.ledger.running(decode.launch, *given, *rest, **options):
-            self.cache, launched, chosen = decode.launch(*given, *rest, **options)
+            self.caches.slots, launched, chosen = decode.launch(*given, *rest, **options)
             self._read()  # searches the tokens of the launch before while this one runs
             out = np.asarray(launched)
         self.stats.launches += 1
@@ -664,7 +565,7 @@ class _Run:
         self.stats.decode_seconds += time.perf_counter() - started
         counts = (out[:, :, 0] >= 0).sum(0)
         experts = None if chosen is None else np.asarray(chosen)
-        for slot, sample in list(self.seated.items()):
+        for slot, sample in list(self.seating.seated.items()):
             if not counts[slot]:
                 continue
             if experts is not None:
@@ -697,7 +598,7 @@ class _Run:
         count = len(sample.tokens)
         at = len(self.prompts[sample.prompt]) + count - 1
         end = count if self._is_over(sample) else sample.turn_end
-        self.table[sample.slot, :4] = (sample.tokens[-1], at, count, end)
+        self.seating.table[sample.slot, :4] = (sample.tokens[-1], at, count, end)
 
     def _read(self) -> None:
         """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
@@ -733,14 +634,15 @@ class _Run:
             sample.finish_reason = "length"
             self._free(sample)
             return
-        self.table[sample.slot, decode.LIMIT] = self.table[sample.slot, decode.COUNT]
+        row = self.seating.table[sample.slot]
+        row[decode.LIMIT] = row[decode.COUNT]
         ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
         sample.reply = self.partner.answer(*ids, sample.text, eos=eos, length=length)
 
     def _wait(self) -> None:
         """Waits until an environment has answered, or until it is time to look whether to abort."""
         started = time.perf_counter()
-        replies = [sample.reply for sample in self.seated.values() if sample.reply is not None]
+        replies = [x.reply for x in self.seating.seated.values() if x.reply is not None]
         if replies:
             wait(replies, LOOK_S, FIRST_COMPLETED)
         self.stats.waiting_seconds += time.perf_counter() - started
@@ -749,7 +651,7 @@ class _Run:
         """Lets the episodes go on whose environments have answered."""
         started = time.perf_counter()
         answered: list[tuple[Unfinished, int]] = []
-        for sample in list(self.seated.values()):
+        for sample in list(self.seating.seated.values()):
             if sample.reply is None or not sample.reply.done():
                 continue
             before = len(sample.tokens)
@@ -759,7 +661,7 @@ class _Run:
                 self._free(sample)
         if answered:
             self._extend(answered)
-            jax.block_until_ready(self.cache)
+            jax.block_until_ready(self.caches.slots)
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def _extend(self, answered: list[tuple[Unfinished, int]]) -> None:
@@ -793,7 +695,7 @@ class _Run:
         self, width: int, parts: list[tuple[Unfinished, int, list[int]]]
     ) -> list[tuple[Unfinished, int, list[int]]]:
         """Reads parts of at most `width` tokens, as many as there are rows; returns the others."""
-        shards, held = self.engine.row_shards, len(self.table) // self.engine.row_shards
+        shards, held = self.engine.row_shards, self.seating.slots
         tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
         positions = np.zeros((shards, ANSWER_ROWS), np.int32)
         lengths = np.zeros((shards, ANSWER_ROWS), np.int32)
@@ -811,23 +713,18 @@ class _Run:
             lengths[row] = len(ids)
             used[shard] += 1
             reach = max(reach, position + width)
-        self._fit(max(self._cached(), self.engine.cache_length(reach, len(self.table))))
-        given = (self.engine.config, self.engine.mesh, self.params, self.cache)
+        self._fit(
+            max(self.caches.positions, self.engine.cache_length(reach, len(self.seating.table)))
+        )
+        given = (self.engine.config, self.engine.mesh, self.params, self.caches.slots)
         rows = (tokens.reshape(-1, width), *(x.reshape(-1) for x in (positions, lengths, slots)))
         with self.ledger.running(decode.extend, *given, *rows):
-            self.cache = decode.extend(*given, *rows)
+            self.caches.slots = decode.extend(*given, *rows)
         return left
-
-    def _sit(self, sample: Unfinished, slot: int, row: Any) -> None:
-        sample.slot, self.seated[slot], self.table[slot] = slot, sample, row
 
     def _free(self, sample: Unfinished) -> None:
         if sample.slot is not None:
-            self.table[sample.slot] = 0
-            del self.seated[sample.slot]
-            if self.pool is not None:
-                self.pool.take_back(sample)
-            sample.slot = None
+            self.seating.free(sample)
             if self.partner is not None:
                 self.partner.end(sample.prompt, sample.sample_id)
 

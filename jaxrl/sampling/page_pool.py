@@ -16,6 +16,11 @@ def pages_of(positions: int) -> int:
     return -(-positions // PAGE)
 
 
+def pool_pages(cache_tokens: int, slots: int, longest: int) -> int:
+    """Pages of each data shard: no more than its slots can have."""
+    return min(pages_of(cache_tokens), slots * pages_of(longest))
+
+
 class PagePool:
     """The pages of one call of `Engine.generate`."""
 
@@ -35,21 +40,42 @@ class PagePool:
         """Pages that nobody has."""
         return len(self._free[shard])
 
-    def give(self, shard: int, sample: Unfinished, positions: int) -> list[int]:
-        """Lets the sample have so many positions, of pages that are free.
+    def of(self, sample: Unfinished) -> list[int]:
+        """The pages of a sample, counted among those of its shard."""
+        return self._held[sample.prompt, sample.sample_id][1]
 
-        Returns:
-            All of its pages, counted through those of all shards.
-        """
+    def give(self, shard: int, sample: Unfinished, positions: int) -> None:
+        """Lets the sample have so many positions, of pages that are free."""
         missing = self.missing(sample, positions)
         _, held = self._held.setdefault((sample.prompt, sample.sample_id), (shard, []))
         held += [self._free[shard].pop() for _ in range(missing)]
-        return [shard * self.pages + page for page in held]
 
     def take_back(self, sample: Unfinished) -> None:
         """The sample needs its pages no longer."""
-        shard, held = self._held.pop((sample.prompt, sample.sample_id), (0, []))
+        shard, held = self._held.pop((sample.prompt, sample.sample_id))
         self._free[shard] += held
+
+    def shrink(self, pages: int) -> np.ndarray:
+        """Keeps fewer pages, all of those that samples have among them, which get new numbers.
+
+        Args:
+            pages: of each shard.
+
+        Returns:
+            [shards * pages] int32: the pages to keep, counted among those of their shard.
+        """
+        kept = [
+            [page for k, held in self._held.values() if k == shard for page in held]
+            for shard in range(len(self._free))
+        ]
+        for shard, old in enumerate(kept):
+            new = iter(range(len(old)))
+            for k, held in self._held.values():
+                if k == shard:
+                    held[:] = [next(new) for _ in held]
+            self._free[shard] = list(range(len(old), pages))[::-1]
+        self.pages = pages
+        return np.array([old + [0] * (pages - len(old)) for old in kept], np.int32).reshape(-1)
 
     def table(self, seated: Mapping[int, Unfinished], slots: int, width: int) -> Pages:
         """The pages of all slots.

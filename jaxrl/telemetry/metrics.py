@@ -221,6 +221,11 @@ METRICS: dict[str, Metric] = {
         "episodes", "whose environment took longer than environment.timeout; they have no reward"
     ),
     "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
+    "rollout/sent_back": Metric(
+        "completions",
+        "that lost their slot because rollout.cache_tokens was used up, each time; their tokens are"
+        " read again later: if they are many, raise it, or lower rollout.slots",
+    ),
     "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
     "time/step_s": Metric("s", "from the end of the previous update to the end of this one"),

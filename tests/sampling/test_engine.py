@@ -343,22 +343,81 @@ def test_rows_of_prompts_follow_their_samples(monkeypatch: pytest.MonkeyPatch) -
     assert all(0 < n <= of for n, of in zip(taken, slots, strict=True))
 
 
-@pytest.mark.parametrize(("name", "cache_tokens"), [("1", 256), ("1", 2048), ("2x2x2", 192)])
-def test_samples_wait_for_pages_and_go_on_where_they_were(name: str, cache_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "cache_tokens", "n", "temperature"),
+    [
+        ("1", 256, 4, 1.0),
+        ("1", 192, 1, 0.0),
+        ("1", 2048, 4, 0.0),
+        ("2x2x2", 192, 4, 1.0),
+        ("4x1x2", 160, 3, 0.0),
+    ],
+)
+def test_samples_wait_for_pages_and_go_on_where_they_were(
+    name: str, cache_tokens: int, n: int, temperature: float
+) -> None:
     """Completions of up to three pages in pools that hold one or a few of them: those that were
-    sent back and read again are the same ones."""
-    limits = np.random.default_rng(0).integers(20, 150, (5, 4)).tolist()
-    asked = {"n": 4, "sampling": SamplingParams(max_new_tokens=150), "limits": limits}
+    sent back and read again are the same ones; and in the end there are fewer slots and pages."""
+    limits = np.random.default_rng(0).integers(20, 150, (5, n)).tolist()
+    sampling = SamplingParams(max_new_tokens=150, temperature=temperature)
+    asked = {"n": n, "sampling": sampling, "limits": limits}
     options = {"slots": 8, "max_new_tokens": 150, "launch_tokens": 16}
-    made = engine(make_mesh(MESHES[name]), share=True, cache_tokens=cache_tokens, **options)
+    made = engine(make_mesh(MESHES[name]), cache_tokens=cache_tokens, **options)
     assert_same(generate(engine(**options), **asked), generate(made, **asked))
-    assert (made.stats.sent_back > 0) == (cache_tokens < 2048)
-    assert made.stats.prefill_rows >= 5
+    stats = made.stats
+    assert (stats.sent_back > 0) == (stats.read_again > 0) == (cache_tokens < 2048)
+    assert stats.prefill_rows == 5  # prompts of those that were sent back are read with them
 
 
-def test_a_pool_holds_one_completion_at_least() -> None:
-    with pytest.raises(UserError, match="needs 192"):
+def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program for each number of slots, of pages, and of pages of the longest completion, which
+    are few; the next batch needs none."""
+    limits = [[220, *[20 + i] * 7] for i in range(5)]
+    asked = {"n": 8, "sampling": SamplingParams(max_new_tokens=220), "limits": limits}
+    made = engine(slots=16, max_new_tokens=220, cache_tokens=1400)
+    seen: list[tuple[int, ...]] = []
+    launch, before = decode.launch, decode.launch._cache_size()
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        pool, (held, seats), pages = args[3], args[7], args[8]
+        assert pool[0][0].shape[0] == len(pages.owners) and len(held[0][0]) == len(seats.lengths)
+        seen.append((len(pages.table), len(pages.owners), pages.table.shape[1], *seats.slots.shape))
+        return launch(*args, **kwargs)
+
+    spied.lower = launch.lower  # type: ignore[attr-defined]
+    monkeypatch.setattr(decode, "launch", spied)
+    generate(made, **asked)
+    many = len(set(seen))
+    generate(made, **asked)
+    assert launch._cache_size() - before == len(set(seen)) == many <= 12
+    slots, pages, widths, *_ = zip(*seen, strict=True)
+    assert pages[0] == 22 and set(widths) == {1, 2, 4}  # of 64 tokens
+    assert min(slots) < 16 and min(pages) <= 11
+
+
+@pytest.mark.parametrize("search_beside", [False, True])
+def test_a_stop_string_may_end_a_sample_that_has_no_pages_left(search_beside: bool) -> None:
+    """While the next launch is prepared, its last tokens may not have been searched yet."""
+    letters, n = Letters(), 4
+    options = {"slots": 8, "max_new_tokens": 150, "launch_tokens": 16, "tokenizer": letters}
+    free = generate(engine(**options), n=n, sampling=SamplingParams(max_new_tokens=150))
+    texts = [letters.decode(completion.tokens) for completion in sum(free.values(), [])]
+    words = [x[90 + 3 * i : 100 + 3 * i] for i, x in enumerate(texts[::4])]
+    asked = {"n": n, "sampling": SamplingParams(max_new_tokens=150, stop=tuple(words[::2]))}
+    made = engine(cache_tokens=320, search_beside=search_beside, **options)
+    expected = generate(engine(search_beside=False, **options), **asked)
+    assert_same(expected, generate(made, **asked))
+    reasons = {x.finish_reason for x in sum(expected.values(), [])}
+    assert made.stats.sent_back > 0 and reasons == {"stop", "length"}
+
+
+def test_a_pool_holds_one_completion_at_least_and_needs_prompts_apart() -> None:
+    with pytest.raises(UserError, match="cache_tokens=128 does not hold .* max_new_tokens=150"):
         engine(max_new_tokens=150, cache_tokens=128)
+    with pytest.raises(UserError, match="needs prompts apart .*layout=unstacked"):
+        generate(engine(cache_tokens=128), layout="stacked")
 
 
 def test_the_cache_follows_the_longest_and_each_size_is_one_program(
