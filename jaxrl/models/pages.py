@@ -3,10 +3,11 @@ that memory follows the tokens that exist and not slots times the longest.
 
 A page belongs to one slot. That makes pages rows like those of shared prompts: each is attended to
 by the queries of its slot, in any kernel, and what a slot reads of its pages are terms of one
-softmax (`models.terms`). Keys and values are neither gathered nor looked up. The libraries' kernels
-of paged attention are not used, since they return no log-sum-exp to merge with that of the prompt
-(`jax.experimental.pallas.ops.gpu.paged_attention`, `ops.tpu.ragged_paged_attention`); the latter
-also wants keys and values in one array of another layout.
+softmax (`models.terms`). Keys and values are neither gathered nor looked up. The kernels of paged
+attention in `jax.experimental.pallas.ops` (`gpu.paged_attention`, `tpu.ragged_paged_attention`) are
+not used: they return no log-sum-exp to merge with that of a prompt, so that prompts would be in the
+pages too and be read once for each sample; and each has a layout of its own, of which a TPU's joins
+keys and values in one array.
 """
 
 from __future__ import annotations

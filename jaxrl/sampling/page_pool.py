@@ -1,5 +1,5 @@
-"""Gives pages of the device's pools to the samples that need them (`models.pages`): each data shard
-has a pool for its own slots."""
+"""Gives pages of the device's pools to the samples that need them (`models.pages`; PagedAttention,
+arXiv 2309.06180): each data shard has a pool for its own slots."""
 
 from __future__ import annotations
 

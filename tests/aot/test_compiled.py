@@ -107,6 +107,50 @@ def test_the_plan_counts_prompts_that_slots_share_once(made):
     assert seats.slots.size == seats.places.size  # each prompt has a row, each sample a slot
 
 
+@pytest.fixture(scope="module")
+def paged(
+    pool: ThreadPoolExecutor, made: object, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Compiling]:
+    """Programs of a rollout on one H200 whose cache is a pool, of half of what its slots could
+    take."""
+    run = config(
+        tmp_path_factory.mktemp("paged"),
+        mesh="actor=1,rollout=1,teacher=1",
+        rollout={"slots": BATCH * GROUP, "cache_tokens": BATCH * GROUP * NEW // 2},
+    )
+    names = ("decode", "read again", "insert again")
+    return {each.program.name: each for each in compiling(pool, run, "h200x4", *names)}
+
+
+def test_a_cache_in_pages_is_neither_copied_nor_gathered(made, paged):
+    """Each page is attended to where it is, written to in place, and by one CUDA graph."""
+    text, args = paged["decode"].text, paged["decode"].program.args
+    owners = args[8].owners.size
+    assert local_bytes(args[3]) == pytest.approx(
+        local_bytes(made["decode"].program.args[3]), rel=0.1
+    )
+    assert read(text).attention == "a Triton kernel"
+    inside = {k: v for k, v in read(text).largest_gather.items() if k != "ENTRY"}
+    assert max(inside.values(), default=0) <= 1e6, inside
+    assert not re.findall(rf"= \w+\[{owners},[\d,]*\]\S* (?:copy|transpose)\(", text)
+    graphs = paged["decode"].graphs
+    assert graphs is not None and graphs.graphs == 1 and graphs.outside <= 10
+
+
+@pytest.mark.parametrize("name", ["decode", "read again"])
+def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(paged, name):
+    program = paged[name].program
+    planned = program.planned(paged[name].plan.accounts["rollout"])
+    assert planned == pytest.approx(program.held(paged[name].compiled), rel=WITHIN)
+
+
+def test_pages_are_filled_again_in_place(paged):
+    """Pool and prompts are donated, and no other array is as large as a tenth of them."""
+    found, program = paged["insert again"].compiled.memory_analysis(), paged["insert again"].program
+    caches = local_bytes((program.args[2], program.args[3]))
+    assert found.alias_size_in_bytes == caches and found.temp_size_in_bytes < caches / 10
+
+
 def test_the_update_holds_no_array_of_the_global_batch(made):
     """The teacher's hidden states of the whole batch on each device: 2.8 GB in the preset."""
     text = made["update"].text

@@ -255,6 +255,10 @@ def test_unknown_keys_are_refused_with_the_near_one(override: str, near: str) ->
         (["actor.parallel.data=0"], ["actor.parallel", "data=0"]),
         (["actor.parallel.data=-1", "actor.parallel.tensor=-1"], ["data and tensor are both -1"]),
         (["eval.samples=2"], ["eval", "samples=2", "temperature"]),
+        (
+            ["rollout.cache_tokens=63", "max_new_tokens=64"],
+            ["rollout.cache_tokens=63", "64 at least"],
+        ),
         (["optimizer.name=sgd", "optimizer.weight_decay=0.1"], ["weight_decay=0.1", "name=sgd"]),
         (
             ["distill.signal=student_topk", "distill.on_policy_fraction=0.5"],

@@ -339,3 +339,19 @@ def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, c
     captured = capsys.readouterr()
     assert told in captured.err and "Traceback" not in captured.err, captured.err
     assert len(captured.err.splitlines()) <= 5 and not (tmp_path / "run").exists()
+
+
+def test_a_cache_in_pages_changes_a_run_by_rounding_alone(student, tmp_path):
+    """Completions of up to three pages each, of which there are four for eight completions; those
+    of evaluations too."""
+    asked = ["max_new_tokens=140", "rollout.slots=8", "steps=2", "data.eval=arithmetic:size=4"]
+    asked += ["rollout.launch_tokens=16", "mesh=actor+rollout=1"]
+    whole, paged = (
+        run(student, tmp_path / name, *asked, *more)
+        for name, more in (("whole", []), ("paged", ["rollout.cache_tokens=256"]))
+    )
+    assert sum(row["rollout/sent_back"] for row in paged.metrics if row["step"]) > 0
+    assert not any("rollout/sent_back" in row for row in whole.metrics)
+    for one, other in zip(numbers(whole), numbers(paged), strict=True):
+        for name in one.keys() - {"rollout/decode_steps"}:
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name

@@ -84,7 +84,7 @@ def test_attention_in_two_terms_is_attention_to_copies(
 ) -> None:
     """Whatever stands behind a prompt or a token; prompts without keys, seats that are free, heads
     and slots divided by a mesh, and sinks, which count once."""
-    monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << (16 if in_pages else 14))  # four pages
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
     slots, heads, kv, width, own_width, h = 8, 4, 2, 128, 128, 16

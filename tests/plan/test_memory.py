@@ -466,6 +466,42 @@ def test_what_asks_for_more_takes_more(key: str, value: Any, role: str) -> None:
     assert peak(**{key: value}) > peak()
 
 
+PAGED = {"rollout.cache_tokens": 2048, "data.eval": None, "rollout.dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_pool_of_pages_is_counted_and_explained(group: int) -> None:
+    """Two data shards with 16 slots each: 32 pages of 64 tokens in place of 16 x 512 tokens, 28
+    layers with 2 KV heads of 128."""
+    mesh, changes = "actor=2,rollout=2,teacher=4", {"group_size": group, "batch_size": 32 // group}
+    found, whole = (
+        plan(mesh, max_new_tokens=512, **changes | more) for more in (PAGED, {"data.eval": None})
+    )
+    token = 28 * 2 * 2 * 128 * 2
+    for phase in ("prefill", "decode", "read again"):
+        entries = {e.name: e.bytes for e in found.accounts["rollout"].entries if e.phase == phase}
+        assert entries["KV cache"] == 2048 * token
+    entries = [e for e in whole.accounts["rollout"].entries if e.phase == "decode"]
+    assert {e.name: e.bytes for e in entries}["KV cache"] >= 16 * 512 * token
+    [note] = [note for note in found.notes if "rollout.cache_tokens=2048" in note]
+    assert "32 pages of 64 tokens take 0.06 GB" in note and "16 slots" in note
+    assert "would take 0.23 GB" in note and "at 128 tokens each" in note
+    more = plan(mesh, max_new_tokens=512, **changes, **PAGED | {"rollout.cache_tokens": 10**6})
+    decoding = [e for e in more.accounts["rollout"].entries if e.phase == "decode"]
+    assert {e.name: e.bytes for e in decoding}["KV cache"] == 16 * 512 * token  # all that can be
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"rollout.layout": "stacked"}, "layout=unstacked"), ({"environment.name": "e"}, "answers")],
+)
+def test_a_pool_of_pages_is_refused_where_prompts_are_not_apart(
+    change: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=f"rollout.cache_tokens=2048 needs .*{why}"):
+        plan("actor=2,rollout=2,teacher=4", max_new_tokens=512, **PAGED | change)
+
+
 def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:
     raw = QWEN_1_5B.to_hf("bfloat16")
     for name in ("student", "teacher"):
