@@ -205,6 +205,11 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
         yield from _actor_ladders(config, inputs)
     if "rollout" in roles:
         slots = config.rollout.slots or config.batch_size * config.group_size
+        longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+        each = longest * (slots // inputs.axes(config)["rollout"].rows)
+        if config.rollout.cache_tokens is None:
+            pools = (each // n for n in (2, 4))
+            yield [("rollout.cache_tokens", tokens) for tokens in pools if tokens >= longest]
         yield [("rollout.slots", slots // n) for n in (2, 4, 8, 16) if slots >= n]
     if "teacher" in roles:
         n = config.teacher.num_microbatches
