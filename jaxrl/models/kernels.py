@@ -42,6 +42,8 @@ class Target:
     """As `jax.Device.platform`."""
     capability: tuple[int, int] | None = None
     """Compute capability of an NVIDIA GPU; None for anything else."""
+    kind: str = ""
+    """`jax.Device.device_kind` of a TPU."""
 
     @property
     def width_multiple(self) -> int:
@@ -60,7 +62,8 @@ def target_of(devices: Iterable[Any]) -> Target:
 
 def _target(device: Any) -> Target:
     if device.platform not in GPU:
-        return Target(device.platform)
+        kind = getattr(device, "device_kind", "") if device.platform == TPU else ""
+        return Target(device.platform, kind=kind)
     reported = getattr(device, "compute_capability", None)
     if reported is None:
         return UNKNOWN_GPU
