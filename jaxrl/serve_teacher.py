@@ -21,6 +21,7 @@ from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import Config
 from jaxrl.config.section import NAMED, DType
 from jaxrl.errors import UserError, near
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
     return parser.parse([*_written(path, _read(path, known), given), *argv])
 
 
-def _read(path: Path, known: Mapping[str, Action]) -> dict[str, Any]:
+def _read(path: Path, known: Mapping[str, Action]) -> JsonObject:
     """The options in a file, by their names. Errors say where, never what a value is: it may be a
     secret.
 
@@ -167,8 +168,7 @@ def _written(path: Path, options: Mapping[str, Any], given: Namespace) -> Iterat
     named = {each.partition("=")[0] for each in given.teacher}
 
     def local(model: str) -> str:
-        found: str = config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
-        return found
+        return config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
 
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

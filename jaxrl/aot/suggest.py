@@ -21,6 +21,7 @@ from jaxrl.plan.advice import REMATS, Change, set_key
 from jaxrl.plan.axes import with_axes
 from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
+from jaxrl.process.plain import JsonObject
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
 from jaxrl.sharding.axes import Axes
@@ -224,8 +225,8 @@ def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Con
     return config
 
 
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(tree: Mapping[str, Any], before: str = "") -> JsonObject:
+    found: JsonObject = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             found |= _flat(value, f"{before}{key}.")

@@ -13,6 +13,7 @@ from jaxrl.config import paths as config_paths
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 
 FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
@@ -30,7 +31,7 @@ differ from then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 
-def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
+def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
     """What changed and matters, a line each.
 
     Args:
@@ -69,7 +70,7 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
     return reported
 
 
-def _teachers(given: Any, run_dir: Path | str) -> dict[str, Any]:
+def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
     """Several teachers without the places where they are served."""
     try:
         each = {name: NamedTeacherConfig(**one) for name, one in given.items()}

@@ -395,6 +395,8 @@ def _logprobs(
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
     head = parameters.head(params)
-    options: dict[str, Any] = {"mesh": mesh, "softcap": config.final_softcap}
-    values = logprobs_from_hidden(states, head, tokens, temperature=temperature, **options)
+    softcap = config.final_softcap
+    values = logprobs_from_hidden(
+        states, head, tokens, temperature=temperature, mesh=mesh, softcap=softcap
+    )
     return jnp.where(mask & (before >= 0), values, 0.0)

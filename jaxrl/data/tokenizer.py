@@ -134,8 +134,7 @@ def encode_completion(
 
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
     """Text of tokens, special ones left out."""
-    text: str = _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
-    return text
+    return _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
@@ -268,8 +267,7 @@ def render_chat(
 def render_text(tokenizer: Tokenizer | None, messages: Sequence[Message]) -> str:
     """The text of which `render_chat` gives the tokens, up to where the assistant's turn begins.
     Raises UserError as it does."""
-    text: str = _rendered(tokenizer, messages, True, (), tokenize=False)
-    return text
+    return _rendered(tokenizer, messages, True, (), tokenize=False)
 
 
 def _rendered(
@@ -364,8 +362,7 @@ def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Text of tokens, special ones included."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False)
-    return text
+    return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def _first_difference(student: str, teacher: str) -> str:

@@ -227,8 +227,7 @@ def load(
             lambda key: frozen_and_trained(init_params(model, key, dtype))[1],
             out_shardings=shardings,
         )
-        first: Params = made(jax.random.key(seed % 2**32, impl="threefry2x32"))
-        return first
+        return made(jax.random.key(seed % 2**32, impl="threefry2x32"))
     shapes = frozen_and_trained(abstract_params(model, dtype))[1]
     blocks: list[Any] = [{} for _ in range(model.cycle)]
     for i, paths, names in _adapted(model):
@@ -243,8 +242,7 @@ def load(
         lambda leaf, like: leaf.reshape(like.shape).astype(like.dtype), tree, shapes
     )
     if shardings is None:
-        placed: Params = jax.device_put(tree)
-        return placed
+        return jax.device_put(tree)
     return jax.tree.map(
         lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__),
         tree,

@@ -179,5 +179,4 @@ def switched(
 
 def selected(index: jax.Array, trees: tuple[T, ...]) -> T:
     """The tree of that index, of trees with arrays of the same shapes."""
-    found: T = jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)
-    return found
+    return jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.models.attention import Attend, kernel_on
 from jaxrl.models.config import DecoderConfig
@@ -26,7 +27,9 @@ from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
 from jaxrl.models.layers import ACTIVATIONS, Block, RMSNorm, Rope, layer_angles
 from jaxrl.models.parameters import Params, blocks_of, layout_of
 from jaxrl.sharding.axes import AxisName
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
+
+X = TypeVar("X")
 
 
 class Mixing:
@@ -42,7 +45,7 @@ class Mixing:
         self,
         config: DecoderConfig,
         positions: Array,
-        kernels: Mapping[int, Any],
+        kernels: Mapping[int, str | None],
         attend: Callable[..., Attend],
     ):
         self._ropes = ByLayer(
@@ -63,7 +66,7 @@ def kernels_of(
     config: DecoderConfig,
     params: Params,
     mesh: Mesh | None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     joined: bool = False,
 ) -> dict[int, Kernel | None]:
     """What attention of each head dim runs in, in `dtype`, that of the parameters where None."""
@@ -73,12 +76,12 @@ def kernels_of(
 
 def through(
     config: DecoderConfig,
-    body: Callable[..., tuple[Any, Any]],
-    x: Any,
+    body: Callable[..., tuple[X, Tree]],
+    x: X,
     params: Params,
-    *more: Any,
+    *more: Tree,
     in_turn: bool = False,
-) -> tuple[Any, list[Any]]:
+) -> tuple[X, list[Tree]]:
     """x through all layers, and what they leave: one entry for each layer or, of stacked
     parameters, for each block, stacked.
 
@@ -99,14 +102,14 @@ def through(
     at = at_places(config)
     numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
 
-    def alike(layer: Layer) -> Any:
+    def alike(layer: Layer) -> tuple[LayerKind, bool]:
         return layer.kind, isinstance(layer.number, int)
 
-    def one_of(layers: Any, given: Any, x: Any, place: Array) -> tuple[Any, Any]:
+    def one_of(layers: tuple[Layer, ...], given: Tree, x: X, place: Array) -> tuple[X, Tree]:
         return body(x, layers, given, place)
 
-    def bodies(x: Any, given: Any) -> tuple[Any, Any]:
-        found: list[Any] = []
+    def bodies(x: X, given: Tree) -> tuple[X, list[Tree]]:
+        found: list[Tree] = []
         numbers, each = given
         layers = [
             layer if number is None else Layer(layer.kind, number)
@@ -176,12 +179,12 @@ def merged_block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
 
 
 @lru_cache
-def _block_graph(config: DecoderConfig) -> Any:
+def _block_graph(config: DecoderConfig) -> nnx.GraphDef[Block]:
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     return nnx.split(block)[0]
 
 
-def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Attend:
+def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:
     """`attend` of a layer that borrows its keys and values from `held`, where each of
     `DecoderConfig.lenders` keeps its own."""
 
@@ -195,7 +198,7 @@ def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Atte
     return run
 
 
-def report(params: Params, found: list[Any], routed: list[Routed] | None) -> None:
+def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
     """Appends what the routers of all layers did, as `through` found it."""
     if routed is None or not jax.tree.leaves(found):
         return
@@ -212,7 +215,7 @@ def merged_norm(config: DecoderConfig, params: Params) -> Callable[[Array], Arra
 
 
 @lru_cache
-def _norm_graph(config: DecoderConfig) -> Any:
+def _norm_graph(config: DecoderConfig) -> nnx.GraphDef[RMSNorm]:
     norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
     return nnx.split(norm)[0]
 

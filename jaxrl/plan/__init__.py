@@ -42,7 +42,7 @@ from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import Visible, bytes_limit
+from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, serve
 from jaxrl.teacher.cache import ScoreCache
 
@@ -67,7 +67,7 @@ class Plan:
     placement: Placement
     axes: Mapping[str, Axes]
     """For each role of the run."""
-    devices: tuple[Any, ...]
+    devices: tuple[DeviceFacts, ...]
     """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
     machine."""
     launcher: str
@@ -301,7 +301,7 @@ def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tupl
 def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory, ...]:
     """The hosts of emulated devices whose free memory is known; each process counts, and what is
     left mapped of each GGUF file."""
-    mine: dict[str, list[Any]] = {}
+    mine: dict[str, list[tuple[int, DeviceFacts]]] = {}
     for number, device in enumerate(seen.devices):
         host = device.host if isinstance(device, ClusterDevice) else "this host"
         mine.setdefault(host, []).append((number, device))

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeGuard
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near
 from jaxrl.process.guard import Say
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -165,7 +166,7 @@ class Function:
 
         await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
 
-    def _failure(self, error: BaseException, late: bool = False) -> dict[str, Any]:
+    def _failure(self, error: BaseException, late: bool = False) -> JsonObject:
         """A user's mistake by its text, any other exception with its traceback."""
         if late:
             return {"failure": ("timeout", "the awaited call was cancelled")}

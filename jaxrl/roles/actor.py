@@ -282,7 +282,7 @@ class Actor:
         ]
         return Weights(version, params, nbytes(moved), time.monotonic() - start)
 
-    def _laid_out(self, params: Params, dtype: Any, layout: Layout) -> Params:
+    def _laid_out(self, params: Params, dtype: np.dtype, layout: Layout) -> Params:
         """Weights on this mesh, in a receiver's dtype and layout; converts only what differs."""
         old = self.programs.differing(params, dtype, layout)
         return params | (self.programs.convert(old, dtype, layout) if old else {})

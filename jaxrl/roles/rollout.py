@@ -203,8 +203,7 @@ class Sampler:
     @property
     def _weights(self) -> Params:
         assert self.params is not None, "`_sample` refuses it"
-        whole: Params = self.params if self._merge else join(self._base, self.params)
-        return whole
+        return self.params if self._merge else join(self._base, self.params)
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
@@ -325,7 +324,6 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> 
 
     def merge(base: Params, adapters: Params) -> Params:
         base = base if layout == "stacked" else unstack(base)
-        whole: Params = merged(join(base, adapters), scale)
-        return whole
+        return merged(join(base, adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, layout))

@@ -71,7 +71,7 @@ def new_cache(
     mesh: Mesh | None,
     slots: int,
     length: int,
-    dtype: Any,
+    dtype: jnp.dtype,
     layout: Layout = "unstacked",
 ) -> Cache:
     """Zeros: per layer (k, v), each [slots, KV, length, H], or its state, or nothing where it
@@ -170,7 +170,7 @@ def extend(
 
     def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
         def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            at: list[Any] = [slice(None)] * ours.ndim
+            at: list[object] = [slice(None)] * ours.ndim
             at[BATCH] = slots
             return ours.at[tuple(at)].set(theirs, mode="drop")
 

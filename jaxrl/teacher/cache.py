@@ -401,8 +401,7 @@ class ScoreCache:
         index = self._index
         start, shard = int(index.start[at]), int(index.shard[at])
         stop = start + int(index.length[at])
-        values: np.ndarray = self._open(shard).get_slice(name)[start:stop]
-        return values
+        return self._open(shard).get_slice(name)[start:stop]
 
     def _open_shard(self, shard: int) -> Any:
         return _opened(self._files[shard])

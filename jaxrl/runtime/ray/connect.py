@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import show_token
@@ -109,7 +110,7 @@ def join(address: str | None, devices: int) -> None:
         if _serves(address, devices):
             return
         leave()
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    options: Keywords = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
         here = _this_host(devices)
         options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}

@@ -180,8 +180,7 @@ def end_daemons() -> None:
 
 
 def _daemons() -> dict[str, subprocess.Popen[bytes]]:
-    node = ray_worker._global_node
-    known: dict[str, Any] = {} if node is None else node.all_processes
+    known = getattr(ray_worker._global_node, "all_processes", {})
     return {name: known[name][0].process for name in DAEMONS if name in known}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import ray
 
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.server import WorkerServer
 from jaxrl.sharding.placement import Placement
 
@@ -27,7 +28,7 @@ def worker_class(pool: str) -> Any:
     body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
     body["__init__"] = _begin
     cls = type(f"jaxrl:{pool}", (), body)
-    options: dict[str, Any] = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    options: Keywords = {"concurrency_groups": {"calls": CALLS, "control": 4}}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
 
 

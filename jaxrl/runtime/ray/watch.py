@@ -60,8 +60,7 @@ def diagnosis(pool: RayPool, rank: int) -> str:
 def stacks(pool: RayPool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
-        reported: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
-        return reported
+        return ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
     except (GetTimeoutError, RayError):
         pass
     if rank >= len(pool.info):
