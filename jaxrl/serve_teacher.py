@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import paths as config_paths
@@ -161,7 +161,7 @@ def _wanted(option: Action, value: object) -> str | None:
     return None if isinstance(value, str) and value else "text"
 
 
-def _written(path: Path, options: Mapping[str, Any], given: Namespace) -> Iterator[str]:
+def _written(path: Path, options: JsonObject, given: Namespace) -> Iterator[str]:
     """A file's options as they are on a command line, but for models in whose place that has
     others. What exists beside the file is meant before what is in the working directory."""
     folder = path.absolute().parent

@@ -136,7 +136,7 @@ class Machine:
     """The devices of a target."""
 
     name: str
-    devices: tuple[Any, ...]
+    devices: tuple[jax.Device, ...]
     memory: int
     """Bytes of one device."""
     inside: float
@@ -225,7 +225,7 @@ def _tpus(name: str, chip: str, shape: str) -> Machine:
     return Machine(name, devices, tpu.memory, link, link, hosts)
 
 
-def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
+def _described(name: str, platform: str, **description: Any) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies  # starts nothing, but takes time to import
 
     try:

@@ -12,7 +12,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.process.plain import JsonObject
 
 FREE = re.compile(
@@ -85,7 +85,7 @@ def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
     return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
 
 
-def _at(mapping: Any, path: str) -> Any:
+def _at(mapping: object, path: str) -> Any:
     for part in path.split("."):
         if not isinstance(mapping, dict) or part not in mapping:
             return _ABSENT
@@ -101,5 +101,4 @@ def _apart(value: object, other: object) -> object:
 
 
 def _shown(value: object) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return short("null" if value is None else str(value), 60)

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from jaxrl.config.aliases import alias_hint
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.process.plain import JsonObject
 
 DEEPEST, MOST_NODES = 50, 100_000
@@ -150,8 +150,7 @@ def assignments(
             template = key in TEMPLATES and text.strip().startswith(("{", "["))
             value = text.strip() if template else parse_value(text.strip())
         except ValueError as error:  # a UserError, or thousands of digits
-            shown_override = override if len(override) <= 80 else override[:77] + "..."
-            raise UserError(f"override {shown_override!r}: {error}") from error
+            raise UserError(f"override {short(override)!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:
             raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
         yield key, value

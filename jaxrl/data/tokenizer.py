@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.formats import gguf, hf
 from jaxrl.types import JsonObject, Prompt
 
@@ -79,7 +79,7 @@ def encode_prompt(
     else:
         tokens = _token_ids(prompt)
     if not tokens:
-        raise UserError(f"the prompt {_short(prompt)} has no tokens")
+        raise UserError(f"the prompt {short(repr(prompt))} has no tokens")
     return tokens
 
 
@@ -337,7 +337,7 @@ def _token_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
         return tuple(token.__index__() for token in prompt)
     except AttributeError as error:
         raise UserError(
-            f"the prompt {_short(prompt)} is neither text, token ids nor chat messages"
+            f"the prompt {short(repr(prompt))} is neither text, token ids nor chat messages"
         ) from error
 
 
@@ -374,8 +374,3 @@ def _first_difference(student: str, teacher: str) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def _short(prompt: object) -> str:
-    text = repr(prompt)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, short
 
 ROLES = ("user", "tool", "system")
 """Whose words may follow a turn of the model."""
 KEYS = ("messages", "reward", "done")
 _SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
-_SHOWN = 80
-"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
 
 def shown(value: object) -> str:
     """A value for a message, with its type."""
-    text = repr(value)
-    return f"{text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'} ({type(value).__name__})"
+    return f"{short(repr(value))} ({type(value).__name__})"
 
 
 def _reward(value: object) -> float | None:

@@ -20,6 +20,7 @@ from gguf import (
     GGMLQuantizationType,
     GGUFReader,
     GGUFValueType,
+    ReaderTensor,
     TensorNameMap,
     get_tensor_name_map,
 )
@@ -357,7 +358,7 @@ class GgufFile:
         assert delta is not None
         return delta
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str) -> ReaderTensor:
         if name not in self._tensors:
             raise UserError(f"{self.path}: tensor {name} is missing")
         return self._tensors[name]

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.layers import LayerInputs
-from jaxrl.models.parameters import Params, at_blocks
+from jaxrl.models.parameters import Params, at_blocks, graph_of
 from jaxrl.sharding.axes import ROWS, AxisName
 from jaxrl.types import Array
 
@@ -49,14 +49,8 @@ def embed(
     if config.layer_inputs:
         given = params["layer_inputs"]
         rows = by_rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
-        inputs = nnx.merge(_inputs_graph(config), given)(rows, x)
+        inputs = nnx.merge(graph_of(LayerInputs, config), given)(rows, x)
     return x, at_blocks(config, params, inputs)
-
-
-@lru_cache
-def _inputs_graph(config: DecoderConfig) -> nnx.GraphDef[LayerInputs]:
-    inputs = nnx.eval_shape(lambda: LayerInputs(config, nnx.Rngs(0)))
-    return nnx.split(inputs)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxrl.models.layers import Block, LayerInputs, RMSNorm
 from jaxrl.models.quantised import SCALE
 from jaxrl.types import Array
 
+M = TypeVar("M")
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 
@@ -62,6 +64,14 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout
         params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
     params = cast(params, dtype)
     return params if layout == "stacked" else unstack(params)
+
+
+@lru_cache
+def graph_of(
+    make: Callable[[DecoderConfig, nnx.Rngs], M], config: DecoderConfig
+) -> nnx.GraphDef[M]:
+    """What `nnx.merge` makes a module of, with its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))[0]
 
 
 def _plain(state: nnx.State) -> Params:

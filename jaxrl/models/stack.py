@@ -7,7 +7,7 @@ a call of a jitted function flattens a dict, not a module graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
 from jaxrl.models.layers import ACTIVATIONS, Block, RMSNorm, Rope, layer_angles
-from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.parameters import Params, blocks_of, graph_of, layout_of
 from jaxrl.sharding.axes import AxisName
 from jaxrl.types import Array, Tree
 
@@ -175,13 +175,7 @@ def run_block(
 
 
 def merged_block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
-    return nnx.merge(_block_graph(config), layer)
-
-
-@lru_cache
-def _block_graph(config: DecoderConfig) -> nnx.GraphDef[Block]:
-    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
-    return nnx.split(block)[0]
+    return nnx.merge(graph_of(Block, config), layer)
 
 
 def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:
@@ -211,13 +205,11 @@ def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> No
 
 
 def merged_norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
-    return nnx.merge(_norm_graph(config), params["norm"])
+    return nnx.merge(graph_of(_final_norm, config), params["norm"])
 
 
-@lru_cache
-def _norm_graph(config: DecoderConfig) -> nnx.GraphDef[RMSNorm]:
-    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
-    return nnx.split(norm)[0]
+def _final_norm(config: DecoderConfig, _: object) -> RMSNorm:
+    return RMSNorm(config.d_model, config)
 
 
 def delta_of(config: DecoderConfig) -> Delta:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -39,6 +38,7 @@ from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
+from jaxrl.process.plain import Keywords
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
@@ -165,7 +165,7 @@ def make_plan(
     for role in served:
         placement = serve(placement, role)
     roles = tuple(role for role in roles if role not in served)
-    frozen: dict[str, Any] = {"several": teachers if config.teachers else ()}
+    frozen: Keywords = {"several": teachers if config.teachers else ()}
     if "reward" in roles and config.reward.model is not None:
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
@@ -223,7 +223,7 @@ def build(
     teacher: DecoderConfig | None,
     seen: Visible,
     limit_gb: float | None = None,
-    frozen: Mapping[str, Any] | None = None,
+    frozen: Keywords | None = None,
     mapped: int = 0,
 ) -> Plan:
     """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere.

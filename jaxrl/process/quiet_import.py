@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 DEVICE_FILES = ("nvidia[0-9]*", "nvidiactl", "nvmap", "dxg", "kfd", "accel*", "vfio/[0-9]*")
 """Below /dev: NVIDIA's GPUs (also Jetson's and WSL's), AMD's, TPUs."""
@@ -50,9 +51,7 @@ class QuietPlugins(MetaPathFinder, Loader):
     def __init__(self) -> None:
         self._loaders: dict[str, Loader] = {}
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(PLUGINS) or has_accelerator():
             return None
         spec = PathFinder.find_spec(name, path)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
@@ -313,7 +313,7 @@ class Sampler:
         return prompt.tokens if theirs is None else theirs
 
 
-def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
+def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Wrapped:
     """Jitted: (stacked weights under adapters, adapters) -> weights that compute the same.
 
     Args:

@@ -146,7 +146,7 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
     worker_group = LocalWorkerGroup(STOP_S, protocols(setup.config))
     meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
-    starting: dict[str, Future[Any]] = {}
+    starting: dict[str, Future[object]] = {}
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
@@ -258,7 +258,7 @@ def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
     return lambda dtype: student.load_adapters(mesh, dtype, setup.config.seed)
 
 
-_BASES: dict[tuple[Any, ...], tuple[Any, list[weakref.ref[jax.Array]]]] = {}
+_BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = {}
 """Weights under adapters that roles of this process may hold: their tree and its leaves."""
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import jax
 import ray
@@ -211,7 +210,7 @@ def find_hosts() -> list[Host]:
     return found
 
 
-def on_node(node: str) -> Any:
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
@@ -259,7 +258,7 @@ def cluster(address: str) -> Cluster:
     join(address, 0)
     try:
         hosts = find_hosts()
-        asked: list[Any] = []
+        asked: list[ray.ObjectRef] = []
         for named in ray.util.list_named_actors(all_namespaces=True):
             if named["name"].startswith("jaxrl:"):
                 with suppress(ValueError):  # it has ended since

@@ -14,7 +14,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import psutil
 import ray
@@ -50,7 +49,7 @@ def private() -> Iterator[None]:
     Ray takes the address of a network card, unless it believes that no cluster can have a second
     node, as on macOS.
     """
-    replaced: list[tuple[Any, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
+    replaced: list[tuple[object, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     replaced += [(Node, name, _start_nothing) for name in UNUSED if hasattr(Node, name)]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:

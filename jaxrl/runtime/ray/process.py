@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import ray
+from ray.actor import ActorClass
 
 from jaxrl.process.plain import Keywords
 from jaxrl.runtime.server import WorkerServer
@@ -17,7 +18,7 @@ CALLS = 256
 """Calls that a process takes at once; all but one wait for their turn."""
 
 
-def worker_class(pool: str) -> Any:
+def worker_class(pool: str) -> ActorClass:
     """A Ray actor class whose name, and so its process title, tells the roles."""
     methods = {"run": "calls"} | dict.fromkeys(
         ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
@@ -36,8 +37,8 @@ def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
     self.server = WorkerServer(name, rank, cwd, ray.put)
 
 
-def _forward(name: str) -> Any:
-    def method(self: Any, *args: object) -> Any:
+def _forward(name: str) -> Callable[..., object]:
+    def method(self: Any, *args: object) -> object:
         return getattr(self.server, name)(*args)
 
     method.__name__ = name
