@@ -28,8 +28,8 @@ that was not finite."""
 Tree = Any
 """A pytree of arrays, shardings or shapes; None is the empty pytree."""
 Array = Any
-"""A `jax.Array` in a traced program, a numpy array on the host, or None for a field that is unused.
-"""
+"""A `jax.Array`, its shape where a program is lowered only, a numpy array on the host, or None for
+a field that is unused."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,11 @@
+"""Values that are written as JSON or YAML, or handed on by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+JsonObject = dict[str, Any]
+"""An object of JSON or a mapping of YAML, as it is parsed or written. `types.JsonObject` for
+those that import jax anyway."""
+Keywords = dict[str, Any]
+"""Keyword arguments of a function that is called later, or in several places."""
