@@ -20,8 +20,6 @@ import jax
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
-JsonObject = dict[str, Any]
-"""An object of JSON or a mapping of YAML, as it is parsed or written."""
 Row = Mapping[str, Any]
 """The metrics of a step by name, with the number of the step under `step`. None stands for a value
 that was not finite."""

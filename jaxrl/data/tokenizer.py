@@ -15,7 +15,8 @@ from jinja2 import TemplateRuntimeError
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
 from jaxrl.formats import gguf, hf
-from jaxrl.types import JsonObject, Prompt
+from jaxrl.process.plain import JsonObject
+from jaxrl.types import Prompt
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""

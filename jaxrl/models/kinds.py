@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError
 from jaxrl.models.fields import DecoderLike, Raw, given, size
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.plain import JsonObject
 from jaxrl.telemetry.metrics import METRICS_FILE
-from jaxrl.types import JsonObject
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh."""

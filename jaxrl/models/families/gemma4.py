@@ -20,7 +20,7 @@ from jaxrl.models.kinds import (
     written_windows,
 )
 from jaxrl.models.rope import ProportionalRope
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 LOCAL = "rope_local_base_freq"
 """Where `read_ropes` puts the base frequency of layers with a window."""

@@ -8,7 +8,7 @@ from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, given, number, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 ROPE = {
     "rope_type": "yarn",

@@ -7,7 +7,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, given, size
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 COUNT, CHOSEN, WIDTH = 128, 8, 768
 """What a `config.json` leaves out where it is this."""
