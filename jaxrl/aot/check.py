@@ -58,7 +58,7 @@ matrix products (of heads of 36, for example), where the autotuner would have ch
 LEGEND = (
     "planned, compiled: what a device holds of the role while the program runs, by the plan and by"
     " the compiler\nplanned is - where a larger program of the role determines the peak; calls a"
-    " step: eval where only evaluations call it"
+    " step: eval where only evaluations call it, waits where a sample has to wait for pages"
 )
 
 

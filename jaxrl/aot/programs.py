@@ -84,7 +84,8 @@ class Program:
     calls: int = 1
     """Calls in a training step; 0 if none calls it."""
     otherwise: str = "eval"
-    """What calls it where no step does: `eval`, evaluations; `start`, the start of a run."""
+    """What calls it where no step does: `eval`, evaluations; `start`, the start of a run; `waits`,
+    a sample that waits for pages of the cache."""
 
     def lower(self) -> Any:
         """Traces it; returns a `jax.stages.Lowered`."""
@@ -657,6 +658,7 @@ def _read_again(
         {"apart": True},
         beside=beside + local_bytes((pool, prompts)),
         calls=0,
+        otherwise="waits",
     )
     read = _cache(engine, params["norm"]["scale"].dtype, "unstacked", shards, width)
     pages = shaped((shards, pages_of(width)), jnp.int32, at)
@@ -668,6 +670,7 @@ def _read_again(
         (),
         beside=beside + local_bytes(params),
         calls=0,
+        otherwise="waits",
     )
 
 

@@ -101,26 +101,31 @@ BESIDE = DecoderConfig(
 )
 
 
-def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4):
-    """n rollouts of each prompt, of a random model; as they stand the slots are filled twice."""
+def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4, cache_tokens=None):
+    """n rollouts of each prompt, of a random model; as they stand the slots are filled twice. With
+    a pool of pages some have to wait with their tokens."""
     params = parameters.init_params(config, jax.random.key(0), dtype, layout="unstacked")
     limits = {"max_prompt_tokens": 16, "max_new_tokens": new}
-    engine = Engine(config, None, slots=slots, launch_tokens=4, **limits)
-    sampling = SamplingParams(new, eos_ids=(5,))
+    options = {"slots": slots, "launch_tokens": 4, "cache_tokens": cache_tokens}
+    engine = Engine(config, None, **options, **limits)
+    sampling = SamplingParams(new, eos_ids=(5,) if cache_tokens is None else ())
     tokens = [prompt.tokens for prompt in PROMPTS]
     found = engine.generate(params, tokens, n=n, sampling=sampling, seed=0, record_experts=True)
+    assert (engine.stats.sent_back > 0) == (cache_tokens is not None)
     return params, found
 
 
 @pytest.mark.parametrize(
     "config", and_slow([SMALL, BESIDE], [SINKS]), ids=lambda config: config.family
 )
+@pytest.mark.parametrize(("new", "cache_tokens"), [(8, None), (70, 192)])
 def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
-    config: DecoderConfig, tmp_path: Path
+    new: int, cache_tokens: int | None, config: DecoderConfig, tmp_path: Path
 ) -> None:
-    """Those of the last token are its own router's; and they are in a rollout that is stored."""
-    params, found = sampled(config)
-    limits = {"max_prompt_tokens": 16, "max_new_tokens": 8}
+    """Those of the last token are its own router's; and they are in a rollout that is stored. A
+    sample that was read again has those of the steps that sampled it."""
+    params, found = sampled(config, new=new, cache_tokens=cache_tokens)
+    limits = {"max_prompt_tokens": 16, "max_new_tokens": new}
     packing = {"pad_id": 0, "row_multiple": 2, **limits}
     rollout = make_rollout(PROMPTS, found, policy_version=0, **packing)
     experts, mask = rollout.experts, rollout.sequences.mask
