@@ -53,4 +53,4 @@ def test_the_teachers_walks_begin_half_at_random_and_end_at_the_goal():
         question, strolled = row["prompt"].split("=")
         begun.append(len(strolled) // 2)
         assert judged(strolled + row["completion"]) and row["answer"] == question + "="
-    assert max(begun) == 8 and min(begun) >= 0
+    assert set(begun) == {8}  # the goal is further away
