@@ -501,14 +501,14 @@ def _sampling(
         episodes=role == "rollout" and c.environment.name is not None,
     )
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
-    prompts = prefill_rows(c, width, m.axes[role])
+    prompts = prefill_rows(c, role, width, m.axes[role])
 
     def caches_of(count: int, samples: int) -> tuple[Cache, Cache]:
         return _slots_and_rows(engine, dtype, layout, count, samples, width)
 
     held = _cache(engine, dtype, layout, prompts, width, None)
-    trained = asked(c)[0]
-    slots, rows = caches = caches_of(*trained)
+    first, *_ = each_asked = asked(c, role)
+    slots, rows = caches = caches_of(*first)
     yield from _resized(
         run, role, engine, params, layout, slots, local_bytes((params, held, rows)), share
     )
@@ -549,8 +549,8 @@ def _sampling(
             beside=local_bytes(held),
             calls=math.ceil(share * m.sequences / ANSWER_ROWS) * (c.environment.max_turns - 1),
         )
-    ways = [(training_sampling(c, most), trained)] * (share > 0)
-    ways += [(evaluation_sampling(c, most), each) for each in asked(c)[1:] if evaluates]
+    ways = [(training_sampling(c, most), first)] * (share > 0)
+    ways += [(evaluation_sampling(c, most), each) for each in each_asked[len(ways) :] if evaluates]
     found: dict[Any, Any] = {}
     for way, (count, samples) in ways:
         knobs = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(way, 0, 0))
