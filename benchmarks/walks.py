@@ -218,7 +218,7 @@ def fit(model: Path, first: Iterable[dict[str, str]] | None = None) -> None:
         keys = [*KEYS, *SFT, *RECIPES[model].split(), *own, "optimizer.warmup_steps=30"]
         result = train(Config.load("builtin:quickstart", keys))
         shutil.copytree(Path(folder) / "run" / FINAL, model)
-    print(f"{model}: accuracy {result.final_eval:.1%}", flush=True)
+        print(f"{model}: accuracy {result.final_eval:.1%}", flush=True)
 
 
 if __name__ == "__main__":

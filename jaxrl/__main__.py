@@ -50,8 +50,7 @@ def main(argv: Sequence[str]) -> int | None:
     if name not in COMMANDS:
         known = near(name, COMMANDS) or f": one of {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{known}\njaxrl --help says what each does")
-    code: int | None = import_module(COMMANDS[name][0]).main(rest)
-    return code
+    return import_module(COMMANDS[name][0]).main(rest)
 
 
 def script() -> NoReturn:

@@ -27,7 +27,7 @@ from rich import box
 from rich.table import Table
 
 from jaxrl.config import cli
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, short
 from jaxrl.process.gpu_memory import OLD_NAME, VARIABLE
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _command(process: GpuProcess) -> str:
         text = shlex.join(psutil.Process(process.pid).cmdline())
     except psutil.Error:
         text = "its command is not known here"
-    cut = text if len(text) <= COMMAND_WIDTH else text[: COMMAND_WIDTH - 3] + "..."
+    cut = short(text, COMMAND_WIDTH)
     return cut if process.used is None else f"{cut} ({process.used / GB:.1f} GB)"
 
 

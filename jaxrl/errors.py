@@ -39,6 +39,11 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}{hint}")
 
 
+def short(text: str, most: int = 80) -> str:
+    """A text of the user's for a message, cut to so many characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 @contextmanager
 def user_input(what: str = "") -> Iterator[None]:
     """Turns a ``ValueError`` inside the block into a ``UserError``.

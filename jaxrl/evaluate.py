@@ -17,8 +17,8 @@ from jaxrl.config.schema import Config
 from jaxrl.process.callable_module import make_callable
 
 if TYPE_CHECKING:
+    from jaxrl.process.plain import JsonObject
     from jaxrl.run.held_out import PathLike
-    from jaxrl.types import JsonObject
 
 WIDTH = 132
 """Columns of the table where there is no terminal."""

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import Config
 from jaxrl.config.section import NAMED, DType
 from jaxrl.errors import UserError, near
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
     return parser.parse([*_written(path, _read(path, known), given), *argv])
 
 
-def _read(path: Path, known: Mapping[str, Action]) -> dict[str, Any]:
+def _read(path: Path, known: Mapping[str, Action]) -> JsonObject:
     """The options in a file, by their names. Errors say where, never what a value is: it may be a
     secret.
 
@@ -160,15 +161,14 @@ def _wanted(option: Action, value: object) -> str | None:
     return None if isinstance(value, str) and value else "text"
 
 
-def _written(path: Path, options: Mapping[str, Any], given: Namespace) -> Iterator[str]:
+def _written(path: Path, options: JsonObject, given: Namespace) -> Iterator[str]:
     """A file's options as they are on a command line, but for models in whose place that has
     others. What exists beside the file is meant before what is in the working directory."""
     folder = path.absolute().parent
     named = {each.partition("=")[0] for each in given.teacher}
 
     def local(model: str) -> str:
-        found: str = config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
-        return found
+        return config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
 
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

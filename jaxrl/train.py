@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxrl.plan import Plan
-    from jaxrl.types import JsonObject
+    from jaxrl.process.plain import JsonObject
 
 
 @dataclass(frozen=True)

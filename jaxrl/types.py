@@ -20,16 +20,14 @@ import jax
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
-JsonObject = dict[str, Any]
-"""An object of JSON or a mapping of YAML, as it is parsed or written."""
 Row = Mapping[str, Any]
 """The metrics of a step by name, with the number of the step under `step`. None stands for a value
 that was not finite."""
 Tree = Any
 """A pytree of arrays, shardings or shapes; None is the empty pytree."""
 Array = Any
-"""A `jax.Array` in a traced program, a numpy array on the host, or None for a field that is unused.
-"""
+"""A `jax.Array`, its shape where a program is lowered only, a numpy array on the host, or None for
+a field that is unused."""
 
 
 @dataclass(frozen=True)

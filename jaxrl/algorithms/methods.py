@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts, Routed, balance_loss, expert_load
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import (
@@ -160,11 +160,8 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Negative log-likelihood of the completion tokens."""
-    options: dict[str, Any] = {
-        "chunk": config.distill.chunk_tokens,
-        "mesh": mesh,
-        "softcap": model.final_softcap,
-    }
+    options: Keywords = {"chunk": config.distill.chunk_tokens, "mesh": mesh}
+    options["softcap"] = model.final_softcap
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
@@ -186,7 +183,7 @@ def _hidden(
     dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
     packing = pack(batch.sequences, mesh)
     routed: list[Routed] = []
-    options: dict[str, Any] = {"remat": remat, "dtype": dtype, "routed": routed}
+    options: Keywords = {"remat": remat, "dtype": dtype, "routed": routed}
     hidden = completion_hidden(model, params, packing, mesh, **options)
     sums = {} if model.experts is None else expert_sums(model.experts, packing, routed[0])
     return packing, hidden, head(params).astype(dtype), sums

@@ -11,7 +11,6 @@ of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,7 @@ from jaxrl.losses.policy import (
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
+from jaxrl.process.plain import Keywords
 from jaxrl.types import Frozen, LossParts, Totals, TrainBatch
 
 Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
@@ -122,7 +122,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
     """The loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
     projection = Projection.of(config, mesh, vocab_size, model)
-    options: dict[str, Any] = {
+    options: Keywords = {
         "softcap": model.final_softcap,
         "temperature": config.sampling.temperature,
         "chunk": config.distill.chunk_tokens,

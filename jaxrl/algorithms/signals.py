@@ -11,14 +11,14 @@ from it. Both sides are in this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config
@@ -47,6 +47,7 @@ from jaxrl.models.decoder import Remat, forward_packed
 from jaxrl.models.experts import Routed
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
+from jaxrl.process.plain import Keywords
 from jaxrl.types import Aligned, Array, Frozen, Sequences, TeacherSignal, TrainBatch
 
 
@@ -80,12 +81,12 @@ class Projection:
         return cls(config.distill, mesh, vocab_size, names, config.mixture, keyed, cap)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Keywords:
         d = self.distill
         return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
 
     @property
-    def of_student(self) -> dict[str, Any]:
+    def of_student(self) -> Keywords:
         """`options` with what is the student's own."""
         return self.options | {"softcap": self.softcap}
 
@@ -102,12 +103,12 @@ def completion_hidden(
     mesh: Mesh,
     *,
     remat: Remat = "none",
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     routed: list[Routed] | None = None,
 ) -> Float[Array, "X m D"]:
     """The hidden states that predict the tokens of the completions. This is the only place that
     shifts by one token. Options as of `forward_packed`."""
-    options: dict[str, Any] = {"mesh": mesh, "remat": remat, "dtype": dtype, "routed": routed}
+    options: Keywords = {"mesh": mesh, "remat": remat, "dtype": dtype, "routed": routed}
     hidden = forward_packed(model, params, packing, **options)
     return packing.predicting(hidden, mesh)
 
@@ -125,7 +126,7 @@ def completion_logprobs(
     packing = pack(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
     tokens = packing.pack(completion_tokens(sequences))
-    options: dict[str, Any] = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
+    options: Keywords = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
     logprobs = logprobs_from_hidden(
         hidden, head(params), tokens, temperature=temperature, **options
     )
@@ -156,20 +157,19 @@ def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
 # mixture, sequences, ids [B, C, K], further options) -> fields of TeacherSignal.
 
 Fields = dict[str, Array]
-HeadOptions = Mapping[str, Any]
 HiddenAndHead = tuple[Array | Sequence[Array], Array | Sequence[Array]]
 """Hidden states and LM head, or one of both for each teacher of a mixture."""
 
 
 def _ship_hidden(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
     hidden, _ = teachers
     return {"hidden": hidden}
 
 
 def _ship_topk(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
     best = topk_from_hidden(*teachers, p.distill.top_k, **options)
     return {
@@ -180,14 +180,14 @@ def _ship_topk(
 
 
 def _ship_student_topk(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
     logprobs, tail = logprobs_at(*teachers, ids, **options)
     return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
 
 
 def _ship_sampled(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: HeadOptions
+    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
     tokens = completion_tokens(sequences)
     if options["mixture"] is not None:
@@ -280,7 +280,7 @@ def _learn_hidden(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    **of_cells: Any,
+    **of_cells: Array,
 ) -> Loss:
     signal, heads = _signal(batch), frozen["teacher_head"]
     teachers, mixture = signal.hidden, None
@@ -319,7 +319,7 @@ def _learn_topk(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    **of_cells: Any,
+    **of_cells: Array,
 ) -> Loss:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -394,7 +394,7 @@ def _aligned_loss(
     aligned or not."""
     signal, sequences = _signal(batch), batch.sequences
     mask, kinds, cells = sequences.loss_mask, signal.kinds, frozen["cells"]
-    total, metrics = jnp.zeros(()), dict[str, Any]()
+    total, metrics = jnp.zeros(()), Sums()
     sampled = p.distill.signal == "sampled"
     begins = kinds != Aligned.INSIDE
     first = jnp.full_like(signal.cells, -1) if sampled else signal.cells

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrl.algorithms.protocols import (
     Ask,
@@ -17,6 +16,7 @@ from jaxrl.algorithms.protocols import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import DATA, data_rollout, make_rollout
+from jaxrl.process.plain import Keywords
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Wait
@@ -97,7 +97,7 @@ class Sources:
                 for part in range(n)
             ]
         n = self.config.teacher.num_microbatches
-        more: dict[str, Any] = {} if rewards is None else {"rewards": rewards}
+        more: Keywords = {} if rewards is None else {"rewards": rewards}
         return [
             self.call(role, TeacherRole.score, rollout, part=part, parts=n, **more)
             for part in range(n)

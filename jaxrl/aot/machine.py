@@ -18,6 +18,7 @@ import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
 
 from jaxrl.errors import UserError
+from jaxrl.process.plain import Keywords
 from jaxrl.process.xla_flags import add_flag
 
 GIB = 2**30
@@ -135,7 +136,7 @@ class Machine:
     """The devices of a target."""
 
     name: str
-    devices: tuple[Any, ...]
+    devices: tuple[jax.Device, ...]
     memory: int
     """Bytes of one device."""
     inside: float
@@ -217,14 +218,14 @@ def _tpus(name: str, chip: str, shape: str) -> Machine:
             f"--compile {name}: there is no such slice; a tpu-{chip} is 1 or 2 chips, or hosts of"
             f" {one} chips side by side, up to {largest} chips, as in tpu-{chip}:{one}"
         )
-    more: dict[str, Any] = {"chips_per_host_bounds": (*sizes, 1)[:3]} if part else {}
+    more: Keywords = {"chips_per_host_bounds": (*sizes, 1)[:3]} if part else {}
     devices = _described(name, "tpu", topology_name=f"{chip}:{'x'.join(map(str, sizes))}", **more)
     hosts = len({device.process_index for device in devices})
     link = tpu.link_gbs * 1e9  # the same between hosts of a slice
     return Machine(name, devices, tpu.memory, link, link, hosts)
 
 
-def _described(name: str, platform: str, **description: Any) -> tuple[Any, ...]:
+def _described(name: str, platform: str, **description: Any) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies  # starts nothing, but takes time to import
 
     try:

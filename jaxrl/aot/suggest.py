@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.aot.costs import ASSUMED, Links, Traffic, stage_costs
 from jaxrl.aot.machine import Machine
+from jaxrl.config.keys import mappings
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
-from jaxrl.config.yaml_text import shown
+from jaxrl.config.yaml_text import assignments, shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
 from jaxrl.plan.advice import REMATS, Change, set_key
@@ -104,7 +104,8 @@ class Search:
         )
 
     def _changes(self, config: Config) -> tuple[Change, ...]:
-        before, after = _flat(self.config.model_dump()), _flat(config.model_dump())
+        whole = mappings(Config)
+        before, after = (dict(assignments(c.model_dump(), whole)) for c in (self.config, config))
         return tuple((key, after[key]) for key in after if after[key] != before.get(key))
 
     def best(self) -> list[Candidate]:
@@ -222,16 +223,6 @@ def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Con
     for axis in type(parallel(config, role)).model_fields:
         config = set_key(config, f"{role}.parallel.{axis}", axes.get(axis))
     return config
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{before}{key}.")
-        else:
-            found[f"{before}{key}"] = value
-    return found
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:

@@ -57,5 +57,4 @@ def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
     """
     from orbax.checkpoint import v1 as orbax
 
-    loaded: dict[str, Tree] = orbax.load_checkpointables(path.resolve(), dict(abstract))
-    return loaded
+    return orbax.load_checkpointables(path.resolve(), dict(abstract))

@@ -12,7 +12,8 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
+from jaxrl.process.plain import JsonObject
 
 FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"
@@ -30,7 +31,7 @@ differ from then on, if by rounding alone. And more steps."""
 _ABSENT = object()
 
 
-def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
+def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
     """What changed and matters, a line each.
 
     Args:
@@ -69,7 +70,7 @@ def compare(old: dict[str, Any], new: Config, run_dir: Path | str) -> list[str]:
     return reported
 
 
-def _teachers(given: Any, run_dir: Path | str) -> dict[str, Any]:
+def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
     """Several teachers without the places where they are served."""
     try:
         each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
@@ -84,7 +85,7 @@ def _teachers(given: Any, run_dir: Path | str) -> dict[str, Any]:
     return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
 
 
-def _at(mapping: Any, path: str) -> Any:
+def _at(mapping: object, path: str) -> Any:
     for part in path.split("."):
         if not isinstance(mapping, dict) or part not in mapping:
             return _ABSENT
@@ -100,5 +101,4 @@ def _apart(value: object, other: object) -> object:
 
 
 def _shown(value: object) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return short("null" if value is None else str(value), 60)

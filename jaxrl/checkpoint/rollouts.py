@@ -17,7 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
-from jaxrl.types import Completion, JsonObject, Prompt, Rollout, Turn
+from jaxrl.process.plain import JsonObject
+from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 
 def save_rollout(path: Path, rollout: Rollout) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedAdapters, SavedTensors
 from jaxrl.config.schema import Config
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
@@ -31,7 +32,9 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.quantised import Quantisation
+from jaxrl.process.plain import Keywords
 from jaxrl.sharding.axes import ROWS, row_shards
+from jaxrl.types import Array
 
 BUILTIN = ("teacher", "student", "student_moe")
 """Checkpoints in the package, as `builtin:NAME`."""
@@ -316,7 +319,7 @@ class Model:
         return self.source.config
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The transformers tokenizer; None where the checkpoint has none."""
         if self.source.tokenizer_path is None:
             return None
@@ -346,7 +349,7 @@ class Model:
         tokens, mask, n = self._rows(tokens, mask)
         return _logprobs(self.config, self.mesh, self.params, tokens, mask, temperature)[:n]
 
-    def _rows(self, tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array, int]:
+    def _rows(self, tokens: Array, mask: Array) -> tuple[jax.Array, jax.Array, int]:
         """Arrays on the mesh, masked rows added until its devices divide them; the true B."""
         tokens, mask = np.asarray(tokens, np.int32), np.asarray(mask, bool)
         if tokens.ndim != 2 or tokens.shape != mask.shape:
@@ -395,6 +398,6 @@ def _logprobs(
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     states = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
     head = parameters.head(params)
-    options: dict[str, Any] = {"mesh": mesh, "softcap": config.final_softcap}
+    options: Keywords = {"mesh": mesh, "softcap": config.final_softcap}
     values = logprobs_from_hidden(states, head, tokens, temperature=temperature, **options)
     return jnp.where(mask & (before >= 0), values, 0.0)

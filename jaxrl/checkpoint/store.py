@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -33,9 +33,9 @@ class Manifest:
     """Optimizer updates."""
     in_flight: tuple[int, ...]
     """Batches generated but not yet trained on; each has a file."""
-    schedule: dict[str, Any]
+    schedule: JsonObject
     """Its name, batches generated, batches trained; what is scored is scored again."""
-    data: dict[str, Any]
+    data: JsonObject
     """Seed, next batch, next prompt, epoch, and the fingerprint of the training data."""
     accuracy: float | None
     """`eval/accuracy` of these weights, where they were evaluated."""

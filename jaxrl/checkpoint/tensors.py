@@ -67,7 +67,6 @@ class SavedAdapters:
 def on_host(tree: Params) -> Params:
     """Shapes with the sharding of an array on this host."""
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    found: Params = jax.tree.map(
+    return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree
     )
-    return found

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 
 QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
 BUILTIN = "builtin:quickstart"
@@ -32,7 +32,7 @@ class Base:
 
     note: str
     """For the reader of a run."""
-    mapping: dict[str, Any]
+    mapping: JsonObject
     """All keys: those of the file, the quickstart or none, and those that were set."""
     unset: Mapping[str, object]
     """The quickstart's keys that were not set, with their values; empty for another base."""
@@ -79,7 +79,7 @@ def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[
     """
     given = dict(yaml_text.assignments(overrides, mappings))
     own = tuple(key for key in OWN if key in given) if path is None else ()
-    start: dict[str, Any] = {}
+    start: JsonObject = {}
     if own:
         note = f"no file and {' and '.join(own)} set, so the defaults"
     elif path is None or str(path) == BUILTIN:
@@ -93,7 +93,7 @@ def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[
     return Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> JsonObject:
     """The mapping in a YAML file, in which paths that exist beside the file are absolute."""
     return config_paths.beside(yaml_text.read_mapping(path), path.absolute().parent)
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxrl.config.aliases import alias_hint
 from jaxrl.config.base import MISSING
-from jaxrl.errors import UserError, closest, near
+from jaxrl.errors import UserError, closest, near, short
 
 SHOWN_ERRORS = 4
 """Lines in one error message; what is beyond is counted."""
@@ -126,22 +126,19 @@ def _explain_one(item: Any) -> str:
     if item["type"] == "missing":
         return f"{path} {MISSING}"
     if item["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} is a section, not a value (got {_short(item['input'])}): set {path}.KEY"
+        return (
+            f"{path} is a section, not a value (got {short(repr(item['input']))}): set {path}.KEY"
+        )
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{path}: {message}" if path else message
     message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
-    return f"{path}: {message}, got {_short(item['input'])}"
+    return f"{path}: {message}, got {short(repr(item['input']))}"
 
 
 def _is_union_branch(part: int | str) -> bool:
     """True for what pydantic adds to a location for a union, such as ``constrained-int``."""
     return isinstance(part, str) and not part.isidentifier()
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _shorten(lines: list[str]) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.config.section import LARGEST
+from jaxrl.process.plain import JsonObject
 
 BOUNDS = {
     "exclusiveMinimum": "above",
@@ -78,7 +78,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bounds(schema: dict[str, Any]) -> Iterator[str]:
+def _bounds(schema: JsonObject) -> Iterator[str]:
     """Bounds in words, as in `at least 1`; the bound `LARGEST` of all integers is left out."""
     for one in (schema, *schema.get("anyOf", ())):
         for name, word in BOUNDS.items():

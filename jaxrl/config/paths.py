@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxrl.process.plain import JsonObject
+
 FUNCTIONS = "reward.functions"
 ARGUMENTS = "environment.arguments"
 CODE = (FUNCTIONS, "environment.name", ARGUMENTS)
@@ -21,14 +23,14 @@ KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
 """Keys whose values may be paths of what a run reads."""
 
 
-def beside(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
+def beside(mapping: JsonObject, folder: Path) -> JsonObject:
     """A config file's mapping, in which paths that exist in its folder are absolute."""
     for key in KEYS:
         mapping = changed(mapping, key, lambda text: _absolute(text, folder))
     return mapping
 
 
-def code_here(mapping: dict[str, Any]) -> dict[str, Any]:
+def code_here(mapping: JsonObject) -> JsonObject:
     """With the paths of the user's code absolute, so that a run can be resumed from any folder."""
     for key in CODE:
         mapping = changed(mapping, key, lambda text: _absolute(text, Path.cwd()))
@@ -49,12 +51,11 @@ def without_folders(value: object) -> object:
     return _file_name(value)
 
 
-def changed(mapping: dict[str, Any], key: str, change: Callable[[str], str]) -> dict[str, Any]:
+def changed(mapping: JsonObject, key: str, change: Callable[[str], str]) -> JsonObject:
     """A mapping with each text under a key changed; under `teachers`, each model."""
     if key == TEACHERS and isinstance(given := mapping.get(key), dict):
         return mapping | {key: _models_changed(given, change)}
-    found: dict[str, Any] = _changed(mapping, key.split("."), change)
-    return found
+    return _changed(mapping, key.split("."), change)
 
 
 def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
@@ -72,7 +73,7 @@ def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
     return value
 
 
-def _models_changed(teachers: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _models_changed(teachers: JsonObject, change: Callable[[str], str]) -> JsonObject:
     """Several teachers with the model of each changed, which may stand alone or with other keys."""
     return {
         name: change(one) if isinstance(one, str) else _changed(one, ["model"], change)

@@ -23,6 +23,7 @@ from jaxrl.config.rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Rule, Section
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 
 CONFIG_FILE = "config.yaml"
 """Name of the config in a run directory."""
@@ -31,7 +32,7 @@ CONFIG_FILE = "config.yaml"
 class _Parsed(type(Section)):  # type: ignore[misc]
     """Makes `Config(...)` raise the same errors as `Config.load`."""
 
-    def __call__(cls, **mapping: Any) -> Any:
+    def __call__(cls, **mapping: object) -> Any:
         try:
             return cls.parse(mapping)
         except UserError as error:
@@ -77,7 +78,7 @@ class Config(RunConfig, metaclass=_Parsed):
             return cls.parse(config_paths.code_here(base.mapping)), base
 
     @classmethod
-    def parse(cls, mapping: dict[str, Any]) -> Self:
+    def parse(cls, mapping: JsonObject) -> Self:
         """The config that nested dicts describe; raises ``UserError`` naming the key."""
         try:
             return cls.model_validate(mapping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
@@ -25,6 +25,7 @@ from jaxrl.config.section import (
     Words,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.process.plain import Keywords
 
 
 def _named_sets(value: object) -> object:
@@ -363,7 +364,7 @@ class EnvironmentConfig(Section):
     """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
     the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
     completion is one turn."""
-    arguments: dict[str, Any] = {}
+    arguments: Keywords = {}
     """Keyword arguments with which the environment's class is called, as in `{id: FrozenLake-v1}`
     with `environment.name=gymnasium`."""
     max_turns: Positive = 8

@@ -13,12 +13,12 @@ import os
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from jaxrl.config.aliases import alias_hint
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
+from jaxrl.process.plain import JsonObject
 
 DEEPEST, MOST_NODES = 50, 100_000
 """Limits of a config file: levels of nesting, and values where each alias stands for what it
@@ -92,7 +92,7 @@ def _count_nodes(node: yaml.Node | None, depth: int, count: int) -> int:
     return count
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> JsonObject:
     """The mapping that a YAML file holds; an empty file is an empty mapping."""
     try:
         content = _parse(path.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def dump_mapping(mapping: dict[str, Any]) -> str:
+def dump_mapping(mapping: JsonObject) -> str:
     """YAML text that ``read_mapping`` reads back to an equal mapping, keys in their given order."""
     return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -150,8 +150,7 @@ def assignments(
             template = key in TEMPLATES and text.strip().startswith(("{", "["))
             value = text.strip() if template else parse_value(text.strip())
         except ValueError as error:  # a UserError, or thousands of digits
-            shown_override = override if len(override) <= 80 else override[:77] + "..."
-            raise UserError(f"override {shown_override!r}: {error}") from error
+            raise UserError(f"override {short(override)!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:
             raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
         yield key, value
@@ -169,7 +168,7 @@ def _flat(
             yield prefix + name, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def assign(mapping: dict[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
+def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
     """``mapping`` with the value of each dotted key set."""
     result = copy.deepcopy(mapping)
     for key, value in values.items():
@@ -184,7 +183,7 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
-def _set(mapping: dict[str, Any], parts: list[str], value: object) -> None:
+def _set(mapping: JsonObject, parts: list[str], value: object) -> None:
     for depth, part in enumerate(parts[:-1]):
         below = mapping.setdefault(part, {})
         if below is None:

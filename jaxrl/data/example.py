@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from jaxrl.process.plain import JsonObject as JsonObject
+
 Split = Literal["train", "eval"]
 CompletionTurns = Literal["last", "all"]
-JsonObject = dict[str, Any]
 Message = Mapping[str, Any]
 """One chat turn: the texts `role` and `content`, and what else a chat template reads of it, such as
 `tool_calls`."""
+Columns = Mapping[str, Any]
+"""The fields of a data row by their names."""
 
 
 @dataclass(frozen=True)

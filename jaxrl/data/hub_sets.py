@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
@@ -118,7 +117,7 @@ def _config(name: HubName, layout: Layout, asked: str) -> str:
     )
 
 
-def _front_matter(name: HubName) -> list[Any]:
+def _front_matter(name: HubName) -> list[object]:
     """`configs` of the README, [] where there is none that can be read."""
     readme = hub.snapshot(name, hub.CARD) / hub.README
     if not readme.is_file():
@@ -134,7 +133,7 @@ def _front_matter(name: HubName) -> list[Any]:
     return configs if isinstance(configs, list) else []
 
 
-def _described(there: Sequence[str], configs: Sequence[Any]) -> Layout:
+def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
     layout: Layout = {}
     for config in configs:
         if not isinstance(config, dict):
@@ -158,7 +157,7 @@ def _described(there: Sequence[str], configs: Sequence[Any]) -> Layout:
     return {name: splits for name, splits in layout.items() if splits}
 
 
-def _patterns(data_files: Any) -> Iterator[tuple[str, list[str]]]:
+def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
     """Split -> patterns of its files, in any of the forms of `data_files`."""
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
 
 from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
 from jaxrl.errors import UserError, near
@@ -158,7 +157,7 @@ def _turn(message: JsonObject) -> Message:
     return turn
 
 
-def _call(call: Any) -> Any:
+def _call(call: object) -> object:
     """A tool call, whose arguments some write as the text of a JSON object."""
     if not isinstance(call, dict):
         return call

@@ -13,9 +13,10 @@ from typing import Any
 from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.formats import gguf, hf
-from jaxrl.types import JsonObject, Prompt
+from jaxrl.process.plain import JsonObject
+from jaxrl.types import Prompt
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
@@ -79,7 +80,7 @@ def encode_prompt(
     else:
         tokens = _token_ids(prompt)
     if not tokens:
-        raise UserError(f"the prompt {_short(prompt)} has no tokens")
+        raise UserError(f"the prompt {short(repr(prompt))} has no tokens")
     return tokens
 
 
@@ -134,8 +135,7 @@ def encode_completion(
 
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
     """Text of tokens, special ones left out."""
-    text: str = _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
-    return text
+    return _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
@@ -268,8 +268,7 @@ def render_chat(
 def render_text(tokenizer: Tokenizer | None, messages: Sequence[Message]) -> str:
     """The text of which `render_chat` gives the tokens, up to where the assistant's turn begins.
     Raises UserError as it does."""
-    text: str = _rendered(tokenizer, messages, True, (), tokenize=False)
-    return text
+    return _rendered(tokenizer, messages, True, (), tokenize=False)
 
 
 def _rendered(
@@ -339,7 +338,7 @@ def _token_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
         return tuple(token.__index__() for token in prompt)
     except AttributeError as error:
         raise UserError(
-            f"the prompt {_short(prompt)} is neither text, token ids nor chat messages"
+            f"the prompt {short(repr(prompt))} is neither text, token ids nor chat messages"
         ) from error
 
 
@@ -364,8 +363,7 @@ def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Text of tokens, special ones included."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False)
-    return text
+    return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def _first_difference(student: str, teacher: str) -> str:
@@ -377,8 +375,3 @@ def _first_difference(student: str, teacher: str) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def _short(prompt: object) -> str:
-    text = repr(prompt)
-    return text if len(text) <= 80 else text[:77] + "..."

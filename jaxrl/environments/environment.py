@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import Columns, JsonObject, Message
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 """How Qwen's and Hermes' chat templates have tools called."""
@@ -31,6 +31,11 @@ class Answer:
 
 
 Answers = Answer | Mapping[str, Any]
+Arguments = Mapping[str, Any]
+"""Of a call of a tool, by their names."""
+Call = tuple[str, Arguments] | str
+"""A call of a tool, or what is wrong with it."""
+Tool = Callable[..., Any]
 First = Sequence[Message] | str
 
 
@@ -46,8 +51,8 @@ class SchemaTool:
         self,
         name: str,
         description: str,
-        parameters: Mapping[str, Any],
-        call: Callable[[str, Mapping[str, Any]], Any],
+        parameters: JsonObject,
+        call: Callable[[str, Arguments], object],
     ):
         """
         Args:
@@ -72,7 +77,7 @@ class SchemaTool:
         ]
         self.__signature__ = inspect.Signature(each)
 
-    def __call__(self, /, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: object) -> object:
         return self._call(self.__name__, arguments)
 
 
@@ -84,13 +89,13 @@ class Environment:
     again from these where its process is lost: random numbers come from a seed in the row.
     """
 
-    row: Mapping[str, Any]
+    row: Columns
     """What `reset` gets; it is there before that is called."""
-    tools: Sequence[Callable[..., Any]] = ()
+    tools: Sequence[Tool] = ()
     """Functions that the model may call. Their JSON schemas, which signatures and docstrings (with
     a section `Args:`) give, are shown to the model by the chat template."""
 
-    def reset(self, row: Mapping[str, Any]) -> First | Awaitable[First]:
+    def reset(self, row: Columns) -> First | Awaitable[First]:
         """Begins an episode; may be `async def`.
 
         Args:
@@ -126,7 +131,7 @@ class Environment:
         `async def`."""
         return None
 
-    def _run(self, call: tuple[str, Mapping[str, Any]] | str) -> Any:
+    def _run(self, call: Call) -> object:
         """What a tool returns, or why there is nothing that it could return."""
         if isinstance(call, str):
             return call
@@ -143,9 +148,7 @@ class Environment:
         return _caught(result) if inspect.isawaitable(result) else result
 
 
-def parse_calls(
-    text: str, tools: Sequence[Callable[..., Any]]
-) -> list[tuple[str, Mapping[str, Any]] | str]:
+def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
     """The calls of tools in a turn, each a name with arguments or what is wrong with it.
 
     They are written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or as a last line
@@ -158,7 +161,7 @@ def parse_calls(
     return [] if call is None else [call]
 
 
-def _json_call(text: str) -> tuple[str, Mapping[str, Any]] | str:
+def _json_call(text: str) -> Call:
     try:
         call = json.loads(text)
         arguments = call.get("arguments", call.get("parameters", {}))
@@ -171,9 +174,7 @@ def _json_call(text: str) -> tuple[str, Mapping[str, Any]] | str:
     return 'Error: a tool call must be JSON such as {"name": "f", "arguments": {"x": 1}}'
 
 
-def _python_call(
-    line: str, tools: Sequence[Callable[..., Any]]
-) -> tuple[str, Mapping[str, Any]] | str | None:
+def _python_call(line: str, tools: Sequence[Tool]) -> Call | None:
     """The call that a line is; None where it is none of a tool."""
     name = line.partition("(")[0].strip()
     tool = {tool.__name__: tool for tool in tools}.get(name)
@@ -190,12 +191,12 @@ def _python_call(
         return _error(error)
 
 
-async def _gathered(results: Sequence[Any]) -> Answer:
+async def _gathered(results: Sequence[object]) -> Answer:
     values = [await r if inspect.isawaitable(r) else r for r in results]
     return Answer([_as_message(value) for value in values])
 
 
-async def _caught(result: Awaitable[Any]) -> Any:
+async def _caught(result: Awaitable[object]) -> object:
     try:
         return await result
     except Unavailable:
@@ -204,7 +205,7 @@ async def _caught(result: Awaitable[Any]) -> Any:
         return _error(error)
 
 
-def _as_message(result: Any) -> Message:
+def _as_message(result: object) -> Message:
     """A tool's result: text as it is, anything else as JSON."""
     text = (
         result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import Columns, Message
 from jaxrl.environments.environment import Answer, Environment
 
 MOST = 99
@@ -20,7 +19,7 @@ class GuessNumber(Environment):
     the episode; `environment.discount` below 1 makes fewer guesses better.
     """
 
-    def reset(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Columns) -> str:
         digest = hashlib.sha256(row["prompt"].encode()).digest()  # the same in every process
         self.number = 1 + int.from_bytes(digest[:8], "little") % MOST
         return f"1-{MOST}?"

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from jaxrl.checkpoint import store
 from jaxrl.data.example import JsonObject, Split
@@ -108,6 +108,6 @@ def _records(path: Path) -> Iterator[JsonObject]:
                 yield json.loads(line)
 
 
-def _ends_a_line(file: Any) -> bool:
+def _ends_a_line(file: BinaryIO) -> bool:
     file.seek(-1, os.SEEK_END)
     return bool(file.read(1) == b"\n")

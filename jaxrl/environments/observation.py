@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, short
 
 ROLES = ("user", "tool", "system")
 """Whose words may follow a turn of the model."""
 KEYS = ("messages", "reward", "done")
 _SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
-_SHOWN = 80
-"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,12 @@ class Observation:
         return asdict(self) | {"messages": [dict(message) for message in self.messages]}
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> Observation:
+    def of_json(cls, value: JsonObject) -> Observation:
         """What `as_json` gave."""
         return cls(tuple(value["messages"]), value["reward"], value["done"])
 
 
-def observed(result: Any) -> Observation:
+def observed(result: object) -> Observation:
     """What `step` returned. Raises UserError where it is no answer."""
     if isinstance(result, Answer):
         result = {key: getattr(result, key) for key in KEYS}
@@ -60,7 +57,7 @@ def observed(result: Any) -> Observation:
     return Observation(checked, _reward(reward), done)
 
 
-def first_messages(result: Any) -> tuple[Message, ...] | str:
+def first_messages(result: object) -> tuple[Message, ...] | str:
     """What `reset` returned. Raises UserError where that is no prompt."""
     if isinstance(result, str):
         _check_text(result, "reset")
@@ -72,7 +69,7 @@ def first_messages(result: Any) -> tuple[Message, ...] | str:
     return messages
 
 
-def checked_messages(messages: Any, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
+def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
     """Chat messages with texts `role` and `content`, as plain dicts."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
         raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
@@ -97,11 +94,10 @@ def checked_messages(messages: Any, method: str, roles: Sequence[str]) -> tuple[
 
 def shown(value: object) -> str:
     """A value for a message, with its type."""
-    text = repr(value)
-    return f"{text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'} ({type(value).__name__})"
+    return f"{short(repr(value))} ({type(value).__name__})"
 
 
-def _reward(value: Any) -> float | None:
+def _reward(value: object) -> float | None:
     if value is None:
         return None
     try:

@@ -11,14 +11,13 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.process import CELL, Past
+from jaxrl.environments.process import CELL, Content, Past
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
 from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
 from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
@@ -133,7 +132,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
     async def step(self, session: Session, text: str) -> Observation | Failure:
         """The answer to a turn; it is also noted in the session."""
 
-        def content() -> tuple[Any, ...]:
+        def content() -> Content:
             past = None
             if session.process is None:
                 past = Past(session.row, session.first, tuple(session.turns), session.strict)
@@ -225,7 +224,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
                 order.done.set_exception(_Blamed(lost, order is guilty, guilty is None))
         process.orders.clear()
 
-    async def _ask(self, session: Session, content: Any) -> JsonObject | Failure:
+    async def _ask(self, session: Session, content: Callable[[], Content]) -> JsonObject | Failure:
         """The answer to an order about an episode; a second time where it lost its process through
         no fault of its own."""
         losses = 0
@@ -248,7 +247,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
                 continue
             return Failure(*answer["failure"]) if "failure" in answer else answer
 
-    def _order(self, process: _Process, content: tuple[Any, ...]) -> _Order:
+    def _order(self, process: _Process, content: Content) -> _Order:
         order = _Order(asyncio.get_running_loop().create_future(), time.monotonic())
         process.orders[process.order(content)] = order
         return order

@@ -17,11 +17,11 @@ import pickle
 import threading
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Environment, Unavailable
@@ -33,6 +33,9 @@ from jaxrl.process.plugin import traceback_below
 
 CELL = 8
 """Bytes of the shared cell: an order's number, little endian; 0: none is running."""
+T = TypeVar("T")
+Content = tuple[str, Hashable, *tuple[Any, ...]]
+"""Of an order: its kind, the key of its episode, and what it needs (`serve`)."""
 _ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("order")
 
 
@@ -119,7 +122,7 @@ class _Host:
         await ended.wait()
         os._exit(0)  # what still waits is of no use to anybody
 
-    def _take(self, number: int, content: tuple[Any, ...]) -> None:
+    def _take(self, number: int, content: Content) -> None:
         context = contextvars.copy_context()
         context.run(_ORDER.set, number)
         loop = asyncio.get_running_loop()
@@ -133,10 +136,10 @@ class _Host:
         return asyncio.Task(_awaited(self._marked(coroutine)), loop=loop, **options)
 
     @types.coroutine
-    def _marked(self, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _marked(self, coroutine: Coroutine[object, object, T]) -> Generator[object, object, T]:
         """Runs a coroutine; while it does not wait, the cell has the number of its order."""
-        go: Callable[[Any], Any] = coroutine.send
-        value: Any = None
+        go: Callable[..., object] = coroutine.send
+        value: object = None
         while True:
             self._cell[:] = _ORDER.get(0).to_bytes(CELL, "little")
             try:
@@ -201,7 +204,7 @@ class _Host:
     async def _stepped(self, say: Say, live: _Live, text: str) -> Observation:
         before = [dict(message) for message in live.messages]
         result = await self._call(say, live.environment.step, text, before)
-        observation: Observation = self._checked(observed, result)
+        observation = self._checked(observed, result)
         live.messages += [{"role": "assistant", "content": text}, *observation.messages]
         return observation
 
@@ -214,7 +217,7 @@ class _Host:
             except _Failed as failed:
                 traceback.print_exception(failed)
 
-    async def _call(self, say: Say, function: Callable[..., Any], *given: Any) -> Any:
+    async def _call(self, say: Say, function: Callable[..., object], *given: object) -> Any:
         say({"begin": True})
         limit = None
         try:
@@ -236,7 +239,7 @@ class _Host:
             raise _Failed("exception", traceback_below(error, __file__) + hint) from None
         return result
 
-    def _checked(self, check: Callable[[Any], Any], result: Any) -> Any:
+    def _checked(self, check: Callable[[object], T], result: object) -> T:
         try:
             return check(result)
         except UserError as error:
@@ -262,7 +265,7 @@ def _without_loop() -> Iterator[None]:
         asyncio._set_running_loop(loop)
 
 
-async def _awaited(waits: Any) -> Any:
+async def _awaited(waits: Awaitable[T]) -> T:
     return await waits
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jaxrl.data.example import JsonObject
-from jaxrl.environments.environment import Environment, SchemaTool
+from jaxrl.environments.environment import Environment, SchemaTool, Tool
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
 
@@ -43,7 +42,7 @@ class EnvironmentSource:
     """Name of the class there."""
     digest: str = ""
     """sha256 of the file, in hex, when the run began; "" of a module."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     """Keyword arguments for the class."""
 
 
@@ -57,7 +56,7 @@ class EnvironmentFacts:
     """JSON schemas of its tools."""
 
 
-def find(text: str, arguments: Mapping[str, Any] | None = None) -> EnvironmentSource:
+def find(text: str, arguments: JsonObject | None = None) -> EnvironmentSource:
     """The source that `environment.name` names; its code is not run.
 
     Args:
@@ -146,7 +145,7 @@ def facts_of(
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
 
 
-def _schema(source: EnvironmentSource, tool: Any) -> JsonObject:
+def _schema(source: EnvironmentSource, tool: Tool) -> JsonObject:
     if isinstance(tool, SchemaTool):
         return tool.schema
     from transformers.utils import get_json_schema  # takes seconds

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import Columns, Message
 from jaxrl.environments.environment import Answer, Environment
 
 DOORS = {
@@ -29,7 +28,7 @@ class TextWorld(Environment):
     episode; everything else has reward 0.
     """
 
-    def reset(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Columns) -> str:
         places = hashlib.sha256(row["prompt"].encode()).digest()
         others = [room for room in DOORS if room != "hall"]
         self.room, self.has_key = "hall", False

@@ -20,6 +20,7 @@ from gguf import (
     GGMLQuantizationType,
     GGUFReader,
     GGUFValueType,
+    ReaderTensor,
     TensorNameMap,
     get_tensor_name_map,
 )
@@ -42,6 +43,7 @@ from jaxrl.models.rope import (
     longrope_attention,
     positions_of,
 )
+from jaxrl.process.plain import JsonObject
 
 MOST_ELEMENTS = 1 << 22
 """Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
@@ -211,7 +213,7 @@ class GgufFile:
         window, pattern = (
             self.stated(f"attention.sliding_window{key}") for key in ("", "_pattern")
         )
-        raw: dict[str, Any] = {
+        raw: JsonObject = {
             "num_hidden_layers": n,
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_positions,
@@ -247,9 +249,9 @@ class GgufFile:
                 raise UserError(f"{self.path}: {key}={value} is not supported; supported: {each}")
         return found
 
-    def _states(self, n_layers: int) -> dict[str, Any]:
+    def _states(self, n_layers: int) -> JsonObject:
         """Of layers that keep a state, the fields of a `config.json`."""
-        raw: dict[str, Any] = {key: int(self._need(stored)) for key, stored in STATES.items()}
+        raw: JsonObject = {key: int(self._need(stored)) for key, stored in STATES.items()}
         width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
         if heads < 1 or width % heads:
             raise UserError(
@@ -356,7 +358,7 @@ class GgufFile:
         assert delta is not None
         return delta
 
-    def _tensor(self, name: str) -> Any:
+    def _tensor(self, name: str) -> ReaderTensor:
         if name not in self._tensors:
             raise UserError(f"{self.path}: tensor {name} is missing")
         return self._tensors[name]

@@ -21,8 +21,8 @@ from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
+from jaxrl.process.plain import JsonObject
 from jaxrl.sharding.mesh import is_primary
-from jaxrl.types import JsonObject
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ QUANTISED = "jaxrl_base_dtype"
 """Key of `adapter_config.json` that PEFT does not have."""
 CONFIG, WEIGHTS = hub.ADAPTER, hub.ADAPTER_WEIGHTS
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_PLAIN: dict[str, tuple[object, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
     "modules_to_save": ([],),
@@ -227,10 +227,9 @@ def load(
             lambda key: frozen_and_trained(init_params(model, key, dtype))[1],
             out_shardings=shardings,
         )
-        first: Params = made(jax.random.key(seed % 2**32, impl="threefry2x32"))
-        return first
+        return made(jax.random.key(seed % 2**32, impl="threefry2x32"))
     shapes = frozen_and_trained(abstract_params(model, dtype))[1]
-    blocks: list[Any] = [{} for _ in range(model.cycle)]
+    blocks: list[Params] = [{} for _ in range(model.cycle)]
     for i, paths, names in _adapted(model):
         each = [pairs[name] for name in names]
         a, b = (np.stack(x) for x in zip(*each, strict=True))
@@ -238,13 +237,12 @@ def load(
         for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
             pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
             _group(blocks[i], path)[_last(path)] = pair
-    tree: Any = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
+    tree = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
     tree = jax.tree.map(
         lambda leaf, like: leaf.reshape(like.shape).astype(like.dtype), tree, shapes
     )
     if shardings is None:
-        placed: Params = jax.device_put(tree)
-        return placed
+        return jax.device_put(tree)
     return jax.tree.map(
         lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__),
         tree,
@@ -337,7 +335,7 @@ def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple
                 yield i, paths, place.names
 
 
-def _group(block: Any, path: str) -> Any:
+def _group(block: Params, path: str) -> Params:
     """The part of a block that has the projection at this path; it is made where it is missing."""
     for name in path.split("/")[:-1]:
         block = block.setdefault(name, {})

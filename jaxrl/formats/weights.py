@@ -293,8 +293,7 @@ def load(
             found |= {path: codes, f"{path}_scale": scale}
         else:
             found[path] = read_parameter(tensors, place, each[path])
-    params: Params = jax.tree.unflatten(form, [found[path] for path in each])
-    return params
+    return jax.tree.unflatten(form, [found[path] for path in each])
 
 
 def load_head(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +36,7 @@ from jaxrl.losses.layout import (
     reduce_head,
 )
 from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.process.plain import Keywords
 from jaxrl.types import Tree
 
 
@@ -249,9 +249,9 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
     """`f` applied to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
     each token of a vocabulary."""
-    per_token: Any = {"scale": None, "softcaps": (), "teacher_head": (), "cells": None}
-    scalars: Any = {"scale": given.scale, "softcaps": given.softcaps}
-    return f(given._replace(**per_token))._replace(**scalars)
+    per_token: Keywords = {"scale": None, "softcaps": (), "teacher_head": (), "cells": None}
+    each = f(given._replace(**per_token))
+    return each._replace(scale=given.scale, softcaps=given.softcaps)
 
 
 def _flat(tree: Tree) -> Tree:

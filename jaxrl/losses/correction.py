@@ -30,7 +30,7 @@ from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import kept, mean_over_tokens, token_metric
 from jaxrl.losses.divergence import Sums
 from jaxrl.losses.kl import k3
-from jaxrl.losses.policy import MAX_LOG_RATIO
+from jaxrl.losses.policy import MAX_LOG_RATIO, finite_exp
 from jaxrl.types import Array
 
 Correction = Callable[[Array, Array], Array]
@@ -55,7 +55,7 @@ class TokenTIS:
         _check("cap", self.cap, self.cap > 0, "above 0")
 
     def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        return jnp.minimum(_exp(log_rho), self.cap)
+        return jnp.minimum(finite_exp(log_rho), self.cap)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SequenceTIS:
 
     def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
         whole = jnp.where(mask, log_rho, 0).sum(-1)
-        return jnp.broadcast_to(jnp.minimum(_exp(whole), self.cap)[:, None], log_rho.shape)
+        return jnp.broadcast_to(jnp.minimum(finite_exp(whole), self.cap)[:, None], log_rho.shape)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class IcePop:
         _check("high", self.high, self.high >= 1, "1 or above, so that rho = 1 trains")
 
     def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        rho = _exp(log_rho)
+        rho = finite_exp(log_rho)
         return jnp.where((rho >= self.low) & (rho <= self.high), rho, 0)
 
 
@@ -107,7 +107,7 @@ class SequenceMask:
 
     def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
         whole = jnp.where(mask, log_rho, 0).sum(-1)
-        weight = jnp.where(whole <= jnp.log(self.cap), _exp(whole), 0)
+        weight = jnp.where(whole <= jnp.log(self.cap), finite_exp(whole), 0)
         return jnp.broadcast_to(weight[:, None], log_rho.shape)
 
 
@@ -222,7 +222,7 @@ def correct(
     old, sampler = (jax.lax.stop_gradient(kept(x, mask)) for x in (old_logprobs, sampler_logprobs))
     gap = old - sampler
     log_rho = jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    rho = _exp(log_rho)
+    rho = finite_exp(log_rho)
     weights = jnp.where(mask, correction(log_rho, mask), 0)
     sums = {
         "mismatch_k3": token_metric(k3(jnp.zeros_like(log_rho), log_rho), mask),
@@ -248,7 +248,3 @@ def diagnostics(sums: Sums, maxima: Mapping[str, Array]) -> dict[str, float]:
         "mismatch_ess": rho**2 / squared if squared else 1.0,
         **{name: float(np.asarray(value)) for name, value in maxima.items()},
     }
-
-
-def _exp(log_ratio: Array) -> Array:
-    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,7 @@ from jaxrl.losses.layout import (
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
 from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
 
 Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
 
@@ -250,7 +249,7 @@ def _loss(
     tokens: PerToken,
     temperature: float | Array,
     softcaps: tuple[Array | None, ...],
-    teachers: tuple[Any, ...] = ((), (), None),
+    teachers: tuple[Tree, ...] = ((), (), None),
     open: Array | None = None,
 ) -> Loss:
     scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))

@@ -99,7 +99,7 @@ RATIOS: Mapping[str, Level] = {
 }
 
 
-def _exp(log_ratio: Array) -> Array:
+def finite_exp(log_ratio: Array) -> Array:
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -126,7 +126,7 @@ class Clipped:
             _above(1, "clip_dual", self.clip_dual, "it bounds the ratio itself; 3 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> Terms:
-        ratio = _exp(level(tokens.log_ratio, tokens))
+        ratio = finite_exp(level(tokens.log_ratio, tokens))
         below = (tokens.advantages < 0) & (ratio < 1 - self.clip_low)
         above = (tokens.advantages > 0) & (ratio > 1 + self.clip_high)
         clipped = jnp.where(below, 1 - self.clip_low, jnp.where(above, 1 + self.clip_high, ratio))
@@ -147,7 +147,7 @@ class Capped:
         _above(0, "ratio_cap", self.ratio_cap, "it bounds the ratio itself; 5 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> Terms:
-        ratio = _exp(level(tokens.log_ratio, tokens))
+        ratio = finite_exp(level(tokens.log_ratio, tokens))
         above = ratio > self.ratio_cap
         weight = jax.lax.stop_gradient(jnp.minimum(ratio, self.ratio_cap))
         value = weight * tokens.advantages * tokens.logprobs
@@ -171,7 +171,7 @@ class Soft:
         _above(0, "tau_negative", self.tau_negative, "1.05 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> Terms:
-        ratio = _exp(level(tokens.log_ratio, tokens))
+        ratio = finite_exp(level(tokens.log_ratio, tokens))
         tau = jnp.where(tokens.advantages > 0, self.tau_positive, self.tau_negative)
         value = jax.nn.sigmoid(tau * (ratio - 1)) * (4 / tau) * tokens.advantages
         nowhere = jnp.zeros_like(tokens.mask)
@@ -196,7 +196,7 @@ class LogClipped:
         below = (tokens.advantages < 0) & (tokens.log_ratio < -self.clip_log)
         above = (tokens.advantages > 0) & (tokens.log_ratio > self.clip_log)
         clipped = jnp.where(above, self.clip_log, tokens.log_ratio)
-        ratio = _exp(level(jnp.where(below, -self.clip_log, clipped), tokens))
+        ratio = finite_exp(level(jnp.where(below, -self.clip_log, clipped), tokens))
         return Terms(ratio * tokens.advantages, ratio, below, above)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing
 from jaxrl.models.terms import Term, merge
-from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, SplitOver, divided
 
 Attend = Callable[..., jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -29,7 +29,9 @@ BLOCK, MOST_BLOCKS = 512, 16
 most."""
 
 
-def kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any, joined: bool = False) -> Kernel | None:
+def kernel_on(
+    mesh: Mesh | None, head_dim: int, dtype: DTypeLike, joined: bool = False
+) -> Kernel | None:
     """The kernel of the devices of `mesh`; without a mesh, of the first device of all.
 
     Args:
@@ -39,7 +41,7 @@ def kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any, joined: bool = False
     return kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name, joined)
 
 
-def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: Any) -> StepKernel | None:
+def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: DTypeLike) -> StepKernel | None:
     """`kernel_on`, of a decode step whose cache is of `dtype`."""
     return step_kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name)
 
@@ -198,7 +200,7 @@ def attend_joined(
         prompt_mask, mask: [P,W], [B,C] bool; the real tokens are the first ones.
     """
 
-    def run(q: jax.Array, *given: Any, sinks: jax.Array | None = None) -> jax.Array:
+    def run(q: jax.Array, *given: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
 
     lengths = row_lengths(prompt_mask), row_lengths(mask)
@@ -449,6 +451,6 @@ def _with_sinks(run: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
     return run(*given[:-1], sinks=given[-1])
 
 
-def _axis(mesh: Mesh, heads: int) -> Any:
+def _axis(mesh: Mesh, heads: int) -> SplitOver:
     """What divides so many heads where attention is computed."""
     return divided(heads, HEADS, mesh.shape)

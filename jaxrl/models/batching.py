@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxrl.models.buckets import bucket
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
+from jaxrl.types import Tree
 
 NARROWEST = 4
 """Smallest width of a batch, tokens."""
@@ -76,7 +76,7 @@ def batches(
 def run_batches(
     sequences: Sequence[Sequence[int]],
     run: Run,
-    *leading: Any,
+    *leading: Tree,
     mesh: Mesh | None,
     batch_tokens: int,
     longest: int,

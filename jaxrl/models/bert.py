@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,8 @@ from jaxrl.models.attention import attender, kernel_on, roll_rows
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.parameters import Params
 from jaxrl.models.rules import AXES
-from jaxrl.sharding.axes import ROWS, divided
+from jaxrl.sharding.axes import ROWS, SplitOver, divided
+from jaxrl.types import Tree
 
 Leaf = tuple[str, tuple[str, ...]]
 """Tensor name in the checkpoint, and the logical axes of our parameter: their sizes are its shape,
@@ -78,7 +78,7 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
         "mlp": config.d_ff,
     }
 
-    def split(axes: tuple[str, ...]) -> list[Any]:
+    def split(axes: tuple[str, ...]) -> list[SplitOver]:
         return [divided(units[a], AXES[a], axis_sizes) if a in units else None for a in axes]
 
     top = {path: PartitionSpec(*split(axes)) for path, (_, axes) in TOP.items()}
@@ -91,7 +91,7 @@ def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
     return tree({path: NamedSharding(mesh, s) for path, s in specs(config, mesh.shape).items()})
 
 
-def tree(flat: Mapping[str, Any]) -> Params:
+def tree(flat: Mapping[str, Tree]) -> Params:
     """A nested dict of values by path."""
     nested: Params = {}
     for path, value in flat.items():

@@ -25,7 +25,7 @@ from jaxrl.models.rope import (
     read_rope,
     written_rope,
 )
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 ROUTER = "mlp/router"
 """Path of a mixture's router within a block."""

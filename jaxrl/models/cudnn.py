@@ -10,10 +10,11 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl.types import Tree
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _private
@@ -92,7 +93,7 @@ def _sinks_forward(
     v: jax.Array,
     lengths: jax.Array,
     sinks: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
     out, normaliser = _block(q, k, v, lengths, lengths, causal=True, window=window)
     real = jnp.arange(q.shape[1])[None] < lengths[:, None]
     normaliser = jnp.where(real[:, None], normaliser, -jnp.inf)
@@ -102,7 +103,7 @@ def _sinks_forward(
     return out, (q, k, v, lengths, sinks, out, joined)
 
 
-def _sinks_backward(window: int | None, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _sinks_backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
     q, k, v, lengths, sinks, out, joined = kept
     d_qkv = _block_gradients(
         q, k, v, joined, lengths, lengths, out, d_out, causal=True, window=window
@@ -159,7 +160,7 @@ def _forward(
     shared_lengths: jax.Array,
     lengths: jax.Array,
     sinks: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Tree]:
     groups, group = len(shared[0]), len(q) // len(shared[0])
     together = q.reshape(groups, -1, *q.shape[2:])
     whole = jnp.full(groups, together.shape[1], jnp.int32)
@@ -182,7 +183,7 @@ def _forward(
     return out, (q, shared, own, shared_lengths, lengths, sinks, out, joined)
 
 
-def _backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
     q, shared, own, shared_lengths, lengths, sinks, out, joined = kept
     groups, group = len(shared[0]), len(q) // len(shared[0])
     q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
@@ -271,7 +272,7 @@ def _block_gradients(
     )
 
 
-def _mask(causal: bool) -> Any:
+def _mask(causal: bool) -> _private.MaskType:
     return _private.MaskType.PADDING_CAUSAL if causal else _private.MaskType.PADDING
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.models.attention import attend_packed, attender, roll_rows
@@ -33,13 +34,13 @@ from jaxrl.models.stack import (
     through,
 )
 from jaxrl.sharding.axes import TOKENS, AxisName
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
 
 Remat = Literal["none", "dots", "full"]
 Lent = tuple[tuple[Array, Array], ...]
 """Keys and values [B, T, KV, H], of each of `DecoderConfig.lenders` those of the last layer."""
 
-REMAT_POLICIES: dict[Remat, Any] = {
+REMAT_POLICIES: dict[Remat, Callable[..., bool] | None] = {
     # By name: the two products of an adapter would be kept beside that of the kernel.
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED),
     "full": None,
@@ -63,7 +64,7 @@ def forward(
     *,
     remat: Remat = "none",
     mesh: Mesh | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T D"]:
     """Hidden states after the final norm, for tokens with padding on either side.
 
@@ -106,7 +107,7 @@ def forward_packed(
     *,
     remat: Remat = "none",
     mesh: Mesh | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     routed: list[Routed] | None = None,
 ) -> Float[Array, "X n D"]:
     """`forward` of streams of tokens: the same hidden states, without the padding. A mixture takes
@@ -159,7 +160,7 @@ def _layers(
 
     def block(
         layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
-    ) -> tuple[tuple[Array, Lent], Any]:
+    ) -> tuple[tuple[Array, Lent], Tree]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
         rope, attend = mixing.of(layer)
         mixer = recur if layer.kind.recurs else lending(layer.kind, attend, held)
@@ -168,8 +169,8 @@ def _layers(
         return (x, tuple(held.values())), one
 
     def chosen_of(
-        layers: Sequence[Layer], place: Array, carried: tuple[Array, Lent], *alike: Any
-    ) -> tuple[tuple[Array, Lent], Any]:
+        layers: Sequence[Layer], place: Array, carried: tuple[Array, Lent], *alike: Tree
+    ) -> tuple[tuple[Array, Lent], Tree]:
         # Chosen where the backward pass computes it again: parameters that were stacked or chosen
         # outside would be kept for it, a second copy of the weights of all layers.
         given = jax.tree.map(lambda *xs: jax.lax.select_n(place, *xs), *alike)
@@ -179,9 +180,9 @@ def _layers(
         return block(layer, carried, *given)
 
     def body(
-        carried: tuple[Array, Lent], layers: Any, given: Any, place: Array = None
-    ) -> tuple[tuple[Array, Lent], Any]:
-        run: Callable[..., Any] = partial(block, layers)
+        carried: tuple[Array, Lent], layers: Any, given: tuple[Tree, ...], place: Array = None
+    ) -> tuple[tuple[Array, Lent], Tree]:
+        run: Callable[..., tuple[tuple[Array, Lent], Tree]] = partial(block, layers)
         if place is not None:
             run = partial(chosen_of, layers, place)
         if remat != "none":
@@ -192,8 +193,7 @@ def _layers(
     carried = x, nothing_lent(config, x)
     (x, _), found = through(config, body, carried, params, *given, in_turn=remat != "none")
     report(params, found, routed)
-    normed: Array = merged_norm(config, params)(x)
-    return normed
+    return merged_norm(config, params)(x)
 
 
 def nothing_lent(config: DecoderConfig, x: Array) -> Lent:

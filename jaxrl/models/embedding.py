@@ -4,18 +4,19 @@ them."""
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.layers import LayerInputs
-from jaxrl.models.parameters import Params, at_blocks
+from jaxrl.models.parameters import Params, at_blocks, graph_of
 from jaxrl.sharding.axes import ROWS, AxisName
 from jaxrl.types import Array
 
@@ -25,7 +26,7 @@ def embed(
     params: Params,
     tokens: Array,
     mesh: Mesh | None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     *split: AxisName,
 ) -> tuple[Array, list[Array]]:
     """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
@@ -48,18 +49,12 @@ def embed(
     if config.layer_inputs:
         given = params["layer_inputs"]
         rows = by_rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
-        inputs = nnx.merge(_inputs_graph(config), given)(rows, x)
+        inputs = nnx.merge(graph_of(LayerInputs, config), given)(rows, x)
     return x, at_blocks(config, params, inputs)
 
 
-@lru_cache
-def _inputs_graph(config: DecoderConfig) -> Any:
-    inputs = nnx.eval_shape(lambda: LayerInputs(config, nnx.Rngs(0)))
-    return nnx.split(inputs)[0]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(table: Array, tokens: Array, dtype: Any, sharding: NamedSharding | None) -> Array:
+def _look_up(table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None) -> Array:
     """table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the gradient
     is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a term.
     """
@@ -67,13 +62,13 @@ def _look_up(table: Array, tokens: Array, dtype: Any, sharding: NamedSharding | 
 
 
 def _look_up_forward(
-    table: Array, tokens: Array, dtype: Any, sharding: NamedSharding | None
-) -> tuple[Array, Any]:
+    table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None
+) -> tuple[Array, tuple[Array, Array]]:
     return _look_up(table, tokens, dtype, sharding), (table, tokens)  # of the table: its shape
 
 
 def _look_up_backward(
-    dtype: Any, sharding: NamedSharding | None, kept: Any, d_rows: Array
+    dtype: np.dtype, sharding: NamedSharding | None, kept: tuple[Array, Array], d_rows: Array
 ) -> tuple[Array, None]:
     table, tokens = kept
     # The sum is as large as the table in float32: XLA may not write its zeros before the loss,

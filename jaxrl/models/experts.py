@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models.quantised import dequantise
-from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, divided
-from jaxrl.types import Array
+from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
+from jaxrl.types import Array, Tree
 
 LEAST_BLOCK, MOST_BLOCK = 8, 256
 """Rows of a block: about as many as an expert has on average, within these."""
 AT_ONCE = 8192
 """Rows that the loop computes at a time: enough to fill a GPU."""
+Carry = TypeVar("Carry")
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
 """(gate(x), up(x)) -> what down gets."""
 
@@ -176,10 +177,8 @@ def mix(
     last = ExpertKernel(out_of, out_of, whole, out_of, both)
     parts = ExpertKernels(whole, first, first, last, whole, whole)
     specs = (tokens, parts, tokens, tokens, tokens)
-    axes: dict[str, Any] = {
-        "over": over if mesh.shape[EXPERTS] > 1 else None,
-        "width": width if mesh.shape["tensor"] > 1 else None,
-    }
+    over_experts = over if mesh.shape[EXPERTS] > 1 else None
+    over_width = width if mesh.shape["tensor"] > 1 else None
 
     def local(
         x: jax.Array,
@@ -189,7 +188,7 @@ def mix(
         real: jax.Array | None,
     ) -> tuple[jax.Array, Routed]:
         given = x, kernels, asked, recorded, real
-        out, routed = _mix(experts, activate, *given, every, frozen, **axes)
+        out, routed = _mix(experts, activate, *given, every, frozen, over_experts, over_width)
         if routed.mass is not None:
             routed = routed._replace(mass=jax.lax.psum(routed.mass, (*ROWS, *split)))
         return out, routed
@@ -201,8 +200,7 @@ def mix(
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
     )
-    found: tuple[jax.Array, Routed] = run(x, kernels, asked, recorded, real)
-    return found
+    return run(x, kernels, asked, recorded, real)
 
 
 def route(
@@ -240,8 +238,8 @@ def _mix(
     real: jax.Array | None,
     every: bool,
     frozen: bool,
-    over: AxisName | None = None,
-    width: AxisName | None = None,
+    over: SplitOver = None,
+    width: SplitOver = None,
 ) -> tuple[jax.Array, Routed]:
     """`mix` on one device.
 
@@ -289,7 +287,7 @@ def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
 
 
-def _cast(given: ExpertKernel, dtype: Any) -> ExpertKernel:
+def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
     """What is multiplied, in the dtype of the products; biases are added as they are."""
     kernel = given.kernel if given.scale is not None else given.kernel.astype(dtype)
     if given.lora_a is None or given.lora_b is None:
@@ -330,7 +328,7 @@ def _projected(by: ExpertKernel, x: jax.Array) -> jax.Array:
     return y if by.bias is None else y + by.bias.astype(x.dtype)[:, None]
 
 
-def _kernel(of: ExpertKernel, dtype: Any) -> jax.Array:
+def _kernel(of: ExpertKernel, dtype: np.dtype) -> jax.Array:
     return of.kernel if of.scale is None else dequantise(of.kernel, of.scale, dtype)
 
 
@@ -416,22 +414,21 @@ def chosen_experts(
 
 def _those(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
     """Of each block, that of its expert [M]."""
-    found: ExpertKernel = jax.tree.map(lambda leaf: leaf[experts], of)
-    return found
+    return jax.tree.map(lambda leaf: leaf[experts], of)
 
 
-def _forward(activate: Activate, size: int, frozen: bool, *given: Any) -> tuple[jax.Array, Any]:
+def _forward(activate: Activate, size: int, frozen: bool, *given: Tree) -> tuple[jax.Array, Tree]:
     return chosen_experts(activate, size, frozen, *given), given
 
 
 def _backward(
-    activate: Activate, size: int, frozen: bool, kept: Any, d_out: jax.Array
-) -> tuple[Any, ...]:
+    activate: Activate, size: int, frozen: bool, kept: Tree, d_out: jax.Array
+) -> tuple[Tree, ...]:
     x, ids, weights, *projections = kept
     rows, at_once = _sorted_rows(size, ids, len(projections[0].kernel))
     k, step = ids.shape[1], at_once * size
 
-    def body(i: jax.Array, carry: Any) -> Any:
+    def body(i: jax.Array, carry: Tree) -> Tree:
         d_rows, d_weights, sums = carry
         own, of = _chunk(rows, i, at_once, size)
         taken, d_taken = (_taken(part, own // k).reshape(at_once, size, -1) for part in (x, d_out))
@@ -504,13 +501,13 @@ def _sorted_rows(size: int, ids: jax.Array, experts: int) -> tuple[_Sorted, int]
     return _sort(ids, experts, size, at_once), at_once
 
 
-def _zeros(rows: _Sorted, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _zeros(rows: _Sorted, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model before
     the first layer runs."""
     return jnp.full(shape, jnp.minimum(rows.blocks, 0).astype(dtype))
 
 
-def _loop(rows: _Sorted, at_once: int, body: Callable[..., Any], start: Any) -> Any:
+def _loop(rows: _Sorted, at_once: int, body: Callable[..., Carry], start: Carry) -> Carry:
     """As far as there are tokens."""
     return jax.lax.fori_loop(0, -(-rows.blocks // at_once), body, start)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jaxrl.models.fields import Raw
-from jaxrl.types import JsonObject
+from jaxrl.models.fields import DecoderLike, Raw
+from jaxrl.process.plain import JsonObject
 
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -105,7 +105,7 @@ class Family:
     in this order."""
     gguf: str | None = None
     """`general.architecture` of its GGUF files; None where there are none that are read."""
-    from_gguf: Callable[[Any, GgufFacts], JsonObject] = lambda *_: {}
+    from_gguf: Callable[[DecoderLike, GgufFacts], JsonObject] = lambda *_: {}
     """Fields of a `config.json` that its GGUF files leave out or have in places of their own, of a
     `DecoderConfig` and the file. Raises UserError for what is not supported."""
     gguf_interleaved: bool = False
@@ -118,9 +118,8 @@ class Family:
     read: Callable[[Raw], JsonObject] = lambda _: {}
     """Fields of `DecoderConfig` beyond those that all share, of a `config.json`. Raises UserError
     for settings that would give silently wrong numbers."""
-    write: Callable[[Any], JsonObject] = lambda _: {}
-    """What `read` and transformers need beyond the fields that all share, of a `DecoderConfig`
-    (whose module imports this one)."""
+    write: Callable[[DecoderLike], JsonObject] = lambda _: {}
+    """What `read` and transformers need beyond the fields that all share."""
 
     @property
     def recurs(self) -> bool:

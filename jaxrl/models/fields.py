@@ -10,6 +10,8 @@ from jaxrl.errors import UserError
 
 Raw = Mapping[str, Any]
 """A model's `config.json`, as it is parsed."""
+DecoderLike = Any
+"""A `DecoderConfig`, for modules that its own imports."""
 
 
 def given(value: Any, default: Any) -> Any:

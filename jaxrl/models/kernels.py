@@ -10,10 +10,11 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxrl.models import cudnn, split_k
 from jaxrl.models.splash import LANES
+from jaxrl.sharding.mesh import DeviceFacts
 
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
@@ -42,6 +43,8 @@ class Target:
     """As `jax.Device.platform`."""
     capability: tuple[int, int] | None = None
     """Compute capability of an NVIDIA GPU; None for anything else."""
+    kind: str = ""
+    """`jax.Device.device_kind` of a TPU."""
 
     @property
     def width_multiple(self) -> int:
@@ -53,14 +56,15 @@ CPU = Target("cpu")
 UNKNOWN_GPU = Target("gpu", OLDEST)
 
 
-def target_of(devices: Iterable[Any]) -> Target:
-    """What all of `devices` can do: `jax.Device`s, or what a cluster tells of its own."""
+def target_of(devices: Iterable[DeviceFacts]) -> Target:
+    """What all of `devices` can do."""
     return min(map(_target, devices), key=lambda target: target.capability or (0, 0))
 
 
-def _target(device: Any) -> Target:
+def _target(device: DeviceFacts) -> Target:
     if device.platform not in GPU:
-        return Target(device.platform)
+        kind = getattr(device, "device_kind", "") if device.platform == TPU else ""
+        return Target(device.platform, kind=kind)
     reported = getattr(device, "compute_capability", None)
     if reported is None:
         return UNKNOWN_GPU

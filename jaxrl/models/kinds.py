@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import Raw, given, size
-from jaxrl.types import JsonObject
+from jaxrl.models.fields import DecoderLike, Raw, given, size
+from jaxrl.process.plain import JsonObject
 
 T = TypeVar("T")
 
@@ -143,8 +143,8 @@ def read_ropes(raw: Raw, local: str) -> JsonObject:
     return {**raw, "rope_parameters": full, **known}
 
 
-def written_ropes(config: Any) -> JsonObject:
-    """`rope_parameters` of each kind of layers of a `DecoderConfig` (whose module imports this)."""
+def written_ropes(config: DecoderLike) -> JsonObject:
+    """`rope_parameters` of each kind of layers of a `DecoderConfig`."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
     local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)
     default = {"rope_type": "default"}
@@ -179,5 +179,4 @@ def switched(
 
 def selected(index: jax.Array, trees: tuple[T, ...]) -> T:
     """The tree of that index, of trees with arrays of the same shapes."""
-    found: T = jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)
-    return found
+    return jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)

@@ -226,7 +226,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(config, "mlp/down", rngs)
         self.activation = config.block.activation
 
-    def __call__(self, x: jax.Array, *_: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, *_: object) -> jax.Array:
         low = self.gate.low(x) if _reads_another(self.up) else None
         return self.down(ACTIVATIONS[self.activation](self.gate(x, low)) * self.up(x, low))
 
@@ -378,7 +378,7 @@ class Block(nnx.Module):
         self.block_scale = nnx.Param(jnp.ones((1,))) if config.block.scalar else None
 
     def __call__(
-        self, x: jax.Array, rope: Rope, attend: Any, *mix: Mix, own: jax.Array | None = None
+        self, x: jax.Array, rope: Rope, attend: Attend, *mix: Mix, own: jax.Array | None = None
     ) -> jax.Array:
         """`mix` where there are experts.
 
@@ -410,7 +410,7 @@ class Block(nnx.Module):
         return x
 
 
-def _mlp(config: DecoderConfig) -> Any:
+def _mlp(config: DecoderConfig) -> type[GatedMLP | MixtureMLP]:
     if config.experts is None:
         return GatedMLP
     return MLPBesideExperts if config.experts.beside else MixtureMLP

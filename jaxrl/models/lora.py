@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.models.family import LAYER
 from jaxrl.models.quantised import SCALE, dequantise
+from jaxrl.types import Tree
 
 LoraInit = Literal["default", "gaussian"]
 TARGETS = {
@@ -56,7 +57,7 @@ class Lora:
         return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
 
-def frozen_and_trained(params: Any) -> tuple[Any, Any]:
+def frozen_and_trained(params: Tree) -> tuple[Tree, Tree]:
     """(what is frozen, what is trained) of a parameter tree in either layout: the adapters where
     there are any, else everything. Entries that are empty are left out."""
     trained = _only(params, lambda name: name in NAMES)
@@ -65,7 +66,7 @@ def frozen_and_trained(params: Any) -> tuple[Any, Any]:
     return _only(params, lambda name: name not in NAMES), trained
 
 
-def join(base: Any, trained: Any) -> Any:
+def join(base: Tree, trained: Tree) -> Tree:
     """The whole tree of the parts that `frozen_and_trained` made; no array is copied."""
     if not base:
         return trained
@@ -75,14 +76,14 @@ def join(base: Any, trained: Any) -> Any:
     return base | trained | both
 
 
-def merged(params: Any, scale: float) -> Any:
+def merged(params: Tree, scale: float) -> Tree:
     """A tree without adapters and without quantised kernels that computes the same: each
     W + scale A B, summed in float32 and in the dtype of W or, where it is quantised, of the norms.
     """
     return _merged(params, scale, params["norm"]["scale"].dtype)
 
 
-def with_a(group: Any, name: str) -> Any:
+def with_a(group: Tree, name: str) -> Tree:
     """A projection of a group (attention, MLP) with the A that it reads of another one."""
     own = group[name]
     if not isinstance(own, dict) or "lora_b" not in own or "lora_a" in own:
@@ -90,7 +91,7 @@ def with_a(group: Any, name: str) -> Any:
     return own | {"lora_a": group[LEADERS[name]]["lora_a"]}
 
 
-def _merged(params: Any, scale: float, dtype: Any) -> Any:
+def _merged(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
     if isinstance(params, list | tuple):
         return type(params)(_merged(one, scale, dtype) for one in params)
     if not isinstance(params, dict):
@@ -110,7 +111,7 @@ def _merged(params: Any, scale: float, dtype: Any) -> Any:
     return rest | {"kernel": whole.astype(dtype)}
 
 
-def _only(tree: Any, wanted: Callable[[str], bool]) -> Any:
+def _only(tree: Tree, wanted: Callable[[str], bool]) -> Tree:
     """The leaves whose own name is wanted; their places stay what they are."""
     if isinstance(tree, list | tuple):
         kept = [_only(one, wanted) for one in tree]

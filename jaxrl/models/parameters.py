@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxrl.models.config import DecoderConfig
@@ -24,19 +27,20 @@ from jaxrl.models.layers import Block, LayerInputs, RMSNorm
 from jaxrl.models.quantised import SCALE
 from jaxrl.types import Array
 
+M = TypeVar("M")
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 
 
 def init_params(
-    config: DecoderConfig, key: jax.Array, dtype: Any = jnp.float32, layout: Layout = "stacked"
+    config: DecoderConfig, key: Array, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
     """Random parameters: kernels normal / sqrt(fan-in), embeddings normal * 0.02, norms one."""
     return _init_params(config, key, jnp.dtype(dtype), layout)
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))  # one program, not one for each operation
-def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layout) -> Params:
+def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
 
     def block(k: jax.Array, kind: LayerKind) -> Params:
@@ -62,23 +66,32 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: Any, layout: Layo
     return params if layout == "stacked" else unstack(params)
 
 
-def _plain(state: Any) -> Params:
+@lru_cache
+def graph_of(
+    make: Callable[[DecoderConfig, nnx.Rngs], M], config: DecoderConfig
+) -> nnx.GraphDef[M]:
+    """What `nnx.merge` makes a module of, with its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))[0]
+
+
+def _plain(state: nnx.State) -> Params:
     return nnx.to_pure_dict(state)
 
 
 def abstract_params(
-    config: DecoderConfig, dtype: Any = jnp.float32, layout: Layout = "stacked"
+    config: DecoderConfig, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that `init_params` would fill.
 
     Starts no backend: it is asked for before the mesh says how many devices to emulate.
     """
-    found: Params = jax.tree.map(lambda x: x, _abstract(config, jnp.dtype(dtype), layout))
-    return found  # the caller's own
+    return jax.tree.map(
+        lambda x: x, _abstract(config, jnp.dtype(dtype), layout)
+    )  # the caller's own
 
 
 @lru_cache
-def _abstract(config: DecoderConfig, dtype: Any, layout: Layout) -> Params:
+def _abstract(config: DecoderConfig, dtype: jnp.dtype, layout: Layout) -> Params:
     """Traced once: a run asks for the same tree about twenty times."""
     return jax.eval_shape(
         lambda: init_params(config, jax.random.key(0), dtype=dtype, layout=layout)
@@ -128,13 +141,12 @@ def head(params: Params) -> Float[Array, "V D"]:
     return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
 
 
-def cast(params: Params, dtype: Any) -> Params:
+def cast(params: Params, dtype: DTypeLike) -> Params:
     """Parameters in `dtype`, but for quantised kernels. Done before the layers are gathered: fsdp
     moves the smaller copy."""
 
-    def one(path: Any, x: Array) -> Array:
+    def one(path: KeyPath, x: Array) -> Array:
         quantised = jnp.issubdtype(x.dtype, jnp.integer) or getattr(path[-1], "key", "") == SCALE
         return x if quantised else x.astype(dtype)
 
-    found: Params = jax.tree_util.tree_map_with_path(one, params)
-    return found
+    return jax.tree_util.tree_map_with_path(one, params)

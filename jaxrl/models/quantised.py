@@ -16,10 +16,11 @@ its lower half and number i + block / 2 in its upper half.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Num
 
 from jaxrl.types import Array
@@ -79,7 +80,7 @@ def quantise(
 
 
 def dequantise(
-    codes: Int[Array, "*L P O"], scale: Num[Array, "*L S O"], dtype: Any
+    codes: Int[Array, "*L P O"], scale: Num[Array, "*L S O"], dtype: DTypeLike
 ) -> Float[Array, "*L I O"]:
     """The kernels that they stand for: computed in float32, in `dtype`."""
     *layers, n_blocks, n_out = scale.shape
@@ -96,13 +97,12 @@ def _levels(codes: Array) -> Array:
     """`NF4` of each code, by choices between two: a table's look-up is slow on TPUs."""
     # In terms of the codes: the gradient of a scan would keep arrays of constants from outside it.
     zeros = (codes & 0).astype(jnp.float32)
-    found: list[Any] = [zeros + level for level in NF4]
+    found = [zeros + level for level in NF4]
     for bit in range(4):
         upper = (codes & (1 << bit)) != 0
         pairs = zip(found[::2], found[1::2], strict=True)
         found = [jnp.where(upper, high, low) for low, high in pairs]
-    whole: Array = found[0]
-    return whole
+    return found[0]
 
 
 @jax.custom_vjp

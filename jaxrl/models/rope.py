@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxrl.errors import UserError
 from jaxrl.models.fields import Raw, given, number, size
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 
 @dataclass(frozen=True)

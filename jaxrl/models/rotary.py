@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +35,19 @@ def frequencies(config: DecoderConfig, length: Length) -> jax.Array:
 
 def _powers(theta: float | jax.Array, dims: int) -> jax.Array:
     half = dims // 2
-    freq: jax.Array = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return freq
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
-def _linear(rope: LinearRope, freq: jax.Array, *_: Any) -> jax.Array:
+def _linear(rope: LinearRope, freq: jax.Array, *_: object) -> jax.Array:
     return freq / rope.factor
 
 
-def _proportional(rope: ProportionalRope, freq: jax.Array, *_: Any) -> jax.Array:
+def _proportional(rope: ProportionalRope, freq: jax.Array, *_: object) -> jax.Array:
     rotate = int(rope.share * len(freq))
     return jnp.where(jnp.arange(len(freq)) < rotate, freq / rope.factor, 0.0)
 
 
-def _llama3(rope: Llama3Rope, freq: jax.Array, *_: Any) -> jax.Array:
+def _llama3(rope: Llama3Rope, freq: jax.Array, *_: object) -> jax.Array:
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     span = rope.high_freq_factor - rope.low_freq_factor

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import NAMES
-from jaxrl.models.parameters import Layout, abstract_params
+from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.quantised import SCALE, block_size
 from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
+from jaxrl.types import Tree
 
 PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embed/embedding$", ("vocab", "embed")),
@@ -58,7 +59,7 @@ AXES: dict[str, tuple[AxisName, ...]] = {
 
 def param_specs(
     config: DecoderConfig, axis_sizes: Mapping[str, int], layout: Layout = "stacked"
-) -> Any:
+) -> Tree:
     """A `PartitionSpec` for each parameter.
 
     A dim that its mesh axes do not divide is kept whole, nor is a block of a quantised kernel
@@ -69,7 +70,7 @@ def param_specs(
         axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
     """
 
-    def spec(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
         layer = re.match(r"layers/(\d+)/", name)
         one = config.of(config.kinds[int(layer[1]) % len(config.kinds) if layer else 0])
@@ -110,7 +111,7 @@ def _logical(path: str) -> tuple[str | None, ...]:
     return (*experts, n_in, None) if path.endswith("a") else (*experts, None, n_out)
 
 
-def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Any:
+def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Params:
     """`param_specs` on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+from jaxrl.process.plain import Keywords
 
 LANES = 128
 """Rows are padded to multiples of it."""
@@ -41,7 +41,9 @@ def attend(
     scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     q, k, v = (_padded(x).swapaxes(1, 2) for x in (scaled, k, v))
     sizes = q.shape[2], k.shape[2]
-    mask: Any = splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
+    mask: splash.Mask = (
+        splash.CausalMask(sizes, offset=behind) if causal else splash.FullMask(sizes)
+    )
     if window is not None:
         mask = splash.LocalMask(sizes, (window - 1, 0), offset=behind)
     run = splash.make_splash_mha(
@@ -62,7 +64,7 @@ def _padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _blocks(queries: int, keys: int) -> dict[str, Any]:
+def _blocks(queries: int, keys: int) -> Keywords:
     """Tiles of the forward pass and of the backward pass's two kernels."""
     q, kv = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
     passes = ("", "_dkv", "_dq")

@@ -7,14 +7,15 @@ a call of a jitted function flattens a dict, not a module graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl.models.attention import Attend, kernel_on
 from jaxrl.models.config import DecoderConfig
@@ -24,9 +25,11 @@ from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
 from jaxrl.models.layers import ACTIVATIONS, Block, RMSNorm, Rope, layer_angles
-from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.parameters import Params, blocks_of, graph_of, layout_of
 from jaxrl.sharding.axes import AxisName
-from jaxrl.types import Array
+from jaxrl.types import Array, Tree
+
+X = TypeVar("X")
 
 
 class Mixing:
@@ -42,7 +45,7 @@ class Mixing:
         self,
         config: DecoderConfig,
         positions: Array,
-        kernels: Mapping[int, Any],
+        kernels: Mapping[int, str | None],
         attend: Callable[..., Attend],
     ):
         self._ropes = ByLayer(
@@ -63,7 +66,7 @@ def kernels_of(
     config: DecoderConfig,
     params: Params,
     mesh: Mesh | None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     joined: bool = False,
 ) -> dict[int, Kernel | None]:
     """What attention of each head dim runs in, in `dtype`, that of the parameters where None."""
@@ -73,12 +76,12 @@ def kernels_of(
 
 def through(
     config: DecoderConfig,
-    body: Callable[..., tuple[Any, Any]],
-    x: Any,
+    body: Callable[..., tuple[X, Tree]],
+    x: X,
     params: Params,
-    *more: Any,
+    *more: Tree,
     in_turn: bool = False,
-) -> tuple[Any, list[Any]]:
+) -> tuple[X, list[Tree]]:
     """x through all layers, and what they leave: one entry for each layer or, of stacked
     parameters, for each block, stacked.
 
@@ -99,14 +102,14 @@ def through(
     at = at_places(config)
     numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
 
-    def alike(layer: Layer) -> Any:
+    def alike(layer: Layer) -> tuple[LayerKind, bool]:
         return layer.kind, isinstance(layer.number, int)
 
-    def one_of(layers: Any, given: Any, x: Any, place: Array) -> tuple[Any, Any]:
+    def one_of(layers: tuple[Layer, ...], given: Tree, x: X, place: Array) -> tuple[X, Tree]:
         return body(x, layers, given, place)
 
-    def bodies(x: Any, given: Any) -> tuple[Any, Any]:
-        found: list[Any] = []
+    def bodies(x: X, given: Tree) -> tuple[X, list[Tree]]:
+        found: list[Tree] = []
         numbers, each = given
         layers = [
             layer if number is None else Layer(layer.kind, number)
@@ -172,16 +175,10 @@ def run_block(
 
 
 def merged_block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
-    return nnx.merge(_block_graph(config), layer)
+    return nnx.merge(graph_of(Block, config), layer)
 
 
-@lru_cache
-def _block_graph(config: DecoderConfig) -> Any:
-    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
-    return nnx.split(block)[0]
-
-
-def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Attend:
+def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:
     """`attend` of a layer that borrows its keys and values from `held`, where each of
     `DecoderConfig.lenders` keeps its own."""
 
@@ -195,7 +192,7 @@ def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, Any]) -> Atte
     return run
 
 
-def report(params: Params, found: list[Any], routed: list[Routed] | None) -> None:
+def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
     """Appends what the routers of all layers did, as `through` found it."""
     if routed is None or not jax.tree.leaves(found):
         return
@@ -208,13 +205,11 @@ def report(params: Params, found: list[Any], routed: list[Routed] | None) -> Non
 
 
 def merged_norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
-    return nnx.merge(_norm_graph(config), params["norm"])
+    return nnx.merge(graph_of(_final_norm, config), params["norm"])
 
 
-@lru_cache
-def _norm_graph(config: DecoderConfig) -> Any:
-    norm = nnx.eval_shape(lambda: RMSNorm(config.d_model, config))
-    return nnx.split(norm)[0]
+def _final_norm(config: DecoderConfig, _: object) -> RMSNorm:
+    return RMSNorm(config.d_model, config)
 
 
 def delta_of(config: DecoderConfig) -> Delta:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -39,10 +38,11 @@ from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
+from jaxrl.process.plain import Keywords
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import Visible, bytes_limit
+from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, serve
 from jaxrl.teacher.cache import ScoreCache
 
@@ -67,7 +67,7 @@ class Plan:
     placement: Placement
     axes: Mapping[str, Axes]
     """For each role of the run."""
-    devices: tuple[Any, ...]
+    devices: tuple[DeviceFacts, ...]
     """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
     machine."""
     launcher: str
@@ -165,7 +165,7 @@ def make_plan(
     for role in served:
         placement = serve(placement, role)
     roles = tuple(role for role in roles if role not in served)
-    frozen: dict[str, Any] = {"several": teachers if config.teachers else ()}
+    frozen: Keywords = {"several": teachers if config.teachers else ()}
     if "reward" in roles and config.reward.model is not None:
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
@@ -223,7 +223,7 @@ def build(
     teacher: DecoderConfig | None,
     seen: Visible,
     limit_gb: float | None = None,
-    frozen: Mapping[str, Any] | None = None,
+    frozen: Keywords | None = None,
     mapped: int = 0,
 ) -> Plan:
     """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere.
@@ -301,7 +301,7 @@ def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tupl
 def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory, ...]:
     """The hosts of emulated devices whose free memory is known; each process counts, and what is
     left mapped of each GGUF file."""
-    mine: dict[str, list[Any]] = {}
+    mine: dict[str, list[tuple[int, DeviceFacts]]] = {}
     for number, device in enumerate(seen.devices):
         host = device.host if isinstance(device, ClusterDevice) else "this host"
         mine.setdefault(host, []).append((number, device))

@@ -251,7 +251,7 @@ def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]
         yield [("actor.dtype", "bfloat16")]
 
 
-def set_key(config: Config, key: str, value: Any) -> Config:
+def set_key(config: Config, key: str, value: object) -> Config:
     """`config` with one dotted key changed."""
     *sections, name = key.split(".")
     owners: list[BaseModel] = [config]

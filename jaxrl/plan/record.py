@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 from jaxrl.plan import Plan
+from jaxrl.process.plain import JsonObject
 
 PLAN_FILE = "plan.txt"
 PLAN_DATA_FILE = "plan.json"
@@ -43,7 +43,7 @@ def plan_json(plan: Plan) -> str:
     return json.dumps(record, indent=1) + "\n"
 
 
-def _role(plan: Plan, role: str) -> dict[str, Any]:
+def _role(plan: Plan, role: str) -> JsonObject:
     where = plan.placement.roles[role]
     account, axes = plan.accounts.get(role), plan.axes.get(role)
     entries = () if account is None else account.entries

@@ -19,6 +19,7 @@ from jaxrl.config.section import DType
 from jaxrl.models.activations import F32, Pass, logits, split, whole_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU
+from jaxrl.models.splash import LANES
 from jaxrl.plan.frozen_memory import grouper_account, reward_account
 from jaxrl.plan.inputs import PlanInputs, PoolPeak
 from jaxrl.plan.memory import (
@@ -49,6 +50,9 @@ ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
 ALIGNED_ARRAYS = 5
 """Further ones with a teacher whose tokens are others, beside two of the teacher's vocabulary."""
+EARLY_COPIES = ("TPU v5 lite", "TPU v5e")
+"""TPUs for which XLA copies a table into whole lanes when an update starts; for later ones it does
+so at the end, where there is room."""
 TEMPLATE_TOKENS = 128
 """Tokens reserved for the reward model's chat template, and for its tokenizer needing more
 tokens."""
@@ -57,6 +61,7 @@ ADDED = "gradients added up"
 UPDATE_PHASES = (BACKWARD, LOSS, ADDED, STEP)
 """Phases of an update; `ADDED` after the layers."""
 TURNED = "kernels transposed for gathers"
+LANED = "embedding in whole lanes"
 SHARED = "parameters, the rollout's too"
 BASE = "weights under adapters"
 UPDATE = {f"actor: {phase}" for phase in UPDATE_PHASES}
@@ -125,6 +130,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         Entry("activations", "logits, or one layer", max(heads.work, run.first(a.remat)), LOSS),
         Entry("activations", "its rows of a micro-batch", taken, LOSS),
         *(Entry("activations", TURNED, turned, p) for p in (BACKWARD, LOSS, ADDED)),
+        *(Entry("activations", LANED, _laned(m, state), p) for p in UPDATE_PHASES),
         Entry("gradients", "gradients", summed or read, STEP),
         Entry("activations", "scratch", scratch, STEP),
         Entry("activations", "copy for the rollout", _published(m), "publish"),
@@ -163,6 +169,17 @@ def actor(m: Setting) -> Iterable[Entry]:
 def _table(m: Setting) -> int:
     """Elements of the embedding that a device of the actor has while it is gathered."""
     return whole_rows(m.student.vocab_size, m.student.embedded, m.axes["actor"], 1)
+
+
+def _laned(m: Setting, state: int) -> int:
+    """Bytes of the copies of the embedding and of its part of the optimizer's `state` that a TPU
+    makes in an update, where a device's columns of it are no whole lanes."""
+    axes, columns = m.axes["actor"], split(m.student.embedded, m.axes["actor"].weights)
+    if m.inputs.target.kind not in EARLY_COPIES or m.student.lora is not None:
+        return 0
+    table = [s for s in shards(m.student, axes) if s.path.startswith("embed/") and columns % LANES]
+    own, dtype = sum(s.size for s in table), m.config.actor.param_dtype
+    return ITEMSIZE[dtype] * own + state * own // sum(s.size for s in shards(m.student, axes))
 
 
 class Heads(NamedTuple):

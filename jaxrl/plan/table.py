@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from rich import box
 from rich.table import Table
@@ -13,6 +13,7 @@ from jaxrl.plan.inputs import GB, PoolPeak
 from jaxrl.plan.memory import Account, Column
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import DeviceFacts
 from jaxrl.sharding.placement import Placement, device_list
 
 MB = 1e6
@@ -26,7 +27,7 @@ Show = Callable[[int | None], str]
 def plan_table(
     placement: Placement,
     axes: Mapping[str, Axes],
-    devices: Sequence[Any],
+    devices: Sequence[DeviceFacts],
     accounts: Mapping[str, Account],
     pools: Sequence[PoolPeak],
 ) -> Table:
@@ -75,7 +76,7 @@ def _folded(name: str) -> str:
 
 
 def _where(
-    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[Any]
+    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[DeviceFacts]
 ) -> tuple[str, str, str, str]:
     """Role, devices (platform, ids), processes, mesh."""
     numbers = placement.roles[role].devices

@@ -9,16 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 
-def make_callable(name: str, function: Callable[..., Any]) -> None:
+def make_callable(name: str, function: Callable[..., object]) -> None:
     """Makes the imported module `name` call `function`."""
 
     class CallableModule(ModuleType):
         __doc__ = function.__doc__
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> object:
             return function(*args, **kwargs)
 
     if name in sys.modules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -37,7 +36,7 @@ def compilations() -> Compilations:
     return _so_far
 
 
-def _record(event: str, duration_secs: float, **_: Any) -> None:
+def _record(event: str, duration_secs: float, **_: object) -> None:
     global _so_far
     if event == EVENT:
         with _lock:  # roles compile side by side

@@ -43,7 +43,9 @@ def enable_compile_cache(path: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-_KEPT: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+Entry = tuple[object, int | None]
+"""Of the cache: a compiled program and the seconds that took, or None twice."""
+_KEPT: OrderedDict[str, tuple[object, int]] = OrderedDict()
 """Key in the cache (on a CPU it names the devices too) -> an unordered program that this process
 compiled, and the seconds that took; the one used last stands at the end."""
 _KEPT_AT_MOST = 256
@@ -79,17 +81,17 @@ def _is_unordered(program: Any) -> bool:
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
     # Half the text, in half the time; no public module has its options.
-    form: Any = import_module("jax._src.lib").hlo.HloPrintOptions()
+    form = import_module("jax._src.lib").hlo.HloPrintOptions()
     form.print_metadata = form.print_operand_shape = form.print_backend_config = False
     form.print_large_constants = False
     return any(collectives_lose_order(module.to_string(form)) for module in program.hlo_modules())
 
 
-def _without_unordered(read: Callable[..., Any]) -> Callable[..., Any]:
+def _without_unordered(read: Callable[..., Entry]) -> Callable[..., Entry]:
     """Reads of the cache, in which an unordered program is found only if this process made it."""
 
     @wraps(read)
-    def found(key: str, *args: Any) -> Any:
+    def found(key: str, *args: object) -> Entry:
         if key in _KEPT:
             _KEPT.move_to_end(key)
             return _KEPT[key]
@@ -103,7 +105,7 @@ def _unless_unordered(write: Callable[..., None]) -> Callable[..., None]:
     """Writes to the cache, of all programs but unordered ones, which stay in memory."""
 
     @wraps(write)
-    def stored(key: str, name: str, program: Any, backend: Any, seconds: int) -> None:
+    def stored(key: str, name: str, program: object, backend: object, seconds: int) -> None:
         if not _is_unordered(program):
             write(key, name, program, backend, seconds)
             return
@@ -114,7 +116,7 @@ def _unless_unordered(write: Callable[..., None]) -> Callable[..., None]:
     return stored
 
 
-def _wrap_once(name: str, wrap: Callable[[Any], Any]) -> None:
+def _wrap_once(name: str, wrap: Callable[..., object]) -> None:
     function = getattr(compilation_cache, name)
     if not hasattr(function, "__wrapped__"):
         setattr(compilation_cache, name, wrap(function))

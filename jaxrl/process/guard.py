@@ -22,9 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from jaxrl.process.family import family, kill_family
+from jaxrl.process.plain import JsonObject
 
 LOOK_S = 1.0
 """Seconds between two looks whether the run is still there, and how many processes there are."""
@@ -35,7 +36,7 @@ OUTPUT_BYTES, OUTPUT_S = 1 << 14, 60.0
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2): orphans below this process become its own children, so that it can find them."""
 
-Say = Callable[[dict[str, Any]], None]
+Say = Callable[[JsonObject], None]
 """Sends a message to the run."""
 
 
@@ -141,13 +142,13 @@ def _work(
     os._exit(0)
 
 
-def _say(answers: int, worker: int, number: int, message: dict[str, Any]) -> None:
+def _say(answers: int, worker: int, number: int, message: JsonObject) -> None:
     if os.getpid() != worker:
         os._exit(0)  # the user's code forked, and its child has returned as well
     _write(answers, _line({"order": number, **message}))
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def _line(message: JsonObject) -> bytes:
     """A line of its own, whatever was written before it."""
     return b"\n" + json.dumps(message).encode() + b"\n"
 

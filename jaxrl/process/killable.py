@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from jaxrl.process.family import kill_family
+from jaxrl.process.plain import JsonObject
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -107,7 +108,7 @@ class KillableProcess:
         self._orders.write(pickle.dumps((self._number, content)))
         return self._number
 
-    async def hear(self, within: float) -> dict[str, Any]:
+    async def hear(self, within: float) -> JsonObject:
         """The next answer to the last order; raises Lost where none comes in `within` seconds, or
         the process has ended."""
         for seconds in (within, 0.0):  # an answer that has arrived by now still counts
@@ -119,7 +120,7 @@ class KillableProcess:
                             return answer
         raise await self.late(within)
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> JsonObject:
         """The next answer to any order, whose number is its `order`; raises Lost where the process
         has ended. Cancelling it loses nothing."""
         noise = 0

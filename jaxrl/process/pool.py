@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.killable import END_S, KillableProcess, Lost
+from jaxrl.process.plain import JsonObject
 
 ASYNC_SLACK_S = 1.0
 """A process cancels an awaited call at its timeout; so much later the process is killed."""
@@ -61,7 +62,7 @@ class ProcessPool(ABC, Generic[Process, Facts]):
         """What a new process is to load."""
 
     @abstractmethod
-    async def _use(self, process: Process, answer: dict[str, Any]) -> None:
+    async def _use(self, process: Process, answer: JsonObject) -> None:
         """Takes a process into use, with its answer to that order; sets `_facts` if they are not
         known."""
 
@@ -78,7 +79,7 @@ class ProcessPool(ABC, Generic[Process, Facts]):
         """
         return self._facts.result()
 
-    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def submit(self, work: Coroutine[object, object, Result]) -> Future[Result]:
         """Runs a coroutine in the pool's event loop."""
         with self._lock:
             if self._error is None:
@@ -125,7 +126,7 @@ class ProcessPool(ABC, Generic[Process, Facts]):
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._in_use()))
 
-    async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def _guarded(self, work: Coroutine[object, object, Result]) -> Result:
         try:
             return await work
         except asyncio.CancelledError:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.timeline import BEGUN
-from jaxrl.types import JsonObject
 
 READ_BYTES = 1 << 20
 """Bytes at the end of a timeline that are read: about five hundred steps."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.report.read import RunFiles
 from jaxrl.report.thin import evenly, thin
 from jaxrl.telemetry.metrics import Metric, describe
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 FIRST = (
     "distill/divergence",

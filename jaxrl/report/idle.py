@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
 from jaxrl.sharding.placement import ROLES
-from jaxrl.types import JsonObject
 
 LEAST_GAP_US = 1000
 """Shorter gaps count in the idle share, and are not counted one by one."""

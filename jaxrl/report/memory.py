@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.report.read import RunFiles
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 
 @dataclass(frozen=True)

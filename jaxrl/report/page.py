@@ -18,6 +18,7 @@ from typing import get_args
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jaxrl.plan.memory import Column
+from jaxrl.process.plain import JsonObject
 from jaxrl.report.curves import charts, evaluated_steps
 from jaxrl.report.facts import changed_keys, differing_keys, facts
 from jaxrl.report.idle import Activity, understand
@@ -25,7 +26,6 @@ from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
 from jaxrl.report.samples import chosen, samples
 from jaxrl.report.timeline import lanes, reason
-from jaxrl.types import JsonObject
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

@@ -16,12 +16,13 @@ from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE
 from jaxrl.errors import UserError
 from jaxrl.plan.record import PLAN_DATA_FILE
+from jaxrl.process.plain import JsonObject
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 from jaxrl.telemetry.trackers import flat
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.report.curves import short
 from jaxrl.report.read import RunFiles
 from jaxrl.report.thin import evenly
-from jaxrl.types import JsonObject
 
 SAMPLES = 600
 """Most samples on a page."""

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from jaxrl.process.plain import JsonObject
 from jaxrl.profile.waits import Gap, Span
 from jaxrl.report.idle import Activity, waited
 from jaxrl.report.thin import evenly
-from jaxrl.types import JsonObject
 
 SPANS = 40_000
 """Most spans of all lanes together."""

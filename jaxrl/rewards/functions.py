@@ -24,8 +24,9 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, short
 from jaxrl.process.guard import Say
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -165,7 +166,7 @@ class Function:
 
         await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
 
-    def _failure(self, error: BaseException, late: bool = False) -> dict[str, Any]:
+    def _failure(self, error: BaseException, late: bool = False) -> JsonObject:
         """A user's mistake by its text, any other exception with its traceback."""
         if late:
             return {"failure": ("timeout", "the awaited call was cancelled")}
@@ -185,17 +186,17 @@ class Function:
         names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
         return {name: [row.get(name) for row in rows] for name in names}
 
-    def _found(self, result: Any, n: int) -> dict[str, list[Any]]:
+    def _found(self, result: object, n: int) -> JsonObject:
         """The checked result of a call with `n` completions: numbers and, where there are any,
         messages."""
-        result = self._listed(result, n)
-        pairs = [value if _is_pair(value) else (value, "") for value in result]
+        listed = self._listed(result, n)
+        pairs = [value if _is_pair(value) else (value, "") for value in listed]
         name = f"{KEY}: {self.source.text}"
-        found: dict[str, list[Any]] = {"values": [_number(name, value) for value, _ in pairs]}
+        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
         messages = [message for _, message in pairs]
         return found | ({"messages": messages} if any(messages) else {})
 
-    def _listed(self, result: Any, n: int) -> Any:
+    def _listed(self, result: object, n: int) -> Any:
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
@@ -215,7 +216,7 @@ def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
     return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
 
 
-def _number(name: str, value: Any) -> float | None:
+def _number(name: str, value: object) -> float | None:
     if value is None:
         return None
     try:
@@ -305,5 +306,4 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return f"{short(repr(value), 60)} ({type(value).__name__})"

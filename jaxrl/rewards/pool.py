@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
@@ -106,7 +106,7 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
     def _first_order(self) -> object:
         return self.sources, self.timeout, self._memory_mb
 
-    async def _use(self, process: KillableProcess, answer: dict[str, Any]) -> None:
+    async def _use(self, process: KillableProcess, answer: JsonObject) -> None:
         if not self._facts.done():
             self._facts.set_result(tuple(Signature(**s) for s in answer["signatures"]))
         self._idle.put_nowait(process)

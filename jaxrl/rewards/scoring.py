@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -240,10 +240,8 @@ def episode_rewards(completions: Sequence[Completion], discount: float) -> np.nd
 
 
 def _item(prompt: Prompt, completion: Completion) -> Item:
-    run: dict[str, Any] = {
-        "finish_reason": completion.finish_reason,
-        "n_tokens": len(completion.tokens),
-    }
+    run: dict[str, object] = {"finish_reason": completion.finish_reason}
+    run["n_tokens"] = len(completion.tokens)
     if completion.turns:
         run["turns"] = [asdict(turn) for turn in completion.turns]
     return Item(prompt.text, completion.text, prompt.answer, {**prompt.columns, **run})

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ from jaxrl.sharding.ledger import buffer, current
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
+    Array,
     Finish,
     Frozen,
     Loss,
@@ -282,7 +282,7 @@ class Actor:
         ]
         return Weights(version, params, nbytes(moved), time.monotonic() - start)
 
-    def _laid_out(self, params: Params, dtype: Any, layout: Layout) -> Params:
+    def _laid_out(self, params: Params, dtype: np.dtype, layout: Layout) -> Params:
         """Weights on this mesh, in a receiver's dtype and layout; converts only what differs."""
         old = self.programs.differing(params, dtype, layout)
         return params | (self.programs.convert(old, dtype, layout) if old else {})
@@ -439,7 +439,7 @@ class Actor:
         while path.exists():  # another minibatch of this step
             tries += 1
             path = path.with_name(f"step_{step + 1}_{tries}.npz")
-        arrays: dict[str, Any] = {"rows": rows} | {
+        arrays: dict[str, Array] = {"rows": rows} | {
             jax.tree_util.keystr(key, simple=True, separator="."): _dumped(leaf)
             for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }

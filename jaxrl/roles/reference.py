@@ -4,11 +4,11 @@ log-probs."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
@@ -69,7 +69,7 @@ class Reference:
             return logprobs[: given.live]
 
 
-def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Any:
+def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Wrapped:
     """Jitted: (parameters, sequences) -> [B, C] float32 log-probs, whole on every device."""
     score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())

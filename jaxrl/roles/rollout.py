@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import Projection, policy_topk
 from jaxrl.config.schema import Config
@@ -203,8 +203,7 @@ class Sampler:
     @property
     def _weights(self) -> Params:
         assert self.params is not None, "`_sample` refuses it"
-        whole: Params = self.params if self._merge else join(self._base, self.params)
-        return whole
+        return self.params if self._merge else join(self._base, self.params)
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
@@ -314,7 +313,7 @@ class Sampler:
         return prompt.tokens if theirs is None else theirs
 
 
-def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Any:
+def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Wrapped:
     """Jitted: (stacked weights under adapters, adapters) -> weights that compute the same.
 
     Args:
@@ -325,7 +324,6 @@ def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> 
 
     def merge(base: Params, adapters: Params) -> Params:
         base = base if layout == "stacked" else unstack(base)
-        whole: Params = merged(join(base, adapters), scale)
-        return whole
+        return merged(join(base, adapters), scale)
 
     return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, layout))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.algorithms.aligned import aligned_score
 from jaxrl.algorithms.signals import Projection, score
@@ -21,7 +21,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Rollout, Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Array, Rollout, Sequences, TeacherSignal, TokenAlignment
 
 
 class Scorer:
@@ -88,12 +88,12 @@ class Scorer:
 
 
 @lru_cache(maxsize=8)
-def _shared_program(model: DecoderConfig, projection: Projection) -> Any:
+def _shared_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """One program for scorers of one shape: of several teachers, and of the runs of a process."""
     return score_program(model, projection)
 
 
-def score_program(model: DecoderConfig, projection: Projection) -> Any:
+def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
     sequences; the cells of the student's and of its own tokens (`losses.cells`).
@@ -102,7 +102,7 @@ def score_program(model: DecoderConfig, projection: Projection) -> Any:
     def score_rows(
         params: Params,
         sequences: Sequences,
-        ids: Any,
+        ids: Array,
         alignment: TokenAlignment | None = None,
         cells: Cells | None = None,
         live: int | None = None,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import Projection, mixture_signal
 from jaxrl.algorithms.teachers import by_teacher, teacher_weights
@@ -27,7 +28,7 @@ from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+from jaxrl.types import Array, Completion, Prompt, Rollout, Sequences, TeacherSignal, Tree
 
 COMBINE = "combine"
 """The turn in which a mixture is made of all teachers' hidden states."""
@@ -59,7 +60,7 @@ class Teachers:
         self._merge = merge_program(projection, width)
 
     @cached_property
-    def _mix(self) -> Any:
+    def _mix(self) -> Wrapped:
         softcaps = [scorer.model.final_softcap for scorer in self._scorers.values()]
         return mixture_program(self._projection, softcaps)
 
@@ -124,7 +125,7 @@ class Teachers:
                 sampled |= zip(mine, each, strict=True)
         return [sampled[i] for i in range(len(prompts))]
 
-    def _turn(self, method: str, name: str) -> Any:
+    def _turn(self, method: str, name: str) -> AbstractContextManager[None]:
         current().enter(f"teacher.{method}.{name}")
         return phase(name)
 
@@ -168,7 +169,7 @@ class Teachers:
         return found
 
 
-def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Any:
+def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Wrapped:
     """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
     top-k ids or None) -> the signal of the mixture.
 
@@ -177,7 +178,7 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
     """
 
     def combine(
-        hidden: tuple[jax.Array, ...], heads: Any, weights: jax.Array, sequences: Any, ids: Any
+        hidden: tuple[Array, ...], heads: Tree, weights: Array, sequences: Sequences, ids: Array
     ) -> TeacherSignal:
         if projection.distill.signal == "hidden":
             return TeacherSignal(hidden=jnp.concatenate(hidden, -1))
@@ -187,7 +188,7 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
     return jax.jit(combine, out_shardings=rows)
 
 
-def merge_program(projection: Projection, width: int) -> Any:
+def merge_program(projection: Projection, width: int) -> Wrapped:
     """Jitted: (the signal so far or None, a teacher's signal, its rows [B] bool) -> the signal with
     that teacher's in its rows.
 

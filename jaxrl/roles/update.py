@@ -94,24 +94,22 @@ class ActorPrograms:
     def abstract_base(self) -> Params:
         """The weights under adapters as `jax.ShapeDtypeStruct`s with shardings; empty without."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
-        found: Params = jax.tree.map(
+        return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             base,
             self.base_shardings,
         )
-        return found
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
-        found: TrainState = jax.tree.map(
+        return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             TrainState(self.abstract, opt_state, updates, ema),  # type: ignore[arg-type]
             self.shardings,
         )
-        return found
 
     def differing(self, params: Params, dtype: jnp.dtype, layout: Layout | None = None) -> Params:
         """The top-level entries of stacked parameters whose dtype or layout differs in the role
@@ -287,8 +285,7 @@ class ActorPrograms:
 
 
 def average(params: Params) -> Params:
-    copied: Params = jax.tree.map(jnp.copy, cast(params, jnp.float32))
-    return copied
+    return jax.tree.map(jnp.copy, cast(params, jnp.float32))
 
 
 def start_optimizer(optimizer: optax.GradientTransformation) -> Callable[[Params], Tree]:

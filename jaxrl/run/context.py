@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from jaxrl.plan import Plan
 from jaxrl.process.interrupt import Interrupt
+from jaxrl.process.plain import JsonObject
 from jaxrl.run.job import Job
 from jaxrl.runtime.registry import Registration
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import RunLog
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 
 class Notifier:

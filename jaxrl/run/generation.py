@@ -14,11 +14,12 @@ from jaxrl.errors import UserError
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.plain import JsonObject
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_mesh
-from jaxrl.types import Completion, JsonObject
+from jaxrl.types import Completion
 
 MAX_SLOTS = 64
 """Completions decoded side by side, at most."""

@@ -36,6 +36,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.plain import JsonObject
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import inputs
@@ -47,7 +48,7 @@ from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.types import Completion, JsonObject, Row
+from jaxrl.types import Completion, Row
 
 PathLike = str | os.PathLike[str]
 

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
     ActorRole,
-    FollowingTeacherRole,
     GrouperRole,
     ReferenceRole,
     RewardRole,
@@ -147,7 +146,7 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
     worker_group = LocalWorkerGroup(STOP_S, protocols(setup.config))
     meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
-    starting: dict[str, Future[Any]] = {}
+    starting: dict[str, Future[object]] = {}
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
@@ -259,7 +258,7 @@ def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
     return lambda dtype: student.load_adapters(mesh, dtype, setup.config.seed)
 
 
-_BASES: dict[tuple[Any, ...], tuple[Any, list[weakref.ref[jax.Array]]]] = {}
+_BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = {}
 """Weights under adapters that roles of this process may hold: their tree and its leaves."""
 
 
@@ -272,8 +271,7 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
     form, held = _BASES.get(key, (None, []))
     leaves = [array for array in (ref() for ref in held) if array is not None]
     if held and len(leaves) == len(held) and not any(map(_gone, leaves)):
-        shared: Params = jax.tree.unflatten(form, leaves)
-        return shared
+        return jax.tree.unflatten(form, leaves)
     params: Params = setup.student.load(mesh, jnp.dtype(dtype), layout)
     leaves, form = jax.tree.flatten(params)
     _BASES[key] = form, [weakref.ref(leaf) for leaf in leaves]
@@ -399,10 +397,9 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         return several
     scorer, sampler = made(setup.teachers["teacher"])
     if config.teacher_follows:
-        follower: FollowingTeacherRole = FollowingTeacher(
+        return FollowingTeacher(
             scorer, sampler, layout, dtype, config.offloads_follower, add_feedback
         )
-        return follower
     respell = aligner and partial(
         aligner.in_the_students_tokens, max_new_tokens=config.max_new_tokens
     )
@@ -510,5 +507,4 @@ def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """The head without the rows that the other model has not; cut once, not at every step."""
     if head.shape[0] == rows:
         return head
-    found: jax.Array = first_rows_program(rows, head.shape[1], mesh)(head)
-    return found
+    return first_rows_program(rows, head.shape[1], mesh)(head)

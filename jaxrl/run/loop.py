@@ -25,7 +25,7 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.calls import Calls
-from jaxrl.run.reporting import Reporter
+from jaxrl.run.reporting import Futures, Reporter
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Stopped
 from jaxrl.types import Rollout
@@ -91,7 +91,7 @@ class PendingRows:
         self.reported = step
         self._reporter.amend(step, self._take(step))
 
-    def _take(self, step: int) -> dict[str, Future[Any]]:
+    def _take(self, step: int) -> Futures:
         """Removes and returns the futures of one row: those of the batch that made version `step`,
         and those of what followed on that version (publishing, evaluation). The last part of each
         role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.

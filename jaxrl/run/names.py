@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
@@ -19,6 +18,7 @@ from jaxrl.data.example import Split
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.process.plain import JsonObject
 from jaxrl.run.run_dir import recorded_config
 
 MB = 1e6
@@ -100,7 +100,7 @@ def fetch_models(config: Config) -> bool:
     return found
 
 
-def _changed(config: Config, change: Callable[[str, str], str]) -> dict[str, Any]:
+def _changed(config: Config, change: Callable[[str, str], str]) -> JsonObject:
     """The config as a mapping, with the names of its models and data changed.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
@@ -22,8 +22,8 @@ from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.plain import JsonObject
 from jaxrl.telemetry.metrics import METRICS_FILE
-from jaxrl.types import JsonObject
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh."""
@@ -229,7 +229,7 @@ class _Held(Exception):
     """By whom."""
 
 
-def recorded_config(config: Config) -> dict[str, Any]:
+def recorded_config(config: Config) -> JsonObject:
     """The config of the run that this one would resume, as a mapping; empty where it starts one,
     or where that config cannot be read, which `find_run` reports."""
     if config.resume == "never" or not _holds_run(config.run_path):
@@ -239,7 +239,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return {}
 
 
-def _written_config(path: Path) -> dict[str, Any] | None:
+def _written_config(path: Path) -> JsonObject | None:
     # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
     places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
     written = next((place for place in places if place.is_file()), None)

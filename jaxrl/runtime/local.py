@@ -341,8 +341,7 @@ class LocalWorker:
                 f"{call.role}.{call.method} may not be called: {protocol.__name__} names only"
                 f" {', '.join(methods_of(protocol))}"
             )
-        method: Callable[..., object] = getattr(role, call.method)
-        return method
+        return getattr(role, call.method)
 
     def _made(self, name: str, make: Callable[[], object]) -> object:
         """A new role, with all that its Protocol names."""

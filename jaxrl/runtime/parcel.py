@@ -66,9 +66,10 @@ def pack(value: object, store: Store | None = None) -> Parcel:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
+    pickler.arrays = []
     pickler.dump(value)
     sent: list[Sent] = []
-    buckets: list[Any] = []
+    buckets: list[object] = []
     bucket: list[np.ndarray] = []
     filled = 0
     for array in pickler.arrays:
@@ -122,9 +123,7 @@ def _getter(
 class _Pickler(pickle.Pickler):
     """Leaves `jax.Array`s out, and lists them."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.arrays: list[jax.Array] = []
+    arrays: list[jax.Array]
 
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, jax.Array):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,10 @@ from jaxrl.models.experts import Routed
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.shared_prompts import Seats
+from jaxrl.models.stack import delta_of
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
+from jaxrl.types import Array, Tree
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
 """Columns of the slot table [B, 6] int32: the token to feed next and its position, how many tokens
@@ -47,17 +48,16 @@ BATCH, HEADS_DIM, POSITIONS = -4, -3, -2
 
 def cache_specs(
     config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
-) -> Any:
+) -> list[Tree]:
     """A spec for each array of a cache: of keys or values [(L,) rows, KV, S, H], KV heads over
     tensor where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
 
-    def of(entry: Any) -> Any:
+    def of(entry: Tree) -> Tree:
         if not entry:
             return entry
         heads, ndim = entry[0].shape[HEADS_DIM], entry[0].ndim
         if isinstance(entry, Recurrent):
-            assert config.delta is not None
-            heads = config.delta.k_heads
+            heads = delta_of(config).k_heads
         axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
         spec = PartitionSpec(*[None] * (ndim - 4), rows, axis, None, None)
         return jax.tree.map(lambda _: spec, entry)
@@ -71,21 +71,20 @@ def new_cache(
     mesh: Mesh | None,
     slots: int,
     length: int,
-    dtype: Any,
+    dtype: jnp.dtype,
     layout: Layout = "unstacked",
 ) -> Cache:
     """Zeros: per layer (k, v), each [slots, KV, length, H], or its state, or nothing where it
     borrows; stacked, one pair [L, ...], or one entry for each block of the cycle."""
 
-    def entry(kind: LayerKind) -> Any:
+    def entry(kind: LayerKind) -> Tree:
         if kind.borrows:
             return ()
         if not kind.recurs:
             one = config.of(kind)
             shape = (slots, one.n_kv_heads, length, one.head_dim)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        assert config.delta is not None
-        return nothing_read(config.delta, slots, dtype)
+        return nothing_read(delta_of(config), slots, dtype)
 
     cycle, n = config.cycle, config.n_layers
     several = cycle if layout == "stacked" else n
@@ -132,7 +131,7 @@ def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.A
 
 
 def _of_each_device(
-    local: Callable[..., Cache], config: DecoderConfig, mesh: Mesh | None, cache: Cache, *more: Any
+    local: Callable[..., Cache], config: DecoderConfig, mesh: Mesh | None, cache: Cache, *more: Tree
 ) -> Callable[..., Cache]:
     """`local` on each device's slots of (the cache, more caches, an array [X*b])."""
     if mesh is None:
@@ -170,7 +169,7 @@ def extend(
 
     def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
         def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            at: list[Any] = [slice(None)] * ours.ndim
+            at: list[object] = [slice(None)] * ours.ndim
             at[BATCH] = slots
             return ours.at[tuple(at)].set(theirs, mode="drop")
 
@@ -293,7 +292,7 @@ def launch(
         shape = (slots.shape[0], n_tokens, config.n_layers, config.experts.chosen)
         out["experts"] = _rows(jnp.zeros(shape, config.experts.id_dtype), mesh)
 
-    def step(carry: Any, _: None) -> tuple[Any, dict[str, jax.Array]]:
+    def step(carry: Tree, _: None) -> tuple[Tree, dict[str, jax.Array]]:
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
         active = _rows(counts < limits, mesh)
@@ -315,11 +314,11 @@ def launch(
             found["experts"] = _rows(_recorded(config, routed)[:, 0], mesh)
         return (cache, state), found
 
-    def unfinished(carry: Any) -> jax.Array:
+    def unfinished(carry: Tree) -> jax.Array:
         done, _, (_, _, counts, limits), _ = carry
         return (done < n_tokens) & (jnp.sum(counts >= limits) < exit_free)
 
-    def steps(carry: Any) -> Any:
+    def steps(carry: Tree) -> Tree:
         done, cache, state, out = carry
         (cache, state), rows = jax.lax.scan(step, (cache, state), length=check_every)
 
@@ -342,7 +341,7 @@ def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
     return jnp.moveaxis(routed[0].ids, 0, 2).astype(config.experts.id_dtype)
 
 
-def _readable(x: Any, mesh: Mesh | None) -> Any:
+def _readable(x: Array, mesh: Mesh | None) -> Array:
     """An array that the host of each process can read, or None: whole on every device where there
     are several processes. Within one, a collective behind a launch's loop would only keep the
     program out of the compile cache (`process.compile_cache`)."""

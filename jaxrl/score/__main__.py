@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
@@ -45,7 +44,7 @@ def config_of(arguments: Namespace) -> Config:
         UserError: a wrong key, or an option and a key that differ.
     """
     given = dict(assignments(arguments.overrides, config_keys.mappings(Config)))
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "teacher.model": arguments.teacher,
         "data.train": arguments.data or None,
         "distill.signal": arguments.signal,

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, get_args
 from jaxrl.errors import UserError
 
 AxisName = Literal["data", "fsdp", "tensor", "context", "expert"]
+SplitOver = AxisName | tuple[AxisName, ...] | None
+"""An entry of a `PartitionSpec`."""
 AXIS_NAMES: tuple[AxisName, ...] = get_args(AxisName)
 ROWS: tuple[AxisName, ...] = ("data", "fsdp", "expert")
 """Axes that divide the rows of a batch."""
@@ -129,9 +131,7 @@ def row_shards(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in ROWS)
 
 
-def divided(
-    size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]
-) -> AxisName | tuple[AxisName, ...] | None:
+def divided(size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> SplitOver:
     """The entry of a `PartitionSpec` for a dim of this size: its axes, without those of one device;
     None where they do not divide it."""
     axes = tuple(axis for axis in axes if sizes[axis] > 1) or axes[:1]

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import jax
 from jax.sharding import Sharding
@@ -125,7 +125,7 @@ class Ledger:
         """
         arrays = _arrays(read())
         if offload and arrays:
-            device: Any = next(iter(arrays[0].sharding.addressable_devices))
+            device: jax.Device = next(iter(arrays[0].sharding.addressable_devices))
             kinds = [memory.kind for memory in device.addressable_memories()]
             if HOST not in kinds:
                 raise UserError(

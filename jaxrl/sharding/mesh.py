@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -28,12 +28,23 @@ MOST_EMULATED = 512
 """CPU devices that are made without being told how many: each takes threads and memory."""
 
 
+class DeviceFacts(Protocol):
+    """A `jax.Device` of this process, or one of a cluster (`runtime.cluster.ClusterDevice`)."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...
+    def memory_stats(self) -> Mapping[str, int] | None: ...
+
+
 @dataclass(frozen=True)
 class Visible:
     """The devices that a run may use."""
 
-    devices: tuple[Any, ...]
-    """`jax.Device`s of this process, or a cluster's (`runtime.cluster.ClusterDevice`)."""
+    devices: tuple[DeviceFacts, ...]
     note: str | None
     """Says so where the devices are emulated."""
     launcher: str = "local"
@@ -188,7 +199,7 @@ def verify_pools(placement: Placement, meshes: Mapping[str, Mesh]) -> None:
                 raise RuntimeError(f"device {device.id} is in two pools: {other} and {pool}")
 
 
-def bytes_limit(device: jax.Device) -> int | None:
+def bytes_limit(device: DeviceFacts) -> int | None:
     """Bytes that a run may use on `device`, of an emulated one those that all on its host share;
     None where nobody knows.
     """

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +25,18 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.typing import ArrayLike
 
 from jaxrl.sharding.shards import Box, Shards, box_of, overlap
-from jaxrl.types import Tree
+from jaxrl.types import Array, Tree
 
-Held = dict[Box, list[Any]]
+Held = dict[Box, list[Array]]
 """Box of an array -> the copies of it on devices."""
 Wanted = tuple[Held, tuple[int, ...]]
 """The boxes of an array, and its shape."""
 Places = Mapping[jax.Device, tuple[slice, ...] | None]
 """Device -> the part of an array that it holds."""
-Call = tuple[Callable[..., list[Any]], list[Any]]
-"""A jitted function and its argument."""
+Pieces = Callable[..., list[Array]]
+"""A jitted function of a list."""
+Call = tuple[Pieces, list[Array]]
+"""It and its argument."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
 """Bytes of arrays that move at once on an accelerator, where their slices need memory too."""
@@ -45,7 +46,7 @@ TOGETHER = 2**28
 class Rows:
     """Consecutive slices of rows (dim 0) of one array; `reshard` concatenates them."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[Array, ...]
     """`jax.Array`s; for `piece_programs` abstract ones."""
 
 
@@ -214,10 +215,10 @@ class _Devices:
     def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
         return target.addressable_devices_indices_map(shape)
 
-    def run(self, program: Callable[..., list[Any]], xs: list[Any]) -> list[Any]:
+    def run(self, program: Pieces, xs: list[Array]) -> list[Array]:
         return program(xs)
 
-    def send(self, xs: list[Any], devices: list[jax.Device]) -> list[Any]:
+    def send(self, xs: list[Array], devices: list[jax.Device]) -> list[Array]:
         return jax.device_put(xs, devices)
 
 
@@ -225,21 +226,21 @@ class _Described(_Devices):
     """The same of devices that are not here: it computes shapes, and remembers the programs."""
 
     def __init__(self) -> None:
-        self.calls: dict[Callable[..., list[Any]], list[Any]] = {}
+        self.calls: dict[Pieces, list[Array]] = {}
 
     def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
         return target.devices_indices_map(shape)
 
-    def run(self, program: Callable[..., list[Any]], xs: list[Any]) -> list[Any]:
+    def run(self, program: Pieces, xs: list[Array]) -> list[Array]:
         self.calls[program] = xs
         device = _device(jax.tree.leaves(xs)[0])
         return self.send(jax.eval_shape(program, xs), [device] * len(xs))
 
-    def send(self, xs: list[Any], devices: list[jax.Device]) -> list[Any]:
+    def send(self, xs: list[Array], devices: list[jax.Device]) -> list[Array]:
         return [_abstract(x.shape, x.dtype, at) for x, at in zip(xs, devices, strict=True)]
 
 
-def _abstract(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> Abstract:
+def _abstract(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Abstract:
     return Abstract(shape, dtype, sharding=SingleDeviceSharding(device))
 
 
@@ -284,9 +285,9 @@ def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[ja
 
 def _assemble(
     wanted: Sequence[Wanted], targets: Sequence[Sharding], on: _Devices
-) -> list[list[Any]]:
+) -> list[list[Array]]:
     """For each array its shards in its sharding, from the boxes that cover it."""
-    cuts: dict[jax.Device, list[tuple[Any, Box]]] = {}
+    cuts: dict[jax.Device, list[tuple[Array, Box]]] = {}
     """By source device: what is cut out of a shard."""
     pieces: list[tuple[jax.Device, int]] = []
     """Where each piece is: the source device and the place among its cuts."""
@@ -330,7 +331,7 @@ def _assemble(
     return [[next(shards[device]) for device in there] for there in places]
 
 
-def _cut_all(held: Sequence[tuple[Any, Box]], on: _Devices) -> list[Any]:
+def _cut_all(held: Sequence[tuple[Array, Box]], on: _Devices) -> list[Array]:
     """Boxes of arrays on one device; one that is whole is the array itself."""
     out = [data for data, _ in held]
     partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
@@ -342,8 +343,8 @@ def _cut_all(held: Sequence[tuple[Any, Box]], on: _Devices) -> list[Any]:
 
 
 def _join_all(
-    each: Sequence[tuple[list[Any], Offsets, tuple[int, ...]]], on: _Devices
-) -> list[Any]:
+    each: Sequence[tuple[list[Array], Offsets, tuple[int, ...]]], on: _Devices
+) -> list[Array]:
     """Shards on one device, of their pieces; one of a single piece is the piece itself."""
     out = [pieces[0] for pieces, _, _ in each]
     partial = [i for i, (pieces, _, shape) in enumerate(each) if pieces[0].shape != shape]

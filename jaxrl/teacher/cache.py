@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -401,10 +401,9 @@ class ScoreCache:
         index = self._index
         start, shard = int(index.start[at]), int(index.shard[at])
         stop = start + int(index.length[at])
-        values: np.ndarray = self._open(shard).get_slice(name)[start:stop]
-        return values
+        return self._open(shard).get_slice(name)[start:stop]
 
-    def _open_shard(self, shard: int) -> Any:
+    def _open_shard(self, shard: int) -> safe_open:
         return _opened(self._files[shard])
 
     @cached_property
@@ -459,7 +458,7 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
     return manifest
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> safe_open:
     """The tensors of a safetensors file, which are read when they are asked for."""
     try:
         return safe_open(path, "numpy")

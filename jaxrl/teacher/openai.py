@@ -22,10 +22,11 @@ import numpy as np
 
 from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal
-from jaxrl.types import JsonObject, Sequences, TeacherSignal
+from jaxrl.types import Sequences, TeacherSignal
 
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""

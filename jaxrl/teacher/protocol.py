@@ -21,7 +21,8 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import STORED
-from jaxrl.types import JsonObject, Sequences, TeacherSignal
+from jaxrl.process.plain import JsonObject
+from jaxrl.types import Sequences, TeacherSignal
 
 PROTOCOL = 2
 """Version of everything in this file; a client and a server of different versions do not talk."""

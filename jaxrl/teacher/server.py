@@ -32,6 +32,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (
     FINGERPRINT,
@@ -48,7 +49,6 @@ from jaxrl.teacher.protocol import (
     write_signal,
 )
 from jaxrl.teacher.service import ScoringService
-from jaxrl.types import JsonObject
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MOST_CONNECTIONS, MOST_OF_ONE = 256, 64

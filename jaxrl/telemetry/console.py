@@ -23,12 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config.settings import LoggingConfig
+from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.telemetry.screen import Cell, Terminal, in_notebook
 from jaxrl.telemetry.ticker import Ticker
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 States = Callable[[], Sequence[WorkerState]]

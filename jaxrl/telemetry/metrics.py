@@ -26,7 +26,8 @@ from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
 
 if TYPE_CHECKING:
-    from jaxrl.types import Completion, JsonObject, Prompt
+    from jaxrl.process.plain import JsonObject
+    from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
@@ -252,7 +252,7 @@ class Watched:
 
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
-    ) -> Future[Any]:
+    ) -> Future[object]:
         future = self.handle.call(method, *args, deadline=deadline, aside=aside, **kwargs)
         plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
         if aside:

@@ -24,8 +24,9 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.types import JsonObject, Row
+from jaxrl.types import Row
 
 Notify = Callable[[str], None]
 

@@ -1,4 +1,5 @@
-"""The walks that models learn from arrive, and the verifier refuses what is no walk."""
+"""The walks that models learn from arrive, the verifier refuses what is no walk, and both models
+are made."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import walks
 from walks import BUILDING
 
+from jaxrl.checkpoint.source import resolve_model
 from jaxrl.data.example import Example
 
 QUESTION = "00-55="
@@ -54,3 +56,22 @@ def test_the_teachers_walks_begin_half_at_random_and_end_at_the_goal():
         begun.append(len(strolled) // 2)
         assert judged(strolled + row["completion"]) and row["answer"] == question + "="
     assert set(begun) == {8}  # the goal is further away
+
+
+def test_the_models_are_made_with_their_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(walks, "FIRST_WALKS", 64)
+    monkeypatch.setitem(walks.VERIFIERS, "walk", walks.arrives)
+    short = "steps=1 batch_size=8 eval.prompts=8"
+    recipes = {model: f"{recipe} {short}" for model, recipe in walks.RECIPES.items()}
+    monkeypatch.setattr(walks, "RECIPES", recipes)
+    walks.make()
+    said = capsys.readouterr().out
+    for model, sizes in walks.SIZES.items():
+        made = resolve_model(str(model)).config
+        assert (made.n_layers, made.d_model) == (sizes["n_layers"], sizes["d_model"])
+        assert f"{model}: accuracy" in said
+    assert len(walks.HELD_OUT.read_text().splitlines()) == walks.COUNTS[walks.HELD_OUT]
+    made = walks.STUDENT.stat().st_mtime_ns
+    walks.make()  # nothing, the second time
+    assert walks.STUDENT.stat().st_mtime_ns == made

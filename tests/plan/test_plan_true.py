@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -182,9 +183,9 @@ def test_a_teachers_soft_cap_is_given_to_the_update() -> None:
     assert frozen["teacher_softcap"].shape == ()
 
 
-UPCAST = 1.4
-"""The same of bfloat16 at most: how much of the weights XLA holds in float32 at once is its own
-affair."""
+UPCAST, DEQUANTISED = (1.4, MOST) if version("jaxlib").startswith("0.10.") else (2.7, 1.9)
+"""The same at most of bfloat16, and of weights in 4 or 8 bits: how much of them XLA holds in
+float32 at once is its own affair. From jax 0.12 on it holds little."""
 
 
 UPCAST_CASES = [("deep", "one"), *(("gqa", p) for p in ("one", "tensor", "fsdp"))]
@@ -263,7 +264,7 @@ def test_quantised_weights_under_adapters(kind: str, shape_name: str) -> None:
     programs = Programs(shape_name, "one", **ADAPTERS, **{"student.base_dtype": kind})
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
     print(f"planned / measured, {shape_name}, {kind}: {ratios}")
-    assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
+    assert all(LEAST <= ratio <= DEQUANTISED for ratio in ratios.values()), ratios
     under = [entry.bytes for entry in programs.accounts["actor"].entries if entry.name == BASE]
     held = programs.found["actor", "update"].args[1][FROZEN]
     assert under == [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
 
-from jaxrl.data.example import Message
+from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment
 from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError
@@ -27,7 +27,7 @@ class Gymnasium(Environment):
     other spaces have an `action` and a `words` of their own.
     """
 
-    def __init__(self, id: str, instructions: str = "", seed: str = "seed", **options: Any):
+    def __init__(self, id: str, instructions: str = "", seed: str = "seed", **options: object):
         """
         Args:
             id: as for `gymnasium.make`; `module:Name-v0` imports a module that registers it.
@@ -56,7 +56,7 @@ class Gymnasium(Environment):
                 f" a subclass of {__name__}:Gymnasium with a method `action`"
             )
 
-    def reset(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Columns) -> str:
         observation, info = self.game.reset(seed=seed_of(row, self._seed))
         words = self.words(observation, info)
         return f"{self._instructions}\n{words}" if self._instructions else words
@@ -73,12 +73,12 @@ class Gymnasium(Environment):
     def close(self) -> None:
         self.game.close()
 
-    def words(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def words(self, observation: Any, info: JsonObject) -> str:
         """What the model reads of an observation: what is in colours stands in brackets."""
         shown = observation if isinstance(observation, str) else str(self.game.render())
         return COLOURED.sub(r"[\1]", shown)
 
-    def action(self, text: str) -> Any:
+    def action(self, text: str) -> object:
         """The action that a turn is; raises ValueError with what the model should do instead."""
         space = self.game.action_space
         if isinstance(space, gymnasium.spaces.Text):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeGuard
@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
-from jaxrl.environments.environment import Environment, SchemaTool, Unavailable
+from jaxrl.environments.environment import Arguments, Environment, SchemaTool, Unavailable
 from jaxrl.errors import UserError, near
 
 LIST_S = 60.0
@@ -59,7 +59,7 @@ class McpTools(Environment):
     def _tool(self, tool: Tool) -> SchemaTool:
         return SchemaTool(tool.name, tool.description or "", tool.input_schema, self._called)
 
-    async def _called(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _called(self, name: str, arguments: Arguments) -> str:
         """The text that a tool returns, an error of its own included.
 
         Raises:

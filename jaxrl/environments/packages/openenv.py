@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import cache
-from typing import Any
+from typing import TypeVar
 from urllib.error import URLError
 from urllib.request import urlopen
 
 from openenv.core.generic_client import GenericEnvClient
 
-from jaxrl.data.example import JsonObject, Message
+from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
 from jaxrl.errors import UserError, near
 
+T = TypeVar("T")
 SCHEMA_S = 30.0
 """Longest wait for a server's schemas."""
 ANSWER_S = 86400.0
@@ -64,7 +65,7 @@ class OpenEnv(Environment):
         self._observation = _field(schemas["observation"], observation, "observation")
         self._client = GenericEnvClient(self._url, message_timeout_s=ANSWER_S)
 
-    async def reset(self, row: Mapping[str, Any]) -> str:
+    async def reset(self, row: Columns) -> str:
         result = await self._asked(self._client.reset(seed=seed_of(row, self._seed)), SESSIONS)
         words = self._words(result.observation)
         return f"{self._instructions}\n{words}" if self._instructions else words
@@ -76,14 +77,14 @@ class OpenEnv(Environment):
     async def close(self) -> None:
         await self._client.close()
 
-    async def _asked(self, request: Any, hint: str = "") -> Any:
+    async def _asked(self, request: Awaitable[T], hint: str = "") -> T:
         try:
             return await request
         except Exception as error:
             raise Unavailable(_gone(self._url, error) + hint) from None
 
-    def _words(self, observation: Mapping[str, Any]) -> str:
-        shown: Any = observation
+    def _words(self, observation: JsonObject) -> str:
+        shown: object = observation
         if self._observation is not None:
             shown = observation.get(self._observation)
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
@@ -102,7 +103,7 @@ def _schemas(url: str) -> JsonObject:
         ) from error
 
 
-def _field(properties: Mapping[str, Any], asked: str | None, kind: str) -> str | None:
+def _field(properties: JsonObject, asked: str | None, kind: str) -> str | None:
     """The field that was asked for, or else the only one for text."""
     if asked is not None:
         if asked not in properties:
@@ -119,7 +120,7 @@ def _field(properties: Mapping[str, Any], asked: str | None, kind: str) -> str |
     return texts[0] if len(texts) == 1 else None
 
 
-def _fields(properties: Mapping[str, Any]) -> str:
+def _fields(properties: JsonObject) -> str:
     return ", ".join(name for name in properties if name not in APART) or "none"
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
+from jaxrl.data.example import Columns
 from jaxrl.environments.environment import Unavailable
 
 MOST = 2**31
 
 
-def seed_of(row: Mapping[str, Any], column: str) -> int:
+def seed_of(row: Columns, column: str) -> int:
     """The number in a row's column; in a row without it, one that the prompt chooses.
 
     Raises:

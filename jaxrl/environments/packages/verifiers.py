@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import cache, cached_property
 from typing import Any
@@ -24,9 +24,10 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
-from jaxrl.data.example import JsonObject, Message
+from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import (
     Answer,
+    Arguments,
     Environment,
     SchemaTool,
     Unavailable,
@@ -107,8 +108,8 @@ class Verifiers(Environment):
 
     def __init__(
         self,
-        taskset: str | Mapping[str, Any],
-        env: Mapping[str, Any] | None = None,
+        taskset: str | JsonObject,
+        env: JsonObject | None = None,
         index: str = "task_index",
     ):
         """
@@ -131,7 +132,7 @@ class Verifiers(Environment):
         """Those that the first task offers."""
         return _as_tools(asyncio.run(self._stage.first_request()))
 
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+    async def reset(self, row: Columns) -> list[Message]:
         tasks = self._stage.tasks
         self._play = await self._stage.begin(tasks[seed_of(row, self._index) % len(tasks)])
         return await self._play.first()
@@ -322,7 +323,7 @@ def _stage_of(config: str) -> _Stage:
     return _Stage(json.loads(config))
 
 
-def _as_tools(request: Mapping[str, Any]) -> list[SchemaTool]:
+def _as_tools(request: JsonObject) -> list[SchemaTool]:
     """The tools that a request offers."""
     found = [tool["function"] for tool in request.get("tools") or ()]
     return [
@@ -331,7 +332,7 @@ def _as_tools(request: Mapping[str, Any]) -> list[SchemaTool]:
     ]
 
 
-def _no_call(name: str, arguments: Mapping[str, Any]) -> Any:
+def _no_call(name: str, arguments: Arguments) -> object:
     raise AssertionError(f"{name} is called by the harness")
 
 
@@ -349,7 +350,7 @@ def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
     return message | ({"tool_calls": made} if made else {})
 
 
-def _text(content: Any) -> str:
+def _text(content: str | list[JsonObject] | None) -> str:
     """The texts of a message's content."""
     if isinstance(content, list):
         return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)

@@ -3,13 +3,11 @@ with a window, whose positions rotate by frequencies of their own, to one withou
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family, GgufFacts
-from jaxrl.models.fields import Raw, number, size
+from jaxrl.models.fields import DecoderLike, Raw, number, size
 from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 LOCAL = "rope_local_base_freq"
 DEFAULTS: JsonObject = {
@@ -50,7 +48,7 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar"), "final_softcap": cap}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
     return written | {
         LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
@@ -62,7 +60,7 @@ def write(config: Any) -> JsonObject:
     }
 
 
-def from_gguf(config: Any, file: GgufFacts) -> JsonObject:
+def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
     """As llama.cpp has it: by the heads' own width in the largest model, which has 62 layers."""
     of_width = config.n_layers == 62
     return {

@@ -5,12 +5,11 @@ models layers read more of a token than the residual, and the last ones borrow k
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
 from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
-from jaxrl.models.fields import Raw, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, given, number, size
 from jaxrl.models.kinds import (
     FULL,
     SLIDING,
@@ -21,7 +20,7 @@ from jaxrl.models.kinds import (
     written_windows,
 )
 from jaxrl.models.rope import ProportionalRope
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 LOCAL = "rope_local_base_freq"
 """Where `read_ropes` puts the base frequency of layers with a window."""
@@ -138,7 +137,7 @@ def _full(raw: Raw) -> LayerKind:
     return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
     written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
     return written | {
@@ -157,7 +156,7 @@ def write(config: Any) -> JsonObject:
     }
 
 
-def _written(config: Any) -> JsonObject:
+def _written(config: DecoderLike) -> JsonObject:
     if config.experts is None:
         return {"enable_moe_block": False}
     return {
@@ -169,7 +168,7 @@ def _written(config: Any) -> JsonObject:
     }
 
 
-def from_gguf(config: Any, file: GgufFacts) -> JsonObject:
+def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
     """As llama.cpp's converter writes it: the keys with `_swa` are of the layers with a window, the
     others of those without. Layers that borrow keys and values may still have tensors of them."""
     pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
@@ -267,7 +266,7 @@ def prepare_unified(raw: Raw) -> Raw:
     return prepare({**UNIFIED, **stated})
 
 
-def write_unified(config: Any) -> JsonObject:
+def write_unified(config: DecoderLike) -> JsonObject:
     return {key: value for key, value in write(config).items() if key not in WITHOUT}
 
 

@@ -3,14 +3,12 @@ layer; experts with biases and clamped gates in place of the MLP of every layer.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import Raw, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, given, number, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 ROPE = {
     "rope_type": "yarn",
@@ -57,7 +55,7 @@ def read(raw: Raw) -> JsonObject:
     return {"experts": experts, "kinds": read_windows(raw, window, lambda i: i % 2 == 0)}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     experts = config.experts
     return {
         **written_windows(config.kinds, config.n_layers),

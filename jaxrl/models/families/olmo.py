@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import Raw, number, size
+from jaxrl.models.fields import DecoderLike, Raw, number, size
 from jaxrl.models.kinds import read_ropes, read_windows, written_ropes, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}
 """What a `config.json` of OLMo 3 leaves out where it is this."""
@@ -30,7 +29,7 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local)}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     return written_windows(config.kinds, config.n_layers) | written_ropes(config)
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.family import Family
-from jaxrl.models.fields import Raw
+from jaxrl.models.fields import DecoderLike, Raw
 from jaxrl.models.kinds import read_window
 from jaxrl.models.rope import LongRope, longrope_attention, read_rope
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 
 def _read(raw: Raw) -> JsonObject:
@@ -20,7 +18,7 @@ def _read(raw: Raw) -> JsonObject:
     return {"kinds": read_window(raw)}
 
 
-def _write(config: Any) -> JsonObject:
+def _write(config: DecoderLike) -> JsonObject:
     """`rope_scaling` as transformers 4 wants it: these keys and no others, of which it computes the
     attention factor."""
     written: JsonObject = {"sliding_window": config.kinds[0].window}

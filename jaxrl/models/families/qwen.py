@@ -3,13 +3,11 @@ norms each head of q and k instead (arXiv 2505.09388)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import Raw, given, size
+from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 FULL_LAYERS = 28
 """The first layers, which have no window, where a `config.json` does not say it."""
@@ -28,7 +26,7 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": read_windows(raw, window, lambda i: i >= first)}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers)
     if written["sliding_window"] is None:
         return {}

@@ -3,14 +3,12 @@ third of them one with attention, whose output has a gate and whose heads rotate
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import Raw, size
+from jaxrl.models.fields import DecoderLike, Raw, size
 from jaxrl.models.kinds import FULL, LayerKind
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 RECURRENT = "linear_attention"
 PERIOD = 4
@@ -49,7 +47,7 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": tuple(LayerKind(recurs=kind == RECURRENT) for kind in types), "delta": delta}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     kinds = config.kinds * (config.n_layers // len(config.kinds))
     delta = config.delta
     return {

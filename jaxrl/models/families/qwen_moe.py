@@ -3,13 +3,11 @@ the MLP of every layer."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import Raw, given, size
-from jaxrl.types import JsonObject
+from jaxrl.models.fields import DecoderLike, Raw, given, size
+from jaxrl.process.plain import JsonObject
 
 COUNT, CHOSEN, WIDTH = 128, 8, 768
 """What a `config.json` leaves out where it is this."""
@@ -37,7 +35,7 @@ def read(raw: Raw) -> JsonObject:
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size", WIDTH)}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     return {
         "intermediate_size": config.experts.dense_width,
         "moe_intermediate_size": config.d_ff,

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import Family
-from jaxrl.models.fields import Raw, given, size
+from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.types import JsonObject
+from jaxrl.process.plain import JsonObject
 
 EVERY = 4
 """Of so many layers the last one does not rotate, where a `config.json` does not say it."""
@@ -30,7 +29,7 @@ def read(raw: Raw) -> JsonObject:
     return {"kinds": tuple(replace(kind, rotates=bool(turned)) for kind, turned in pairs)}
 
 
-def write(config: Any) -> JsonObject:
+def write(config: DecoderLike) -> JsonObject:
     written = written_windows(config.kinds, config.n_layers)
     each = config.n_layers // len(config.kinds)
     return written | {

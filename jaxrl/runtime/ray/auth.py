@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
 
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
@@ -48,7 +47,7 @@ def show_token() -> None:
 
 def _read_again() -> None:
     """Ray reads mode and token once in the life of a process, unless it is asked again."""
-    raylet: Any = import_module("ray._raylet")
+    raylet = import_module("ray._raylet")
     with suppress(AttributeError):  # before Ray had tokens
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")

@@ -51,7 +51,7 @@ class RayFuture:
     aside: bool
     number: int
     times: Times = field(default_factory=Times)
-    refs: list[Any] = field(default_factory=list)
+    refs: list[ray.ObjectRef] = field(default_factory=list)
     """Of the results, one for each process; empty while unsent."""
     reports: dict[int, CallReport] = field(default_factory=dict)
     bounced: set[int] = field(default_factory=set)
@@ -148,7 +148,7 @@ class RemoteRef:
 
     number: int
     role: str
-    refs: tuple[Any, ...]
+    refs: tuple[ray.ObjectRef, ...]
 
     def arrive(self, stopping: Callable[[], bool]) -> object:
         """Waits in the process that needs it; the driver bounds the wait."""
@@ -166,7 +166,7 @@ class RemoteRef:
         return unpack(parcels, fetched)
 
 
-def fetched(place: Any) -> Any:
+def fetched(place: object) -> Any:
     """What lies at a place in a parcel."""
     if not isinstance(place, ray.ObjectRef):
         return place  # in the parcel itself

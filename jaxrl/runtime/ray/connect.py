@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import jax
 import ray
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
 from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import show_token
@@ -109,7 +109,7 @@ def join(address: str | None, devices: int) -> None:
         if _serves(address, devices):
             return
         leave()
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    options: Keywords = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
         here = _this_host(devices)
         options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
@@ -210,7 +210,7 @@ def find_hosts() -> list[Host]:
     return found
 
 
-def on_node(node: str) -> Any:
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
@@ -258,7 +258,7 @@ def cluster(address: str) -> Cluster:
     join(address, 0)
     try:
         hosts = find_hosts()
-        asked: list[Any] = []
+        asked: list[ray.ObjectRef] = []
         for named in ray.util.list_named_actors(all_namespaces=True):
             if named["name"].startswith("jaxrl:"):
                 with suppress(ValueError):  # it has ended since

@@ -14,7 +14,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import psutil
 import ray
@@ -50,7 +49,7 @@ def private() -> Iterator[None]:
     Ray takes the address of a network card, unless it believes that no cluster can have a second
     node, as on macOS.
     """
-    replaced: list[tuple[Any, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
+    replaced: list[tuple[object, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     replaced += [(Node, name, _start_nothing) for name in UNUSED if hasattr(Node, name)]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:
@@ -180,8 +179,7 @@ def end_daemons() -> None:
 
 
 def _daemons() -> dict[str, subprocess.Popen[bytes]]:
-    node = ray_worker._global_node
-    known: dict[str, Any] = {} if node is None else node.all_processes
+    known = getattr(ray_worker._global_node, "all_processes", {})
     return {name: known[name][0].process for name in DAEMONS if name in known}
 
 

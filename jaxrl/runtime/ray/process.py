@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import ray
+from ray.actor import ActorClass
 
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.server import WorkerServer
 from jaxrl.sharding.placement import Placement
 
@@ -16,7 +18,7 @@ CALLS = 256
 """Calls that a process takes at once; all but one wait for their turn."""
 
 
-def worker_class(pool: str) -> Any:
+def worker_class(pool: str) -> ActorClass:
     """A Ray actor class whose name, and so its process title, tells the roles."""
     methods = {"run": "calls"} | dict.fromkeys(
         ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
@@ -27,7 +29,7 @@ def worker_class(pool: str) -> Any:
     body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
     body["__init__"] = _begin
     cls = type(f"jaxrl:{pool}", (), body)
-    options: dict[str, Any] = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    options: Keywords = {"concurrency_groups": {"calls": CALLS, "control": 4}}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
 
 
@@ -35,8 +37,8 @@ def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
     self.server = WorkerServer(name, rank, cwd, ray.put)
 
 
-def _forward(name: str) -> Any:
-    def method(self: Any, *args: object) -> Any:
+def _forward(name: str) -> Callable[..., object]:
+    def method(self: Any, *args: object) -> object:
         return getattr(self.server, name)(*args)
 
     method.__name__ = name

@@ -101,7 +101,7 @@ class Starter:
             pool.epoch, pool.position = pool.epoch + 1, 0
             pool.lost_at = pool.doubt = None
             pool.workers = [self._process(pool, rank) for rank in range(len(pool.process_slots))]
-        joining: list[tuple[RayPool, int, Any]] = []
+        joining: list[tuple[RayPool, int, ray.ObjectRef]] = []
         for pool in pools:
             n = len(pool.process_slots)
             if n > 1:
@@ -127,7 +127,7 @@ class Starter:
             for rank, worker in enumerate(pool.workers)
         ]
         self._get_all(opening, begun)
-        starting: list[tuple[RayPool, str, int, Any]] = []
+        starting: list[tuple[RayPool, str, int, ray.ObjectRef]] = []
         for pool in pools:
             for role in pool.roles:
                 request = partial(self._order_start, pool, role)
@@ -206,10 +206,12 @@ class Starter:
             )
             raise UserError(f"the nodes of the cluster have different packages: {reported}")
 
-    def _get(self, pool: RayPool, rank: int, ref: Any, begun: float) -> Any:
+    def _get(self, pool: RayPool, rank: int, ref: ray.ObjectRef, begun: float) -> Any:
         return self._get_all([(pool, rank, ref)], begun)[0]
 
-    def _get_all(self, asked: Sequence[tuple[RayPool, int, Any]], begun: float) -> list[Any]:
+    def _get_all(
+        self, asked: Sequence[tuple[RayPool, int, ray.ObjectRef]], begun: float
+    ) -> list[Any]:
         """Waits for all; the first that has died or failed ends the wait.
 
         Args:
@@ -234,7 +236,7 @@ class Starter:
                     )
         return [self._value(ref, pool, rank) for pool, rank, ref in asked]
 
-    def _value(self, ref: Any, pool: RayPool, rank: int) -> Any:
+    def _value(self, ref: ray.ObjectRef, pool: RayPool, rank: int) -> Any:
         try:
             return ray.get(ref, timeout=FETCH_S)
         except RayTaskError as error:

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -103,7 +104,9 @@ class Supervisor:
         elif kind == "made":
             self._made(*news)
 
-    def _answered(self, pool: RayPool, life: int, rank: int, reported: Any) -> None:
+    def _answered(
+        self, pool: RayPool, life: int, rank: int, reported: Future[ProcessStatus]
+    ) -> None:
         if life != pool.life or not pool.alive:
             return
         pool.asked.discard(rank)
@@ -113,7 +116,7 @@ class Supervisor:
         if failed is not None:
             return
         now = time.monotonic()
-        answer: ProcessStatus = reported.result()
+        answer = reported.result()
         pool.answers[rank] = (answer, now)
         for number, started in answer.running:
             future = self._sender.find(number)
@@ -121,7 +124,7 @@ class Supervisor:
                 future.times.started = now - (answer.now - started)
 
     def _reported(
-        self, pool: RayPool, tries: int, rank: int, future: RayFuture, reported: Any
+        self, pool: RayPool, tries: int, rank: int, future: RayFuture, reported: Future[CallReport]
     ) -> None:
         if tries != future.tries or future.done():
             return  # of processes that are gone, or of a call that is sent again
@@ -132,7 +135,7 @@ class Supervisor:
                 raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
             self._lost(pool, self._death(pool, rank, failed))
             return
-        report: CallReport = reported.result()
+        report = reported.result()
         now = time.monotonic()
         if report.error is not None and report.error[0] == BOUNCED:
             future.bounced.add(rank)

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ def diagnosis(pool: RayPool, rank: int) -> str:
 def stacks(pool: RayPool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
-        reported: str = ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
-        return reported
+        return ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
     except (GetTimeoutError, RayError):
         pass
     if rank >= len(pool.info):
@@ -82,7 +81,7 @@ def death(pool: RayPool, rank: int, call: RayFuture | None, error: BaseException
 
 def kill(pools: Sequence[RayPool]) -> None:
     """Ends their processes, stopped ones too."""
-    asked: list[Any] = []
+    asked: list[object] = []
     for pool in pools:
         pool.alive = False
     if started_here() and not usable():  # Ray would wait for its GCS, and end this process then
@@ -108,7 +107,7 @@ def end_here(pools: Sequence[RayPool]) -> None:
             _end_process(info.pid)
 
 
-def _there(pool: RayPool, rank: int, function: Any, *args: object) -> Any:
+def _there(pool: RayPool, rank: int, function: Callable[..., object], *args: object) -> object:
     """Runs a function on the host of a process: its result, or where that will be. Hosts may have
     the same name, as containers often do: only the node's number tells them apart.
     """
@@ -120,7 +119,7 @@ def _there(pool: RayPool, rank: int, function: Any, *args: object) -> Any:
     return task.remote(*args)
 
 
-def _got(value: Any, timeout: float) -> Any:
+def _got(value: object, timeout: float) -> Any:
     return ray.get(value, timeout=timeout) if isinstance(value, ray.ObjectRef) else value
 
 
