@@ -72,7 +72,8 @@ def train_work(
 def sampling_work(
     c: DecoderConfig, prompts: Sequence[int], lengths: np.ndarray, slots: int, itemsize: int
 ) -> list[Work]:
-    """Each prompt prefilled once; then as few decode steps as the slots allow.
+    """Each prompt prefilled once; then as few decode steps as the slots allow, which read the keys
+    of a prompt once for all of its samples.
 
     Args:
         prompts: tokens of each prompt.
@@ -80,8 +81,11 @@ def sampling_work(
     """
     steps = max(int(lengths.max()), -(-int(lengths.sum()) // slots))
     prompt = np.asarray(prompts, float)[:, None]
-    context = float((lengths * (prompt + lengths / 2)).sum() / lengths.sum())
-    decode = decode_work(c, context, float(lengths.sum()), steps, itemsize)
+    context, read = (
+        float((lengths * (held + lengths / 2)).sum() / lengths.sum())
+        for held in (prompt, prompt / lengths.shape[1])
+    )
+    decode = decode_work(c, context, float(lengths.sum()), steps, itemsize, read=read)
     return [forward_work(c, prompts, itemsize), decode]
 
 

@@ -229,11 +229,12 @@ prompts."""
 LEARNT_FROM_WALKS = """\
 - Greedily, the student's own samples under KL(teacher to student) win at equal FLOPs, as in GKD's
   paper; then come the teacher's samples, the data with the teacher and the data alone.
-- Sampled at temperature 1, own samples win under KL(student to teacher), and spent a seventh less.
-  KL(teacher to student) on own samples gains nothing there over the beginning: its student has an
-  entropy of 0.27 nats a token at the end where the teacher has 0.07 (0.03 and 0.04 with the other
-  divergence, seed 0), and leaves to wrong doors what a greedy walk does not take.
-- SFT meets each solution 75 times; stopped after a quarter of that, it is no better.
+- Sampled at temperature 1, own samples win under KL(student to teacher), with a seventh fewer
+  FLOPs. Under KL(teacher to student) own samples gain nothing there over the beginning: the
+  student has an entropy of 0.27 nats a token at the end where the teacher has 0.07 (0.03 and 0.04
+  under the other divergence, seed 0), and so gives wrong doors a probability that greedy walks
+  never use.
+- SFT meets each solution 75 times; a quarter of that gives no better result.
 
 With the learning rate 0.003 (seed 0 only; four of the rows) each learns more and the winners stay:
 75.0% greedy and 38.7% sampled for the first GKD run, 57.4% and 50.4% for the second, 58.6% and

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from compiled_runs import GROUP, NEW, PROMPT, config, planned_and_reported, programs
+from large_models import NAMED
 
 from jaxrl.config.schema import Config
 
@@ -107,6 +108,9 @@ def cases() -> Iterator[tuple[str, Case]]:
                     f"{short}: {name}, {batch}, {layers} layers",
                     Case(target, role, name, layers, {}, keys),
                 )
+    keys = {"mesh": "actor=1,rollout=1,teacher=2", "rollout": {"slots": 64}}
+    states = NAMED["Qwen/Qwen3.5-9B"]
+    yield "H200: score, states, 32 x 1280", Case("h200x8", "teacher", "score", 32, states, keys)
 
 
 CASES = dict(cases())

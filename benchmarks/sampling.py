@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import common
@@ -63,8 +64,8 @@ def main() -> None:
             "decode_steps": last.decode_steps,
             "ideal_steps": max(int(lengths.max()), -(-int(lengths.sum()) // arguments.slots)),
             "prefill_rows": last.prefill_rows,
-            "prefill_seconds": common.rounded(last.prefill_seconds),
-            "decode_seconds": common.rounded(last.decode_seconds),
+            "prefill_seconds": common.rounded(median(s.prefill_seconds for s in stats[name])),
+            "decode_seconds": common.rounded(median(s.decode_seconds for s in stats[name])),
             "launches": last.launches,
             "sent_back": last.sent_back,
             "read_again": last.read_again,

@@ -217,7 +217,8 @@ def fit(model: Path, first: Iterable[dict[str, str]] | None = None) -> None:
         own = [f"student.model={start}", f"run_dir={folder}/run", f"data.train={data}"]
         keys = [*KEYS, *SFT, *RECIPES[model].split(), *own, "optimizer.warmup_steps=30"]
         result = train(Config.load("builtin:quickstart", keys))
-        shutil.copytree(Path(folder) / "run" / FINAL, model)
+        copied = Path(shutil.copytree(Path(folder) / "run" / FINAL, f"{model}.part"))
+        copied.rename(model)  # a model that is there is whole
         print(f"{model}: accuracy {result.final_eval:.1%}", flush=True)
 
 

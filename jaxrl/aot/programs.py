@@ -505,14 +505,14 @@ def _sampling(
         episodes=role == "rollout" and c.environment.name is not None,
     )
     params, width = run.params(role, model, dtype, layout), m.prompts(role)
-    prompts = prefill_rows(c, width, m.axes[role])
+    prompts = prefill_rows(c, role, width, m.axes[role])
 
     def caches_of(count: int, samples: int) -> tuple[Cache, Cache]:
         return _slots_and_rows(engine, dtype, layout, count, samples, width)
 
     held = _cache(engine, dtype, layout, prompts, width, None)
-    trained = asked(c)[0]
-    slots, rows = caches = caches_of(*trained)
+    first, *_ = each_asked = asked(c, role)
+    slots, rows = caches = caches_of(*first)
     yield from _resized(
         run, role, engine, params, layout, slots, local_bytes((params, held, rows)), share
     )
@@ -555,8 +555,8 @@ def _sampling(
             beside=local_bytes(held),
             calls=math.ceil(share * m.sequences / ANSWER_ROWS) * (c.environment.max_turns - 1),
         )
-    ways = [(training_sampling(c, most), trained)] * (share > 0)
-    ways += [(evaluation_sampling(c, most), each) for each in asked(c)[1:] if evaluates]
+    ways = [(training_sampling(c, most), first)] * (share > 0)
+    ways += [(evaluation_sampling(c, most), each) for each in each_asked[len(ways) :] if evaluates]
     found: dict[Any, Any] = {}
     for way, (count, samples) in ways:
         knobs = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), sampling_arrays(way, 0, 0))
@@ -721,9 +721,10 @@ def _resized(
             beside=others,
             calls=calls,
         )
-    held = k.shape[decode.BATCH] // engine.row_shards
-    fewer = engine.fewer_slots if engine.pages is None else engine.fewer_pages
-    kept = [left for n in range(1, held) if (left := fewer(n, held)) is not None]
+    held = engine.slots // engine.row_shards
+    kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
+    if engine.pages is not None:
+        kept = [n for n in map(engine.pages_of, kept) if n < engine.pages]
     if kept and not engine.episodes:
         chosen = shaped((max(kept) * engine.row_shards,), jnp.int32, rows)
         given = (model, mesh, layer(longest), longest, chosen)

@@ -76,9 +76,9 @@ STREAMS = Blocks(x=2, f=2)
 """The same of streams (`models.packing`): the residual and its norm, or the next one, and both
 products that are multiplied."""
 STATES = Blocks(x=2, s=1.6)
-"""On a GPU in a layer with a state, of rows or streams: what goes into the scan over chunks, what
-comes out of it and what is turned for it, in float32, beside the residual and its norm. Read from
-the compiled score of a model of Qwen3.5-9B's widths."""
+"""In a layer with a state, of rows or streams: what goes into the scan over chunks, what comes out
+of it and what is turned for it, in float32, beside the residual and its norm. Read from the score
+of a model of Qwen3.5-9B's widths, compiled for a GPU; a TPU takes less."""
 SUMMED = Blocks(x=0.5)
 """More on a GPU where `tensor` sums the results of the MLP; of streams twice as much."""
 WHOLE_ROWS = Blocks(x=2, q=2, kv=1)
@@ -373,8 +373,8 @@ class Pass:
                 work += self.residual  # of the next layer
         if self.axes.weights > 1 and self.platform != "tpu":
             work += self.gathered if stacked else PREFETCHED * self.layer
-        elif stacked and self.cycles > 1:  # a turn slices a whole cycle, of the MLP one weight
-            work += self.layer // 3 + self.layer * (self.config.cycle - 1)
+        elif stacked and self.cycles > 1:  # however many layers a turn has
+            work += self.layer // 3
         return work + self.mask + self.beside
 
     def _fullest(self, moments: tuple[Blocks, ...]) -> int:

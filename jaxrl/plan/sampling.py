@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
@@ -55,7 +56,7 @@ class Slots(NamedTuple):
 
 def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[str, Slots]:
     """The caches of a run: that of training, and that of evaluations (`EVALUATIONS`) if only one of
-    the two has prompts that slots share."""
+    the two has prompts that slots share. A role that samples for evaluations alone has one."""
     c, axes = m.config, m.axes[role]
     width, multiple = m.prompts(role), m.inputs.target.width_multiple
     count = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // axes.rows
@@ -66,7 +67,7 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     copied = Slots(count, round_up(width + most + beyond, multiple))
     tokens = c.rollout.cache_tokens if role == "rollout" else None
     found = {}
-    for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c), strict=False):
+    for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c, role), strict=False):
         why = why_not_shared(
             config,
             m.inputs.target,
@@ -102,7 +103,7 @@ def _entries(
 ) -> Iterator[Entry]:
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
     width, slots, positions = m.prompts(role), of.slots, of.positions
-    prompts = prefill_rows(c, width, axes)
+    prompts = prefill_rows(c, role, width, axes)
     run = m.run(role, config, -(-prompts // axes.rows), width)
     step = m.run(role, config, slots, 1)
     episodes = role == "rollout" and c.environment.name is not None
@@ -201,20 +202,24 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
     )
 
 
-def asked(config: Config) -> list[tuple[int, int]]:
-    """Prompts, and samples of each: of training batches, and of evaluations if there are any."""
-    found = [(config.batch_size, config.group_size)]
-    if config.data.eval is not None:
-        found.append((config.eval.prompts, config.eval.samples))
-    return found
+def asked(config: Config, role: str) -> list[tuple[int, int]]:
+    """Prompts, and samples of each, for which a role is asked at once: those of training batches,
+    where it samples any, and of evaluations, where it does so for them."""
+    trains = sampled_share(config) > 0
+    evaluates = config.data.eval is not None
+    if role == "teacher":
+        trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
+        evaluates = evaluates and config.eval.teacher
+    found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
+    return found + [(config.eval.prompts, config.eval.samples)] * evaluates
 
 
-def prefill_rows(config: Config, width: int, axes: Axes) -> int:
+def prefill_rows(config: Config, role: str, width: int, axes: Axes) -> int:
     """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
     whole mesh. Computed as in `sampling.engine`."""
     shards = axes.rows
     slots = config.rollout.slots or config.batch_size * config.group_size
-    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked(config))
+    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked(config, role))
     allowed = max(1, PREFILL_TOKENS * shards // width)
     rows = min(bucket(wanted), bucket(allowed))
     return -(-rows // shards) * shards

@@ -74,6 +74,8 @@ class StepBatch:
     decode_steps: int
     teacher_prompts: tuple[int, ...] | None = None
     """Tokens of each prompt that the teacher reads; None: the same."""
+    shared: bool = True
+    """Whether a decode step reads the keys of a prompt once for all of its completions."""
 
     @property
     def tokens(self) -> float:
@@ -201,10 +203,12 @@ def _batch_work(
     hidden = config.distill.signal == "hidden"
     found: dict[Stage, list[Work]] = {}
     if batch.decode_steps:
-        context = fmean(batch.prompts) + batch.mean / 2
+        prompt, own = fmean(batch.prompts), batch.mean / 2
+        given = prompt + own, batch.tokens, batch.decode_steps, *reads["rollout"]
+        read = prompt / (batch.samples if batch.shared else 1) + own
         found["rollout", "generate"] = [
             forward_work(student, batch.prompts, *reads["rollout"]),
-            decode_work(student, context, batch.tokens, batch.decode_steps, *reads["rollout"]),
+            decode_work(student, *given, read=read),
         ]
     teachers = [teacher.config for teacher in job.teachers.values()]
     # Where each row has one of several teachers, each is counted as scoring its share of them.

@@ -105,11 +105,21 @@ def adamw_work(params: int) -> Work:
 
 
 def decode_work(
-    c: DecoderConfig, context: float, tokens: float, steps: float, itemsize: int, copies: int = 1
+    c: DecoderConfig,
+    context: float,
+    tokens: float,
+    steps: float,
+    itemsize: int,
+    copies: int = 1,
+    read: float | None = None,
 ) -> Work:
     """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
     reads every weight, of experts those that its tokens pass, and each token the keys and values
     before it; states, in float32, are read and written.
+
+    Args:
+        read: keys that are read for a token, on average, where tokens share those of a prompt.
+            None: `context`.
     """
     head = c.vocab_size * c.d_model
     held = block_params(c, tokens / max(steps * copies, 1)) + head
@@ -119,7 +129,8 @@ def decode_work(
     for one, n in c.alike.items():
         if one.n_attention:
             window = given(one.kinds[0].window, context)
-            seen = n * tokens * min(context, window) * one.head_dim
-            flops += 4 * one.n_heads * seen
-            keys += 2 * one.n_kv_heads * seen
+            seen, fetched = (min(x, window) for x in (context, given(read, context)))
+            dims = n * tokens * one.head_dim
+            flops += 4 * one.n_heads * dims * seen
+            keys += 2 * one.n_kv_heads * dims * fetched
     return Work(flops, (copies * steps * held + keys) * itemsize + 2 * 4 * state * tokens)

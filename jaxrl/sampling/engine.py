@@ -290,10 +290,10 @@ class Engine:
         left = round_up(bucket(taken), 1 if self.mesh is None else self.mesh.shape["tensor"])
         return left if 2 * left <= held else None
 
-    def fewer_pages(self, taken: int, held: int) -> int | None:
-        """Pages that each device keeps of `held`, where at most `taken` are ever in use."""
-        left = bucket(taken)
-        return left if 2 * left <= held else None
+    def pages_of(self, slots: int) -> int:
+        """Pages of the pool of a data shard with so many slots: no more than they can have."""
+        assert self.pages is not None
+        return min(self.pages, slots * pages_of(self.max_new_tokens))
 
     def read_again_width(self, tokens: int) -> int:
         """Width of the arrays in which sequences that had to wait are read again."""
@@ -516,10 +516,10 @@ class _Run:
         self.caches.fit(rows, length, kept)
 
     def _fit_pool(self) -> None:
-        """Gives up pages that no sample can need any more, where they are half of all."""
+        """Gives up the pages that the slots which are left cannot need."""
         assert self.pool is not None
-        left = self.engine.fewer_pages(self.seating.most_pages(), self.pool.pages)
-        if left is not None:
+        left = self.engine.pages_of(self.seating.slots)
+        if left < self.pool.pages:
             self._fit(PAGE, self.pool.shrink(left))
 
     def _fit_rows(self, kept: np.ndarray | None = None) -> None:

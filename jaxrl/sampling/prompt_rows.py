@@ -5,7 +5,8 @@ Each data shard has rows for the prompts of its own slots. A row is given back w
 shard reads it. There are at first as many rows as consecutive samples fill the slots from, which is
 all that a batch needs whose samples have a slot each. Refilled slots may need more, as long
 completions keep their prompts: rows double then, up to one for each slot, so that no sample waits
-for a row. Rows and slots together never hold more than slots with a copy of their prompt each.
+for a row. But for rounding, rows and slots together hold no more than slots with a copy of their
+prompt each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl.models.buckets import bucket
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sampling.unfinished import Unfinished
 
@@ -70,15 +70,15 @@ class PromptRows:
         return new
 
     def shrink(self, seated: Mapping[int, Unfinished], slots: int) -> np.ndarray:
-        """Keeps what the samples of fewer slots need.
+        """Keeps what the samples of fewer slots may need: whichever are left, rows and seats follow
+        from the number of slots, so that each of these sizes is one program.
 
         Returns:
             [rows left] int32: for each shard, the rows to keep, counted among its own.
         """
         self.slots = slots
         wanted = self._wanted(seated)
-        self.count = min(self.count, bucket(max(map(len, wanted))))
-        self.seats = min(self.seats, bucket(max(n for of in wanted for n in of.values())))
+        self.count, self.seats = min(self.count, slots), min(self.seats, slots)
         kept = np.zeros((len(wanted), self.count), np.int32)
         for shard, prompts in enumerate(wanted):
             kept[shard, : len(prompts)] = [self._rows[shard][prompt] for prompt in prompts]

@@ -116,6 +116,18 @@ def test_a_slow_link_costs_what_tensor_sends():
     assert costs(mesh, 50e9, **copies)[stage] == costs(mesh, 450e9, **copies)[stage]
 
 
+def test_a_prompt_that_samples_share_is_read_once():
+    """16 samples of 2 prompts at a time; the stacked layout has copies."""
+    mesh, slots = "actor=2,rollout=2,teacher=4", {"slots": 32}
+    copied, shared = (
+        costs(mesh, group_size=16, max_new_tokens=256, rollout=slots | {"layout": layout})
+        for layout in ("stacked", "unstacked")
+    )
+    assert shared["rollout", "generate"] < copied["rollout", "generate"]
+    for stage in (("teacher", "score"), ("actor", "update")):
+        assert shared[stage] == copied[stage]
+
+
 def test_context_sends_the_heads_of_a_device_s_tokens():
     """Compiled for four H200, an update of four rows of 32k tokens with remat=dots exchanges 16.9
     GB, of which three quarters leave the device."""

@@ -55,7 +55,7 @@ def test_the_teachers_walks_begin_half_at_random_and_end_at_the_goal():
         question, strolled = row["prompt"].split("=")
         begun.append(len(strolled) // 2)
         assert judged(strolled + row["completion"]) and row["answer"] == question + "="
-    assert max(begun) == 8 and min(begun) >= 0
+    assert set(begun) == {8}  # the goal is further away
 
 
 def test_the_models_are_made_with_their_files(tmp_path, monkeypatch, capsys):

@@ -544,6 +544,25 @@ def test_a_sampling_role_on_fsdp_gathers_weights_to_decode() -> None:
     assert split.column("weights") == pytest.approx(weights / 2, rel=1e-3)  # norms are not split
 
 
+def test_a_role_has_the_caches_of_what_it_samples() -> None:
+    """Slots share the prompts of a batch, with four samples of each, and not those of evaluations,
+    with one. The teacher samples only for these, and with `distill.seq_kd` for both."""
+
+    def caches(role: str, **changes: Any) -> dict[str, int]:
+        given = {"group_size": 4, "data__eval": "arithmetic", "eval__teacher": True} | changes
+        found = plan("actor=2,rollout=2,teacher=4", **given).accounts[role].entries
+        cached = [x for x in found if x.column == "cache" and x.phase and "decode" in x.phase]
+        return {x.phase or "": x.bytes for x in cached if x.name == "KV cache"}
+
+    rollout, both = (
+        caches(role, distill__seq_kd=True, distill__on_policy_fraction=0.5)
+        for role in ("rollout", "teacher")
+    )
+    assert list(rollout) == list(both) == ["decode", "decode for evaluations"]
+    assert rollout["decode"] < rollout["decode for evaluations"]
+    assert caches("teacher") == {"decode": both["decode for evaluations"]}
+
+
 def test_the_disk_that_checkpoints_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     n = QWEN_1_5B.n_params  # float32 parameters and two float32 moments
     config = Config.parse(BASE)

@@ -361,8 +361,8 @@ def test_the_work_of_a_step_follows_its_algorithm():
     assert twice[4] == forward and twice[5].flops == 2 * 264 * 32 * 16
     prefill, decode = one["rollout", "generate"]
     assert prefill.bytes == 2 * block_params(c) * 4
-    context = 4 + 2  # of the mean prompt, and half a completion
-    keys = 16 * context * 2 * c.n_layers * c.n_kv_heads * c.head_dim
+    read = 4 / 2 + 2  # of the mean prompt, which two completions share, and half a completion
+    keys = 16 * read * 2 * c.n_layers * c.n_kv_heads * c.head_dim
     assert decode.bytes == (2 * 4 * (block_params(c) + 264 * 32) + keys) * 4
 
 

@@ -121,6 +121,14 @@ def test_decoding_reads_the_weights_at_each_step_and_the_keys_of_each_token():
     assert twice.bytes - work.bytes == 3 * held * 2 and twice.flops == work.flops
 
 
+def test_tokens_that_share_a_prompt_read_its_keys_once():
+    """Of four samples each with a prompt of 8 tokens before it, and 2 of its own on average."""
+    given = {"context": 10, "tokens": 6, "steps": 3, "itemsize": 2}
+    copied, shared = decode_work(MODEL, **given), decode_work(MODEL, **given, read=8 / 4 + 2)
+    keys = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 6
+    assert copied.bytes - shared.bytes == keys * 6 * 2 and copied.flops == shared.flops
+
+
 def test_a_divergence_has_two_heads_forward_and_the_students_backward():
     forward = head_work(264, 32, 7, 4).flops + head_work(264, 48, 7, 4).flops
     backward = 2 * head_work(264, 32, 7, 4).flops

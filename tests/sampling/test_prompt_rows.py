@@ -52,10 +52,27 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     for slot, sample in left.items():  # each shard keeps its own
         shard = slot // slots
         seated[2 * shard + sum(s // 2 == shard for s in seated)] = sample
+    before = rows.count, rows.seats
     kept = rows.shrink(seated, 2).reshape(shards, -1)
-    assert kept.shape[1] == rows.count <= 2 and rows.seats <= 2
+    assert (kept.shape[1], rows.count, rows.seats) == (
+        min(before[0], 2),
+        *(min(n, 2) for n in before),
+    )
     held = np.take_along_axis(held, kept, 1)
     check()
+
+
+def test_the_sizes_of_fewer_slots_do_not_depend_on_who_is_left() -> None:
+    """Of 8 prompts with 4 samples each: a sample of each, or two prompts with all of theirs."""
+    sizes = set()
+    for left in ([(prompt, 0) for prompt in range(8)], [(p, s) for p in (3, 5) for s in range(4)]):
+        rows = PromptRows(1, 32, 4, 8)
+        every = {4 * p + s: Unfinished(p, p, s, 1, 1) for p in range(8) for s in range(4)}
+        rows.admit(every)
+        seated = {slot: every[4 * p + s] for slot, (p, s) in enumerate(left)}
+        rows.shrink(seated, 8)
+        sizes.add(tuple(x.shape for x in rows.table(seated, dict.fromkeys(range(8), 100))))
+    assert sizes == {((8, 4), (8,), (8,))}
 
 
 @pytest.mark.parametrize(
