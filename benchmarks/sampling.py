@@ -12,12 +12,13 @@ samples of a prompt share its keys and values, and where each slot has a copy of
 
     python benchmarks/sampling.py --cases shared copied --prompts 4 --group 4 --prompt 1024
 
-`paged` is `shared` where a pool of pages holds a part of what the slots could (`--pool`).
+`paged` is `shared` with a pool of pages for a part of what the slots could hold (`--pool`).
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -40,11 +41,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     cases = make_cases(arguments, config, rng)
     stats: dict[str, list[EngineStats]] = {name: [] for name in cases}
+    cpu: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(arguments.repeats + 1):
         for name, case in cases.items():
+            started = time.process_time()
             told = case.run(params)
             if i > 0:  # the first round compiles
                 stats[name].append(told)
+                cpu[name].append(time.process_time() - started)
     machine = common.ceilings(
         arguments.dtype,
         (arguments.slots, config.d_model, config.d_ff),
@@ -66,6 +70,7 @@ def main() -> None:
             "prefill_rows": last.prefill_rows,
             "prefill_seconds": common.rounded(median(s.prefill_seconds for s in stats[name])),
             "decode_seconds": common.rounded(median(s.decode_seconds for s in stats[name])),
+            "cpu_seconds": common.rounded(median(cpu[name])),
             "launches": last.launches,
             "sent_back": last.sent_back,
             "read_again": last.read_again,
@@ -73,7 +78,7 @@ def main() -> None:
     speedup = {}
     for fast, slow in (("refill", "naive"), ("shared", "copied"), ("paged", "shared")):
         if {fast, slow} <= figures.keys():
-            for of in ("seconds", "decode_seconds"):
+            for of in ("seconds", "decode_seconds", "cpu_seconds"):
                 ratio = figures[slow][of] / figures[fast][of]
                 speedup[f"{of}_{fast}_over_{slow}"] = common.rounded(ratio)
     print(common.line(arguments, machine, figures, benchmark="sampling", **speedup))
