@@ -231,7 +231,8 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         index = np.where(rows < n, rows, -1).astype(np.int32).reshape(place.shape)
         return [state, filled(frozen, below), filled(batch, below), put(index, place.sharding)]
     if program.name == "decode":
-        params, cache, table, number, knobs, prompts = given
+        params, cache, table, number, knobs, prompts, pages = given
+        assert pages is None, "rollout.cache_tokens is not measured"
         slots, longest = table.shape[0], cache[0][0].shape[decode.POSITIONS]
         steps = program.kwargs["n_tokens"]
         columns = np.zeros((slots, 6), np.int32)
@@ -251,6 +252,7 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
             put(np.int32(slots + 1), number.sharding),
             jax.tree.map(lambda x, s: put(np.asarray(x), s.sharding), sampling, knobs),
             prompts,
+            pages,
         ]
     found = [filled(a, below) for a in given]
     if program.name == "prefill":
