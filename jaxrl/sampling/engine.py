@@ -94,8 +94,6 @@ class EngineStats:
     """Time for launches, until their tokens are on the host."""
     turns: int = 0
     """Turns of the model in episodes."""
-    answer_tokens: int = 0
-    """Tokens of environments, which were read and not sampled."""
     waiting_seconds: float = 0.0
     """Time in which all slots waited for environments."""
     seconds: float = 0.0
@@ -674,7 +672,6 @@ class _Run:
         least, most = ANSWER_TOKENS
         parts: dict[tuple[int, int], list[tuple[Unfinished, int, list[int]]]] = {}
         for sample, before in answered:
-            self.stats.answer_tokens += len(sample.tokens) - before
             unread = sample.tokens[before - 1 : -1]
             at = len(self.prompts[sample.prompt]) + before - 1
             if sample.was_cut and self.engine.config.n_recurrent:  # a state has no way back
