@@ -378,8 +378,9 @@ class RolloutConfig(RoleConfig):
     """Most completion tokens whose keys and values a device holds at once, of all its slots
     together: memory for the tokens that exist instead of for `max_new_tokens` in every slot. It
     is divided into pages of 64 tokens, which completions take as they grow, and must hold the
-    longest completion. If too few pages are left, the youngest completion waits, and its tokens are
-    read again later, which changes numbers by rounding. null: every slot has room for
+    longest completion. Completions share no page, so that 64 tokens for each slot are the least
+    with which all are used. If too few pages are left, the youngest completion waits, and its
+    tokens are read again later, which changes numbers by rounding. null: every slot has room for
     `max_new_tokens`."""
     merge: Flag = False
     """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,

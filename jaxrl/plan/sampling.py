@@ -195,10 +195,13 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
     of = max(forms(m, "rollout", model, stacked=False).values())
     sizes = ((of.pages, PAGE), (of.slots, of.positions))
     pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
+    room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
+    if of.pages < of.slots:
+        room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
     return (
         f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {pool:.2f} GB; its"
-        f" {of.slots} slots with {of.positions} tokens each would take {slots:.2f} GB. They hold"
-        f" all slots at {of.pages * PAGE // of.slots} tokens each; beyond that the youngest wait"
+        f" {of.slots} slots with {of.positions} tokens each would take {slots:.2f} GB. {room};"
+        " where pages run out, the youngest sample waits"
     )
 
 

@@ -485,7 +485,10 @@ def test_a_pool_of_pages_is_counted_and_explained(group: int) -> None:
     assert {e.name: e.bytes for e in entries}["KV cache"] >= 16 * 512 * token
     [note] = [note for note in found.notes if "rollout.cache_tokens=2048" in note]
     assert "32 pages of 64 tokens take 0.06 GB" in note and "16 slots" in note
-    assert "would take 0.23 GB" in note and "at 128 tokens each" in note
+    assert "would take 0.23 GB" in note and "room for 128 tokens" in note
+    few = plan(mesh, max_new_tokens=512, **changes, **PAGED | {"rollout.cache_tokens": 513})
+    [note] = [note for note in few.notes if "rollout.cache_tokens=513" in note]
+    assert "no more than 9 slots are used at once" in note
     more = plan(mesh, max_new_tokens=512, **changes, **PAGED | {"rollout.cache_tokens": 10**6})
     decoding = [e for e in more.accounts["rollout"].entries if e.phase == "decode"]
     assert {e.name: e.bytes for e in decoding}["KV cache"] == 16 * 512 * token  # all that can be
