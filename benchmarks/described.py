@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.aot.abstract import Program
 from jaxrl.aot.check import compile_program
 from jaxrl.aot.hlo import Graphs, read
-from jaxrl.aot.programs import Program, RunPrograms
+from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of

@@ -36,9 +36,9 @@ from described import (
 )
 
 import jaxrl
+from jaxrl.aot.abstract import Program
 from jaxrl.aot.costs import Links, launch_seconds, part_seconds, stage_costs
 from jaxrl.aot.machine import GPUS
-from jaxrl.aot.programs import Program
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig

@@ -24,11 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
+from jaxrl.aot.abstract import Program
 from jaxrl.aot.apart import Died, apart
 from jaxrl.aot.costs import Traffic, counted_bytes
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
-from jaxrl.aot.programs import Program, RunPrograms
+from jaxrl.aot.programs import RunPrograms
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown

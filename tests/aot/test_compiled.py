@@ -30,9 +30,9 @@ from compiled_runs import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.aot.abstract import Program, local_bytes, shaped
 from jaxrl.aot.hlo import read
 from jaxrl.aot.machine import machine, prepare
-from jaxrl.aot.programs import Program, local_bytes, shaped
 from jaxrl.models import bert
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import compiling_for, target_of

@@ -15,7 +15,7 @@ import pytest
 from described import SIZES, arguments, describe, filled
 from gpu_sections import SECTIONS, Bench
 
-from jaxrl.aot.programs import local_bytes
+from jaxrl.aot.abstract import local_bytes
 from jaxrl.sampling import decode
 
 TINY = SIZES["tiny"]
