@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
 from jaxrl.errors import UserError, near, short
+from jaxrl.process.plain import finite
 
 ROLES = ("user", "tool", "system")
 """Whose words may follow a turn of the model."""
@@ -100,11 +100,8 @@ def shown(value: object) -> str:
 def _reward(value: object) -> float | None:
     if value is None:
         return None
-    try:
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite(value)
+    if number is None:
         raise UserError(
             f"`step` returned the reward {shown(value)}: it must be a finite number, or None"
         )

@@ -14,7 +14,6 @@ import asyncio
 import importlib
 import inspect
 import logging
-import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any, Literal, TypeGuard
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, short
 from jaxrl.process.guard import Say
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.plain import JsonObject, finite
 from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -219,11 +218,8 @@ def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
 def _number(name: str, value: object) -> float | None:
     if value is None:
         return None
-    try:
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a huge whole
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite(value)
+    if number is None:
         raise UserError(
             f"{name} returned {_shown(value)} for a completion: it must be a finite number, or None"
             " where the function cannot judge"
