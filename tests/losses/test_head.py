@@ -124,7 +124,7 @@ def make_loss(name, mesh=None):
 
 
 @pytest.mark.parametrize(
-    ("beta", "term"), [(0.0, TERM), (0.3, None), (0.3, TERM), (1.0, None)], ids=str
+    ("beta", "term"), and_slow([(0.0, TERM), (0.3, TERM), (1.0, None)], [(0.3, None)]), ids=str
 )
 def test_divergence_is_the_dense_one(beta, term):
     settings = {"beta": beta, "temperature": 1.3, "term": term}

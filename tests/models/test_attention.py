@@ -301,7 +301,7 @@ def test_completions_that_share_a_prompt_have_its_sinks_once(
     whole = [
         np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in ((tokens, completions), (real, live))
     ]
-    packing = pack(Sequences(*whole, live, 2))
+    packing = jax.jit(pack)(Sequences(*whole, live, 2))
     n = packing.tokens.shape[1]
     q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
     found, expected = (

@@ -122,12 +122,12 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
             ("gpt_oss", "unstacked"),
             ("gemma3", "stacked"),
             ("qwen3_5", "unstacked"),
-            ("qwen3_5", "stacked"),
             ("gemma4_moe", "unstacked"),
             ("gemma4_shared", "unstacked"),
             ("gemma4_shared", "stacked"),
         ],
         [
+            ("qwen3_5", "stacked"),
             ("phi3", "unstacked"),
             ("gemma4", "unstacked"),
             ("qwen2", "stacked"),

@@ -126,14 +126,10 @@ def teacher_forced_logprobs(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"slots": 1},
-        {"slots": 16},
-        {"min_free": 1},
-        {"launch_tokens": 1},
-        {"launch_tokens": 5, "check_every": 5},
-        {"min_free": 4},
-    ],
+    and_slow(
+        [{"slots": 1}, {"slots": 16}, {"min_free": 1}, {"launch_tokens": 5, "check_every": 5}],
+        [{"launch_tokens": 1}, {"min_free": 4}],
+    ),
     ids=str,
 )
 def test_tokens_do_not_depend_on_slots_or_launches(options: dict[str, int]) -> None:
