@@ -20,6 +20,7 @@ from jaxrl.formats.hf import write_folder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, join
 
+computed = jax.jit(loss_and_logits, static_argnums=0)
 RAW = {"model_type": "llama", "rope_theta": 1e4, **BASE, **ADAPTED}
 
 
@@ -58,7 +59,7 @@ def test_logits_are_those_of_peft(folders):
     assert lora.scale == pytest.approx(6 / np.sqrt(2))  # of use_rslora
     trained = source.with_lora(lora)
     beside = join(trained.load(), trained.load_adapters(None, np.float32, 0))
-    _, found = loss_and_logits(trained.config, beside, tokens, mask)
+    _, found = computed(trained.config, beside, tokens, mask)
     np.testing.assert_allclose(found[mask], theirs[mask], rtol=0, atol=1e-4)
 
 
@@ -240,7 +241,7 @@ def test_projections_that_share_a_tensor_share_an_adapter(fused):
     assert jax.tree.structure(loaded) == jax.tree.structure(moved)
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
     tokens, mask = batch(BASE["vocab_size"])
-    _, beside = loss_and_logits(trained.config, join(trained.load(), moved), tokens, mask)
+    _, beside = computed(trained.config, join(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 
@@ -274,7 +275,7 @@ def test_each_expert_has_a_pair_in_the_file(mixture):
     assert jax.tree.structure(loaded) == jax.tree.structure(moved)
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(moved)))
     tokens, mask = batch(config.vocab_size)
-    _, beside = loss_and_logits(config, join(trained.load(), moved), tokens, mask)
+    _, beside = computed(config, join(trained.load(), moved), tokens, mask)
     read = np.asarray(load_model(folder).logits(tokens, mask))
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 

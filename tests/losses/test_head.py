@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -123,7 +124,7 @@ def make_loss(name, mesh=None):
 
 
 @pytest.mark.parametrize(
-    ("beta", "term"), [(0.0, TERM), (0.3, None), (0.3, TERM), (1.0, None)], ids=str
+    ("beta", "term"), and_slow([(0.0, TERM), (0.3, TERM), (1.0, None)], [(0.3, None)]), ids=str
 )
 def test_divergence_is_the_dense_one(beta, term):
     settings = {"beta": beta, "temperature": 1.3, "term": term}
@@ -220,11 +221,7 @@ def every_loss(shape=None):
     return jax.jit(lambda h, w: [f(h, w) for f in both])(HIDDEN, HEAD)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [s if s == (2, 2, 2) else pytest.param(s, marks=pytest.mark.slow) for s in MESHES],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", and_slow(MESHES[3:], [(shape,) for shape in MESHES[:3]]), ids=str)
 def test_eight_devices_are_one(shape):
     """With sizes that the mesh does not divide, and teacher rows that the student does not have."""
     for many, one in zip(every_loss(shape), every_loss(), strict=True):
@@ -233,11 +230,7 @@ def test_eight_devices_are_one(shape):
 
 @pytest.mark.parametrize(
     ("shape", "lean"),
-    [
-        ((1, 8, 1), False),
-        ((2, 2, 2), False),
-        ((1, 2, 4), True),
-    ],
+    and_slow([((2, 2, 2), False), ((1, 2, 4), True)], [((1, 8, 1), False)]),
     ids=str,
 )
 def test_eight_devices_are_one_with_heads_split_by_the_rules(shape, lean):

@@ -1,5 +1,7 @@
 """Losses on logits c tanh(z / c) are the dense ones, value and gradient, on any mesh."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,15 @@ def loss(name, hidden, head, theirs, mesh):
     return divergence_from_hidden(hidden, head, TEACHER, TEACHER_HEAD, MASK, **options)[0]
 
 
+def both(f):
+    return jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(HIDDEN, HEAD)
+
+
+@cache
+def expected_of(name, theirs):
+    return both(lambda h, w: dense_loss(name, h, w, theirs))
+
+
 @pytest.mark.parametrize("shape", [None, (1, 2, 4)])
 @pytest.mark.parametrize(
     ("name", "theirs"),
@@ -86,12 +97,7 @@ def loss(name, hidden, head, theirs, mesh):
 )
 def test_value_and_gradient_are_those_of_capped_logits(name, theirs, shape):
     mesh = None if shape is None else make_mesh(*shape)
-
-    def both(f):
-        return jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(HIDDEN, HEAD)
-
-    expected = both(lambda h, w: dense_loss(name, h, w, theirs))
-    found = both(lambda h, w: loss(name, h, w, theirs, mesh))
+    found, expected = both(lambda h, w: loss(name, h, w, theirs, mesh)), expected_of(name, theirs)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding
 from tiny_models import make_mesh, tiny_model
@@ -159,10 +160,15 @@ def test_the_calls_of_a_group_are_joined_to_the_attention_of_whole_rows(as_cudnn
     assert np.isfinite(run(q, shared, own, PROMPTS, LENGTHS)).all()
 
 
-REACHES = pytest.mark.parametrize(
-    ("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)]
-)
+REACH = [(True, None), (True, 3), (True, 1), (False, None)]
 """Of a token: all before it, a window, only itself, everything."""
+
+
+def reaches(name: str, default: list[int], more: list[int]) -> Any:
+    """Cases (causal, window, `name`): of the values that are `default` with each reach, and of
+    others that are slow."""
+    each = ([(*reach, value) for value in values for reach in REACH] for values in (default, more))
+    return pytest.mark.parametrize(("causal", "window", name), and_slow(*each))
 
 
 def reach(keys: Any, width: int, causal: bool, window: int | None) -> jax.Array:
@@ -173,9 +179,8 @@ def reach(keys: Any, width: int, causal: bool, window: int | None) -> jax.Array:
     return keys[:, None] & near & (before < (window or keys.shape[1] + 1))
 
 
-@pytest.mark.parametrize("behind", [0, 3])
 @pytest.mark.parametrize("blocks", [512, 4])
-@REACHES
+@reaches("behind", [3], [0])
 def test_a_window_counts_positions(
     causal: bool, window: int | None, behind: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,8 +203,7 @@ def test_a_window_counts_positions(
     assert_close(gradients(found, q, k, v), gradients(expected, q, k, v))
 
 
-@pytest.mark.parametrize("width", [C, 2 * C])  # odd, even
-@REACHES
+@reaches("width", [C], [2 * C])  # odd, even
 def test_a_row_of_any_width_is_attended_to_up_to_its_length(
     as_cudnn: None, width: int, causal: bool, window: int | None
 ) -> None:
@@ -214,7 +218,7 @@ def test_a_row_of_any_width_is_attended_to_up_to_its_length(
     assert_close(a, b)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 6])  # whole groups of heads, parts of one, of two
+@pytest.mark.parametrize("devices", and_slow([6], [2, 4]))  # parts of two groups of heads
 def test_each_device_picks_the_keys_of_its_heads(as_cudnn: None, devices: int) -> None:
     """12 heads in groups of 3."""
     q, k, v = arrays((2, C, 12, H), *[(2, C, 4, H)] * 2)
@@ -224,8 +228,7 @@ def test_each_device_picks_the_keys_of_its_heads(as_cudnn: None, devices: int) -
     assert_close(gradients(run, q, k, v), expected)
 
 
-@REACHES
-@pytest.mark.parametrize("width", [C, W + C])  # all the keys are its own, and with others before
+@reaches("width", [W + C], [C])  # with other keys before its own, and without
 def test_splash_attention_is_that_of_matrix_products(
     width: int, causal: bool, window: int | None
 ) -> None:
@@ -298,7 +301,7 @@ def test_completions_that_share_a_prompt_have_its_sinks_once(
     whole = [
         np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in ((tokens, completions), (real, live))
     ]
-    packing = pack(Sequences(*whole, live, 2))
+    packing = jax.jit(pack)(Sequences(*whole, live, 2))
     n = packing.tokens.shape[1]
     q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
     found, expected = (
@@ -414,9 +417,17 @@ def test_an_encoder_is_the_same_function_in_cudnn(
     assert_close(run(), expected)
 
 
-@pytest.mark.parametrize("width", [5, 8, 14])
-@pytest.mark.parametrize("behind", [0, 3])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("width", "behind", "causal"),
+    and_slow(
+        [(14, 3, True), (8, 0, True), (5, 3, False)],
+        [
+            *((width, behind, True) for width, behind in ((5, 0), (5, 3), (8, 3), (14, 0))),
+            *((width, 0, False) for width in (5, 8, 14)),
+            *((width, 3, False) for width in (8, 14)),
+        ],
+    ),
+)
 def test_attention_by_blocks_is_attention(
     width: int, behind: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,10 +467,19 @@ def test_long_rows_keep_no_scores(window: int | None, share: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [split_k, flash_decode], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("positions", [64, 320, 1024])
 @pytest.mark.parametrize(
-    ("dtype", "limit", "window"),
-    [*(("float32", 2e-6, window) for window in (None, 1, 100)), ("bfloat16", 1e-2, 100)],
+    ("positions", "dtype", "limit", "window"),
+    and_slow(
+        [
+            *((320, "float32", 2e-6, window) for window in (None, 1, 100)),
+            *((64, "float32", 2e-6, None), (1024, "bfloat16", 1e-2, 100)),
+        ],
+        [
+            *((64, "float32", 2e-6, window) for window in (1, 100)),
+            *((1024, "float32", 2e-6, window) for window in (None, 1, 100)),
+            *((positions, "bfloat16", 1e-2, 100) for positions in (64, 320)),
+        ],
+    ),
 )
 def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     positions: int,
@@ -491,10 +511,7 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [
-        *[("split-k", sizes) for sizes in ((2, 1, 2), (1, 1, 4))],
-        ("flash-decode", (1, 2, 2)),
-    ],
+    and_slow([("split-k", (1, 1, 4)), ("flash-decode", (1, 2, 2))], [("split-k", (2, 1, 2))]),
     ids=str,
 )
 def test_a_model_decodes_in_the_kernel(

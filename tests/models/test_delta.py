@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -53,22 +53,27 @@ def by_steps(mask: jax.Array, given: Inputs, filters: Filters) -> tuple[jax.Arra
     return jnp.moveaxis(out, 0, 1), kept
 
 
-@pytest.mark.parametrize("alike", [0.0, 1.0])
-def test_chunks_are_the_recurrence_step_by_step(alike: float) -> None:
-    """Of rows that end within a chunk, at its end and in the third one, values and gradients; also
-    where all keys are one and little is forgotten, whose changes nearly cancel."""
-    given, filters = inputs(3, 150, alike)
-    mask = jnp.arange(150)[None] < jnp.array([150, 128, 31])[:, None]
+ENDING = jnp.arange(150)[None] < jnp.array([150, 128, 31])[:, None]
+
+
+@cache
+def chunks_and_steps() -> list[Any]:
+    """Values and gradients of either, of rows that end within a chunk, at its end and in the third
+    one."""
 
     def sums(run: Any, given: Inputs, filters: Filters) -> Any:
-        out, kept = run(mask, given, filters)
-        out = jnp.where(mask[..., None, None], out, 0)
+        out, kept = run(ENDING, given, filters)
+        out = jnp.where(ENDING[..., None, None], out, 0)
         return jnp.sin(out).sum() + sum(jnp.sin(x).sum() for x in kept), (out, kept)
 
-    chunks, steps = (
-        jax.jit(jax.value_and_grad(partial(sums, run), (0, 1), has_aux=True))(given, filters)
-        for run in (partial(delta.recur_rows, SIZES, None), by_steps)
-    )
+    runs = partial(delta.recur_rows, SIZES, None), by_steps
+    return [jax.jit(jax.value_and_grad(partial(sums, run), (0, 1), has_aux=True)) for run in runs]
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_chunks_are_the_recurrence_step_by_step(alike: float) -> None:
+    """Also where all keys are one and little is forgotten, whose changes nearly cancel."""
+    chunks, steps = (run(*inputs(3, 150, alike)) for run in chunks_and_steps())
     for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(steps), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
@@ -89,38 +94,49 @@ def test_rows_in_two_parts_are_the_rows() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), kept, end)
 
 
-@pytest.mark.parametrize("axes", and_slow([(1, 1, 2, 2)], [None]), ids=str)
-def test_streams_hold_the_same_rows(axes: tuple[int, ...] | None) -> None:
-    """Rows by themselves, and groups that share a prompt, whose state and last inputs are then
-    those at the prompt's end, one of which is shorter than the convolution; on a mesh too, where
-    `context` divides the tokens."""
+PROMPTS = np.repeat(np.random.RandomState(3).randint(3, 64, (4, 7)), 2, 0)
+REAL = np.arange(7)[None] >= np.repeat([0, 5, 2, 6], 2)[:, None]
+COMPLETIONS = np.random.RandomState(4).randint(3, 64, (8, 6))
+LIVE = np.arange(6)[None] < np.array([6, 1, 3, 2, 0, 4, 6, 5])[:, None]
+
+
+def scored(axes: tuple[int, ...] | None, group: int) -> Any:
+    """Value and gradient of hidden states, which are there too: of rows (group 0) or streams."""
     mesh = None if axes is None else make_mesh(*axes)
     config, params = tiny_model("qwen3_5", mesh)
-    draw = np.random.RandomState(3)
-    prompts = np.repeat(draw.randint(3, config.vocab_size, (4, 7)), 2, 0)
-    real = np.arange(7)[None] >= np.repeat([0, 5, 2, 6], 2)[:, None]
-    completions = draw.randint(3, config.vocab_size, (8, 6))
-    live = np.arange(6)[None] < np.array([6, 1, 3, 2, 0, 4, 6, 5])[:, None]
-    tokens = jnp.asarray(np.concatenate([prompts, completions], 1), jnp.int32)
-    mask = jnp.asarray(np.concatenate([real, live], 1))
+    tokens = jnp.asarray(np.concatenate([PROMPTS, COMPLETIONS], 1), jnp.int32)
+    mask = jnp.asarray(np.concatenate([REAL, LIVE], 1))
 
-    def scored(params: Any, group: int) -> tuple[jax.Array, jax.Array]:
+    def run(params: Any) -> tuple[jax.Array, jax.Array]:
         if group:
-            packing = pack(Sequences(tokens, mask, jnp.asarray(live), group), mesh)
+            packing = pack(Sequences(tokens, mask, jnp.asarray(LIVE), group), mesh)
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh, remat="full")
             own = packing.unpack(packing.predicting(hidden, mesh))
         else:
             own = decoder.forward(config, params, tokens, mask, mesh=mesh)[:, 6:-1]
-        own = jnp.where(live[..., None], own, 0)
+        own = jnp.where(LIVE[..., None], own, 0)
         return jnp.sin(own).sum(), own
 
-    run = jax.jit(jax.value_and_grad(scored, has_aux=True), static_argnums=1)
-    expected = run(params, 0)
-    for group in (1, 2):
-        for a, b in zip(
-            jax.tree.leaves(run(params, group)), jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(run, has_aux=True))(params))
+
+
+@cache
+def of_rows() -> Any:
+    """On one device."""
+    return scored(None, 0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "group"),
+    and_slow([((1, 1, 2, 2), 2), (None, 1)], [((1, 1, 2, 2), 0), ((1, 1, 2, 2), 1), (None, 2)]),
+    ids=str,
+)
+def test_streams_hold_the_same_rows(axes: tuple[int, ...] | None, group: int) -> None:
+    """Rows by themselves, and groups that share a prompt, whose state and last inputs are then
+    those at the prompt's end, one of which is shorter than the convolution; on a mesh too, where
+    `context` divides the tokens."""
+    for a, b in zip(scored(axes, group), of_rows(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

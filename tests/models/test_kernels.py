@@ -209,8 +209,8 @@ def test_padding_to_an_even_width_changes_no_hidden_state():
     tokens = np.array([[5, 6, 7, 8, 9]], np.int32)
     mask = np.ones_like(tokens, bool)
     wide = [np.pad(x, ((0, 0), (3, 60))) for x in (tokens, mask)]
-    hidden = forward(CONFIG, params, jnp.asarray(tokens), jnp.asarray(mask))
-    padded = forward(CONFIG, params, *map(jnp.asarray, wide))[:, 3:8]
+    run = jax.jit(forward, static_argnums=0)
+    hidden, padded = run(CONFIG, params, tokens, mask), run(CONFIG, params, *wide)[:, 3:8]
     np.testing.assert_allclose(padded, hidden, rtol=1e-5, atol=1e-5)
 
 

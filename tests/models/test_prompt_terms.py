@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from tiny_models import NAMES, make_mesh, tiny_config, tiny_model
 
 from jaxrl.models import attention, cached, flash_decode, split_k
@@ -63,15 +64,48 @@ def paged(own: np.ndarray, at: np.ndarray, shards: int, size: int) -> tuple[np.n
     return pool.reshape(-1, *pool.shape[2:]), Pages(owners.reshape(-1), firsts.reshape(-1), table)
 
 
-@pytest.mark.parametrize("in_pages", [False, True], ids=["", "pages"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def given(with_sinks: bool) -> tuple[Any, ...]:
+    """Queries, the keys and values of slots, those of prompts, and sinks."""
+    slots, heads, kv, width, h = 8, 4, 2, 128, 16
+    own = random(slots, kv, width, h), random(8, kv, 128, h) + 1
+    prompts = random(3, kv, width, h) - 1, random(3, kv, width, h) + 2
+    sinks = (np.array([0.5, -1.0, 3.0, -20.0], np.float32),) * with_sinks
+    return random(slots, 1, heads, h), own, prompts, sinks
+
+
+@cache
+def of_copies(window: int | None, with_sinks: bool) -> np.ndarray:
+    """What slots read that have copies of their prompts."""
+    q, owns, prompts, sinks = given(with_sinks)
+    whole = []
+    for own, shared in zip(owns, prompts, strict=True):
+        slots, kv, width, h = own.shape
+        both = np.zeros((slots, kv, 2 * width, h), np.float32)
+        for slot, prompt in enumerate(PROMPT_OF):
+            n, m = LENGTHS[prompt], OWN[slot] + 1
+            both[slot, :, :n] = shared[prompt, :, :n]
+            both[slot, :, n : n + m] = own[slot, :, :m]
+        whole.append(both)
+    positions = jnp.asarray(LENGTHS[PROMPT_OF] + OWN)
+    attend = attention.step_attender(None, positions, 256, None, window)
+    return np.asarray(jax.jit(attend)(q, *whole, *sinks))
+
+
+@pytest.mark.parametrize(
+    ("with_sinks", "in_pages"),
+    and_slow([(False, False), (True, True)], [(False, True), (True, False)]),
+    ids=["", "sinks-pages", "pages", "sinks"],
+)
 @pytest.mark.parametrize(
     ("kernel", "window", "axes"),
-    [
-        *((None, window, axes) for window in (None, 2, 80) for axes in ((1, 1, 1), (2, 1, 2))),
-        *((kernel, None, (1, 1, 1)) for kernel in ("split-k", "flash-decode")),
-        *((kernel, None, (2, 1, 4)) for kernel in (None, "split-k", "flash-decode")),
-    ],
+    and_slow(
+        [
+            *((None, None, (1, 1, 1)), *((None, window, (2, 1, 2)) for window in (2, 80))),
+            *((kernel, None, (1, 1, 1)) for kernel in ("split-k", "flash-decode")),
+            *((kernel, None, (2, 1, 4)) for kernel in (None, "split-k", "flash-decode")),
+        ],
+        [(None, 2, (1, 1, 1)), (None, 80, (1, 1, 1)), (None, None, (2, 1, 2))],
+    ),
     ids=str,
 )
 def test_attention_in_two_terms_is_attention_to_copies(
@@ -87,19 +121,9 @@ def test_attention_in_two_terms_is_attention_to_copies(
     monkeypatch.setattr(flash_decode, "BLOCK_BYTES", 1 << (16 if in_pages else 14))  # four pages
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
-    slots, heads, kv, width, own_width, h = 8, 4, 2, 128, 128, 16
-    q, k, v = random(slots, 1, heads, h), random(slots, kv, own_width, h), random(8, kv, 128, h) + 1
-    prompt_k, prompt_v = random(3, kv, width, h) - 1, random(3, kv, width, h) + 2
-    sinks = (np.array([0.5, -1.0, 3.0, -20.0], np.float32),) * with_sinks
+    q, (k, v), (prompt_k, prompt_v), sinks = given(with_sinks)
+    expected = of_copies(window, with_sinks)
     positions = LENGTHS[PROMPT_OF] + OWN
-    whole_k, whole_v = np.zeros((2, slots, kv, width + own_width, h), np.float32)
-    for slot, prompt in enumerate(PROMPT_OF):
-        n, m = LENGTHS[prompt], OWN[slot] + 1
-        for whole, shared, own in ((whole_k, prompt_k, k), (whole_v, prompt_v, v)):
-            whole[slot, :, :n] = shared[prompt, :, :n]
-            whole[slot, :, n : n + m] = own[slot, :, :m]
-    copied = attention.step_attender(None, jnp.asarray(positions), 256, None, window)
-    expected = jax.jit(copied)(q, whole_k, whole_v, *sinks)
     mesh = None if axes == (1, 1, 1) else make_mesh(*axes)
     shards, pages = axes[0], None
     if in_pages:
@@ -120,9 +144,12 @@ def test_attention_in_two_terms_is_attention_to_copies(
 
 
 SHARING = [name for name in NAMES if tiny_config(name).n_recurrent == 0]
+FEW = ["qwen2", "gpt_oss", "gemma4_shared", "gemma4_unified"]
+"""With windows, sinks, experts, layers of two shapes, keys that are values, and layers that borrow:
+others are made of the same parts."""
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", and_slow(FEW, [name for name in SHARING if name not in FEW]))
 def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     """Two prompts of three samples each, three tokens behind them: hidden states are those of slots
     with copies. Families with windows, sinks, experts, and layers that borrow among them."""
@@ -135,8 +162,9 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     )
     mask = np.arange(10)[None] < lengths[:, None]
     held = jax.jit(partial(cached.prefill, config))(params, prompts, mask)[1]
-    copied = jax.tree.map(lambda x: jnp.pad(x[prompt_of], [(0, 0), (0, 0), (0, 4), (0, 0)]), held)
-    own = jax.tree.map(lambda x: jnp.zeros((6, *x.shape[1:2], 8, x.shape[3])), held)
+    held = jax.device_get(held)
+    copied = jax.tree.map(lambda x: np.pad(x[prompt_of], [(0, 0), (0, 0), (0, 4), (0, 0)]), held)
+    own = jax.tree.map(lambda x: np.zeros((6, *x.shape[1:2], 8, x.shape[3]), x.dtype), held)
     starts = jnp.asarray(lengths[prompt_of])
     shared = cached.Shared(held, Seats(*map(jnp.asarray, seats_of(prompt_of, lengths, 1))), starts)
     step: Any = jax.jit(partial(cached.decode, config), static_argnames="used")

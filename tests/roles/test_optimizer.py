@@ -49,20 +49,22 @@ def test_schedules_by_hand():
     assert cosine[5] == pytest.approx(0.05) and cosine == sorted(cosine, reverse=True)
 
 
+@jax.jit
+def loss(p):
+    return sum(jnp.sum((x - 0.3) ** 2) for x in jax.tree.leaves(p))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_goes_downhill(name):
     params = random_params(MODEL)
     optimizer = make_optimizer(config(name=name, learning_rate=1e-3), 10, jnp.float32)
-
-    def loss(p):
-        return sum(jnp.sum((x - 0.3) ** 2) for x in jax.tree.leaves(p))
 
     @jax.jit
     def step(params, state):
         changes, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, changes), state
 
-    state, before = optimizer.init(params), float(loss(params))
+    state, before = jax.jit(optimizer.init)(params), float(loss(params))
     for _ in range(3):
         params, state = step(params, state)
     assert float(loss(params)) < before

@@ -147,16 +147,16 @@ def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> Non
     ("config", "options"),
     [
         (CONFIG, {"slots": 1}),
-        (CONFIG, {"slots": 16, "layout": "stacked"}),
-        (CONFIG, {"shape": (1, 2, 2)}),
-        (BORROWS, {"slots": 16, "layout": "stacked", "shape": (1, 2, 2)}),
+        (CONFIG, {"slots": 16, "launch_tokens": 6, "layout": "stacked"}),
+        (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
+        (BORROWS, {"slots": 16, "launch_tokens": 6, "layout": "stacked", "shape": (1, 2, 2)}),
     ],
     ids=["a slot", "states stacked", "states divided", "borrows"],
 )
 def test_tokens_depend_on_seeds_and_prompts_alone(
     config: DecoderConfig, options: dict[str, Any]
 ) -> None:
-    """Not on slots and their shrinking, layouts or devices."""
+    """Not on slots and their shrinking, launches, layouts or devices."""
     for a, b in zip(generate(config=config, **options), reference(config), strict=True):
         assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)

@@ -17,6 +17,7 @@ from references.tiny import CASES, random_tensors
 from jaxrl.formats import weights
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.lora import frozen_and_trained
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
@@ -95,6 +96,13 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Any:
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
     return jax.tree_util.tree_map_with_path(leaf, parameters.abstract_params(config))
+
+
+def random_adapters(config: DecoderConfig, seed: int = 0) -> Any:
+    """Both factors of adapters, neither of them 0, stacked: numpy draws them."""
+    draw = np.random.default_rng(seed)
+    _, like = frozen_and_trained(parameters.abstract_params(config))
+    return jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.15, x.shape), x.dtype), like)
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> Mesh:
