@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_pair
 
 from jaxrl import Config
@@ -178,7 +179,9 @@ def test_what_was_trained_over_a_quantised_base_is_read_over_it(models, quantise
     assert abs(on.metrics[1]["policy/kl_k3"]) < 1e-6  # of the reference, which has merged weights
 
 
-@pytest.mark.parametrize("offloaded", [[], ["offload.frozen=true"]], ids=["", "offloaded"])
+@pytest.mark.parametrize(
+    "offloaded", and_slow([["offload.frozen=true"]], [[]]), ids=["offloaded", ""]
+)
 def test_the_reference_is_the_base_without_another_copy(models, tmp_path, offloaded):
     """GSPO with a penalty: the policy starts at the reference, and moves away from it. What the
     actor keeps is not offloaded with the reference."""
