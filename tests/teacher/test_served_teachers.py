@@ -149,7 +149,7 @@ ROUTED, MIXED = (
         ("hidden", ROUTED, 2, ["distill.entropy_aware=true"]),
         ("topk", ROUTED, 1, ["distill.entropy_aware=true", "distill.distill_temperature=2"]),
         ("hidden", MIXED, 1, ["distill.mixture=geometric"]),
-        ("sampled", MIXED, 2, ["distill.mixture=arithmetic"]),
+        ("sampled", MIXED, 1, ["distill.mixture=arithmetic"]),
         ("student_topk", MIXED, 1, ["distill.mixture=arithmetic"]),
     ],
 )
