@@ -126,12 +126,17 @@ def quantised(models, tmp_path_factory):
     return run(models[:1], place / "run", *GSPO, *QLORA, "steps=2", "checkpoint.every=1")
 
 
-def test_a_quantised_base_is_the_base_everywhere(models, quantised, tmp_path):
-    """The rollout samples from what is trained, and the reference is its start; on other devices,
-    with the rollout elsewhere or merged, nothing is different."""
+def test_a_quantised_base_is_the_base_everywhere(quantised):
+    """The rollout samples from what is trained, and the reference is its start."""
     kl = [row["policy/kl_k3"] for row in quantised.metrics[1:]]
     assert abs(kl[0]) < 1e-6 < abs(kl[-1])
     assert max(row["policy/mismatch_k3"] for row in quantised.metrics[1:]) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_quantised_base_is_the_same_on_other_devices(models, quantised, tmp_path):
+    """With each role elsewhere, and the rollout's copy merged. In the default suite the mixtures'
+    adapters over experts in 4 bits are divided and merged so."""
     apart = "mesh=actor=2,rollout=1,reference=1"
     two = run(models[:1], tmp_path / "two", *GSPO, *QLORA, apart, "rollout.merge=true", "steps=2")
     for name in ("policy/kl_k3", "policy/entropy", "reward/mean"):

@@ -24,7 +24,7 @@ from jaxrl.roles.update import ActorPrograms
 UNREAD: dict[str, Any] = {
     **dict.fromkeys(("run_dir", "name", "resume", "checkpoint", "logging", "compile_cache"), True),
     **dict.fromkeys(("deadlines", "eval", "mesh", "offload", "reference", "reward"), True),
-    "grouper": True,
+    **dict.fromkeys(("grouper", "profile"), True),
     "rollout": {"merge", "cache_tokens"},
     "teacher": {"prompt", "max_prompt_tokens", "num_microbatches", "cache"},
 }
