@@ -51,13 +51,13 @@ def sampled(aligner):
         for a in answers
     ]
     prompts = [Prompt(i, (5 + i, 6), "p", teacher_tokens=(9, 8 + i, 7)) for i in range(2)]
-    limits = {"pad_id": 0, "max_prompt_tokens": 8, "max_new_tokens": 32, "row_multiple": 4}
+    limits = {"pad_id": 0, "max_prompt_tokens": 8, "max_new_tokens": 16, "row_multiple": 4}
     return make_rollout(prompts, [each[:2], each[2:]], policy_version=1, **limits)
 
 
 def made(signal, *overrides):
     keys = ["teacher.tokenizer=own", f"distill.signal={signal}", f"distill.jsd_beta={BETA[signal]}"]
-    more = [f"distill.top_k={K}", "distill.chunk_tokens=7", "max_new_tokens=32"]
+    more = [f"distill.top_k={K}", "distill.chunk_tokens=7", "max_new_tokens=16"]
     return Config.load("builtin:quickstart", [*keys, *more, *overrides])
 
 

@@ -479,8 +479,16 @@ ONE_CLUSTER = {"subgroup": 1, "blend": 1, "size_weight": 1, "distinct": 0.1, "sm
 mmr."""
 
 
-@pytest.mark.parametrize("scaled", ["null", "true", "false"])
-@pytest.mark.parametrize("algorithm", REWARDED)
+BY_DEFAULT = [*((name, "null") for name in REWARDED), ("grpo", "true"), ("grpo", "false")]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "scaled"),
+    and_slow(
+        BY_DEFAULT,
+        [(name, x) for name in REWARDED for x in ("true", "false") if name != "grpo"],
+    ),
+)
 def test_one_cluster_has_the_advantage_of_the_algorithm(algorithm, scaled):
     """Of rewards times a constant, for the uses that multiply them: it divides out where the
     algorithm divides by the std, and stays where it does not."""
@@ -769,20 +777,19 @@ def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
     """Whether completions share their prompt's computation is a matter of memory and speed."""
     narrow, wide, given = two_widths()
     width = narrow.sequences.tokens.shape[1] - 8 + 4 * 8  # of a prompt with its completions
-    cases = {"whole": (narrow, "null"), "fits": (narrow, width), "does not": (narrow, width - 1)}
-    cases["wide, cut"] = wide, 447
+    cases = {"whole": (narrow, "null"), "fits": (narrow, width), "wide, cut": (wide, 447)}
     found = {}
     for name, (rollout, budget) in cases.items():
         sizes = ("batch_size=6", "group_size=4", f"actor.minibatches={minibatches}")
         cfg = config("gspo", *sizes, "actor.dtype=float32", f"actor.micro_batch_tokens={budget}")
-        one = actor(cfg, make_mesh(1, 2, 1), tmp_path)
+        one = actor(cfg, make_mesh(1, 1, 1), tmp_path)
         rows, groups, told = minibatches_of(one, (rollout, given), monkeypatch)
         found[name] = rows, groups, told, jax.device_get(one.state.params)
     rows, groups, told, params = found.pop("whole")
     assert len(rows) == minibatches and sorted(i for part in rows for i in part) == [*range(24)]
     if minibatches == 3:  # of whole prompts, which may share
         assert all(len({i // 4 for i in part}) == 2 for part in rows)
-        assert groups == {4} != found["does not"][1]
+        assert groups == found["fits"][1] == {4} != found["wide, cut"][1]
     for name, (again, _, metrics, moved) in found.items():
         assert again == rows, name
         assert_close(moved, params, 2e-6)

@@ -3,6 +3,7 @@ tables of all texts, and the loss is its expectation over all samples of the stu
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizers import END, made
+from cases import and_slow
 from tiny_models import make_mesh
 from tokenizers import Tokenizer, decoders, models
 
@@ -146,11 +148,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("signal", "beta"), [("hidden", 0.0), ("topk", 0.4), ("sampled", 1.0)])
-def test_the_student_learns_the_teachers_texts(case, signal, beta):
+BETAS = {"hidden": 0.0, "topk": 0.4, "sampled": 1.0}
+BY_DEFAULT = [
+    ("hidden", "the teacher joins three"),
+    ("hidden", "the student joins"),
+    ("topk", "the student joins three"),
+    ("topk", "the other way"),
+    ("sampled", "the teacher joins"),
+    ("sampled", "one joins two, the other three"),
+]
+
+
+@pytest.mark.parametrize(
+    ("signal", "case"),
+    and_slow(BY_DEFAULT, [pair for pair in product(BETAS, CASES) if pair not in BY_DEFAULT]),
+)
+def test_the_student_learns_the_teachers_texts(signal, case):
     student, teacher, shares = CASES[case]
-    lesson = Lesson(student, teacher, [*shares], [*shares.values()], signal, beta)
+    lesson = Lesson(student, teacher, [*shares], [*shares.values()], signal, BETAS[signal])
     best = lesson.student.of_texts(lesson.shares)
     moved = np.abs(lesson.learn(best, 1)[0] - best).max()
     start = lesson.student.of_texts(np.arange(1, len(shares) + 1))

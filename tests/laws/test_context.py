@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import GSPO, MESH, SHORT, losses, save_model
+from runs import GSPO, SHORT, save_model
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
@@ -24,6 +24,7 @@ from jaxrl.types import Sequences
 MODEL = DecoderConfig("llama", 48, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(1,))
 PROMPT, COMPLETION = 96, 928
 TOKENS = PROMPT + COMPLETION
+LEARNT = ("actor/grad_norm", "policy/entropy", "distill/divergence")
 
 
 def sequences() -> Sequences:
@@ -72,37 +73,28 @@ def test_a_layer_exchanges_heads_and_no_device_has_all_tokens_of_its_products():
 
 
 def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
-    """Every role that has the axis, prompts that a group shares, and samples of the teacher."""
+    """Every role that has the axis, prompts that a group shares, samples of the teacher, and
+    rewards beside what the teacher says."""
     models = {role: save_model(tmp_path / role, 32, 1, seed) for seed, role in enumerate("st")}
-    given = [f"student.model={models['s']}", f"teacher.model={models['t']}", "eval.teacher=true"]
+    given = [f"student.model={models['s']}", *GSPO, f"teacher.model={models['t']}"]
+    given += ["distill_weight=1", "policy.kl_coef=0.1"]
     found = []
     for name, more in {
-        "without": [MESH],
+        "without": ["mesh=actor=2,rollout=1,teacher+reference=1", "data.eval=null"],
         "with": [
-            "mesh=actor=4,rollout=2,teacher=2",
+            "mesh=actor=4,rollout=1,teacher+reference=2",
             "actor.parallel.context=2",
             "actor.parallel.tensor=2",
             "teacher.parallel.context=2",
+            "reference.parallel.context=2",
+            "eval.teacher=true",
         ],
     }.items():
         keys = [*SHORT, *given, *more, f"run_dir={tmp_path / name}"]
-        found.append(train(Config.load("builtin:quickstart", keys)))
-    plain, divided = map(losses, found)
-    np.testing.assert_allclose(divided, plain, rtol=1e-4)
-
-
-def test_rewards_teach_what_they_would_without(tmp_path: Path):
-    given = [f"student.model={save_model(tmp_path / 's', 32, 1, 0)}", *GSPO, "eval.every=0"]
-    found = []
-    for mesh in (
-        ["mesh=actor=2,rollout=1"],
-        ["mesh=actor=4,rollout=1", "actor.parallel.context=2"],
-    ):
-        keys = [*SHORT, *given, *mesh, f"run_dir={tmp_path / str(len(found))}"]
         rows = train(Config.load("builtin:quickstart", keys)).metrics[1:]
-        found.append([[row[key] for key in ("actor/grad_norm", "policy/entropy")] for row in rows])
+        found.append([[row[key] for key in LEARNT] for row in rows])
     np.testing.assert_allclose(*found, rtol=1e-4)
-    assert all(norm > 0 for norm, _ in found[0])
+    assert all(norm > 0 for norm, *_ in found[0])
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "grouper"])

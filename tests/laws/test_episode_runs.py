@@ -18,7 +18,8 @@ from jaxrl.train import train
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 DICE = '''
-"""Draws random numbers; stops in the middle of an episode, once a checkpoint is there."""
+"""Draws random numbers; stops in the middle of an episode after step 2, once its checkpoint is
+there."""
 import asyncio
 import random
 import time
@@ -36,8 +37,11 @@ class Dice(Environment):
         await asyncio.sleep(random.random() * 0.02)
         self.turn += 1
         here = Path(__file__).parent
-        saved = (here / "run" / "checkpoints" / "2").exists()
-        if self.turn == 2 and saved and not (here / "resumed").exists():
+        rows = here / "run" / "metrics.jsonl"
+        trained = rows.exists() and len(rows.read_text().splitlines()) > 2
+        if self.turn == 2 and trained and not (here / "resumed").exists():
+            while not (here / "run" / "checkpoints" / "2").exists():
+                await asyncio.sleep(0.01)
             STOP
         if self.turn == 3:
             return Answer(reward=random.random(), done=True)

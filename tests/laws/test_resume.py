@@ -52,7 +52,7 @@ def by_default(schedule):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("models"))
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
 
 
 def run(models, run_dir, *overrides):
@@ -120,7 +120,7 @@ def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
     """From eight devices to one and back; without sampling, which turns rounding into tokens. The
     run reports all of them.
     """
-    data = [models[0], "teacher.model=null", "algorithm=sft", "eval.every=0"]
+    data = [models[0], "teacher.model=null", "algorithm=sft", "data.eval=null"]
     data += CONSTANT
     whole = run(data, tmp_path / "whole", "mesh=actor=6,rollout=2", "steps=6")
     run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=2")

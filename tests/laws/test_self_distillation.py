@@ -212,11 +212,12 @@ REWARDED = ["algorithm=gspo", "reward.functions=[auto]", "reward.workers=1", "gr
 REWARDED += ["distill_weight=1", "logging.samples=99", "steps=1"]
 
 
-@pytest.mark.parametrize("more", [[], ["policy.dynamic_sampling=refill", "policy.max_refills=1"]])
-def test_a_teacher_is_told_what_was_wrong_with_each_attempt(student, tmp_path, more):
-    """Its prompts have the verifier's correction of the very completion that it scores."""
-    own = [POLICY, "teacher.prompt={feedback};{attempt}\n{prompt}", "teacher.max_prompt_tokens=99"]
-    result = run(student, tmp_path / "run", *REWARDED, *own, *more)
+TOLD = ["teacher.prompt={feedback};{attempt}\n{prompt}", "teacher.max_prompt_tokens=99"]
+
+
+def assert_told_of_each_attempt(result):
+    """The prompts of the teacher have the verifier's correction of the very completion that it
+    scores."""
     lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
     samples = [sample for sample in map(json.loads, lines) if sample["split"] == "train"]
     assert len(samples) == 12 and len({sample["completion"] for sample in samples}) > 6
@@ -233,13 +234,19 @@ def test_a_teacher_is_told_what_was_wrong_with_each_attempt(student, tmp_path, m
     assert row["distill/divergence"] > 0.01
 
 
+def test_a_teacher_is_told_what_was_wrong_with_each_attempt_at_prompts_that_came_later(
+    student, tmp_path
+):
+    refilled = ["policy.dynamic_sampling=refill", "policy.max_refills=1"]
+    assert_told_of_each_attempt(run(student, tmp_path / "run", *REWARDED, POLICY, *TOLD, *refilled))
+
+
 def test_feedback_changes_what_the_teacher_says_and_the_policy_learns_it(student, tmp_path):
     """With the feedback the divergence of the same policy is not 0, without it it is."""
     asked = [*REWARDED, POLICY, "policy_weight=0", "actor.minibatches=1", "distill.signal=topk"]
-    found = {}
-    for name, template in (("with", "{feedback}{prompt}"), ("without", "{prompt}")):
-        given = [f"teacher.prompt={template}", "teacher.max_prompt_tokens=40"]
-        found[name] = run(student, tmp_path / name, *asked, *given).metrics[1]
-    assert abs(found["without"]["distill/divergence"]) < 1e-6
-    assert found["with"]["distill/divergence"] > 0.01
-    assert found["with"]["reward/mean"] == found["without"]["reward/mean"]
+    told = run(student, tmp_path / "told", *asked, *TOLD)
+    assert_told_of_each_attempt(told)
+    own = ["teacher.prompt={prompt}", "teacher.max_prompt_tokens=40"]
+    without = run(student, tmp_path / "without", *asked, *own).metrics[1]
+    assert abs(without["distill/divergence"]) < 1e-6
+    assert without["reward/mean"] == told.metrics[1]["reward/mean"]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 NAMES = ("math", "code", "chat")
 WEIGHTS = {"math": 0.5, "chat": 1.5}
 ROWS = ("math", "chat", "math", "code", "chat")
-FAMILIES = {"math": "qwen2", "code": "llama", "chat": "qwen2"}
+FAMILIES = {"math": "qwen2", "code": "qwen2", "chat": "llama"}
 """With weights of their own; the two of one family share a program."""
 SIGNALS = ("hidden", "topk", "student_topk", "sampled")
 VOCAB = 30
@@ -44,6 +44,7 @@ CAPS = {"chat": 1.5}
 """`final_softcap` of those that have one."""
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0"]
 """Adam would blow rounding up where a gradient is almost 0."""
+ALONE = "mesh=actor+rollout+teacher=1"
 
 
 def batch(columns, group=2):
@@ -193,7 +194,7 @@ def models(tmp_path_factory):
 
 def run(models, run_dir, *overrides):
     keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
-    plain = [*SHORT, MESH, "actor.dtype=float32", "rollout.dtype=float32", f"run_dir={run_dir}"]
+    plain = [*SHORT, ALONE, "actor.dtype=float32", "rollout.dtype=float32", f"run_dir={run_dir}"]
     plain += ["teacher.model=null", *SGD]
     result = train(Config.load("builtin:quickstart", [*keys, *plain, *overrides]))
     return result, load_file(run_dir / "final" / "model.safetensors")
@@ -242,7 +243,7 @@ def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monk
     monkeypatch.setattr(Scorer, "run", recorded)
     keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", *more]
     keys += ["distill.signal=topk"] if more else []
-    keys += ["steps=1", "teacher.num_microbatches=3", "mesh=actor+rollout+teacher=1"]
+    keys += ["steps=1", "teacher.num_microbatches=3"]
     result, _ = run(models, tmp_path / "run", *keys)
     real, places = np.sum(computed, 0)
     assert len(computed) > 3
@@ -273,11 +274,25 @@ own = AlgorithmSpec("teacher", method=method)
 """
 
 
-def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path):
+@pytest.fixture(scope="module")
+def apart(models, tmp_path_factory):
+    """A run whose roles have devices of their own, by how it chooses a row's teacher."""
+    done = {}
+
+    def get(*how):
+        if how not in done:
+            keys = [teachers(models, math="math", code="code"), *how, MESH]
+            done[how] = run(models, tmp_path_factory.mktemp("apart"), *keys)
+        return done[how]
+
+    return get
+
+
+def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path, apart):
     """Its `prepare` knows nothing of them."""
     (tmp_path / "own.py").write_text(OWN)
-    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1"]
-    built_in, _ = run(models, tmp_path / "built-in", *keys)
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", MESH]
+    built_in, _ = apart("data.teacher_key=kind")
     own, _ = run(models, tmp_path / "own", *keys, f"algorithm={tmp_path}/own.py:own")
     named = {name for name in built_in.metrics[1] if name.startswith("distill/")}
     assert {"distill/math/tokens", "distill/code/divergence"} <= named
@@ -288,13 +303,13 @@ def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path
 @pytest.mark.parametrize(
     "how", and_slow([["data.teacher_key=kind"]], [["distill.signal=topk", "distill.top_k=8"]])
 )
-def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, how):
+def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, apart, how):
     """The teachers take turns on the devices, with vocabularies and widths of their own."""
     keys = [teachers(models, math="math", code="code"), *how]
-    apart, wanted = run(models, tmp_path / "apart", *keys)
+    plain, wanted = apart(*how)
     turns = ["mesh=actor+rollout+teacher=2", "offload.frozen=true", "offload.params=true"]
     together, found = run(models, tmp_path / "together", *keys, *turns)
-    np.testing.assert_allclose(totals(together), totals(apart), rtol=2e-4)
+    np.testing.assert_allclose(totals(together), totals(plain), rtol=2e-4)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, atol=5e-5, err_msg=name)
 

@@ -88,10 +88,12 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Any:
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
-        if name in ("scale", "bias"):
-            return jnp.full(like.shape, float(name == "scale"))
+        if name in ("bias", "sinks"):
+            return jnp.asarray(np.zeros(like.shape, np.float32))
+        if name in ("scale", "router_scale", "expert_scale", "block_scale"):
+            return jnp.asarray(np.ones(like.shape, np.float32))
         assert name in ("kernel", "embedding"), name
-        table = "layers" not in [entry.key for entry in path]
+        table = path[0].key != "layers"
         scale = 0.02 if table else like.shape[-2] ** -0.5
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
