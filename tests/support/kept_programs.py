@@ -21,7 +21,8 @@ from jaxrl.roles import actor
 from jaxrl.roles.update import ActorPrograms
 
 UNREAD = frozenset(
-    {"run_dir", "name", "resume", "checkpoint", "logging", "compile_cache", "deadlines", "eval"}
+    ("run_dir", "name", "resume", "checkpoint", "logging", "compile_cache", "deadlines", "eval")
+    + ("profile",)
 )
 """Sections and keys of a config that no program reads."""
 AT_MOST = 12
