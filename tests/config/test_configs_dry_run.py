@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import and_slow
 from hub_data import add_data
 from hub_server import Hub
 from large_models import HUGE, LARGE, NAMED, QWEN
@@ -180,7 +181,12 @@ FIRST = {
 """Configs that continue another run of ours, as the first lines of their files say."""
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in CONFIGS.glob("*.yaml")} - FIRST))
+LIKE_OTHERS = {"qwen2.5_1.5b_gspo_2-1", "qwen3_1.7b_gspo_2", "qwen3_8b_lora_gspo_1"}
+"""Configs whose models and data are of the same kinds as those of others."""
+OTHERS = {path.stem for path in CONFIGS.glob("*.yaml")} - FIRST - LIKE_OTHERS
+
+
+@pytest.mark.parametrize("name", and_slow(sorted(OTHERS), sorted(LIKE_OTHERS)))
 def test_a_config_is_planned_from_a_hub_alone(
     name, public, large_host, tmp_path, capsys, monkeypatch
 ):
