@@ -42,7 +42,7 @@ SHAPES = DecoderConfig(
     score_dim=1,
 )
 """Gemma 4's heads: 256 dims with a window, 512 without."""
-W, C, G, P = 136, 200, 2, 4
+W, C, G, P = 136, 200, 2, 2
 OPTIONS: dict[str, Any] = {"gpu": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """No kernel can be tried out."""
 
