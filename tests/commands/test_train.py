@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("models"))
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
 
 
 def run(tmp_path, models, *overrides, name="run"):
@@ -69,9 +69,11 @@ def test_the_final_model_loads_and_has_moved(reference, models):
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_path):
-    again = run(tmp_path, models)
+    """Evaluations, which the reference has, take no part."""
+    again = run(tmp_path, models, "data.eval=null")
     assert losses(again) == losses(reference)
-    assert losses(run(tmp_path, models, "seed=1", name="other")) != losses(reference)
+    other = run(tmp_path, models, "data.eval=null", "seed=1", name="other")
+    assert losses(other) != losses(reference)
 
 
 MORE_MESHES = [
@@ -86,13 +88,13 @@ MORE_MESHES = [
 )
 def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
     spec, *axes = mesh.split(" ")
-    result = run(tmp_path, models, f"mesh={spec}", *axes)
+    result = run(tmp_path, models, f"mesh={spec}", "data.eval=null", *axes)
     assert losses(result) == pytest.approx(losses(reference), rel=2e-4)
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off"])
 def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, schedule):
-    result = run(tmp_path, models, f"schedule={schedule}", "steps=4")
+    result = run(tmp_path, models, f"schedule={schedule}", "steps=4", "data.eval=null")
     bound = 1 + (schedule == "two_step_off")
     expected = [max(0, i - bound) for i in range(4)]
     assert [row["policy_version"] for row in result.metrics[1:]] == expected
@@ -111,15 +113,20 @@ def test_every_signal_trains(models, tmp_path, signal):
 
 def test_a_bound_holds_between_signals(reference, models, tmp_path):
     """Top-k with a tail bucket is a coarser view of the same pair: a lower bound."""
-    asked = ["distill.signal=topk", "distill.top_k=16", "steps=1", "data.eval=null"]
+    asked = ["distill.signal=topk", "distill.top_k=16", "steps=1", "data.eval=null", FEW]
     topk = run(tmp_path, models, *asked)
     assert 0 < losses(topk)[0] < losses(reference)[0]
 
 
 def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
+    """And of SFT, the data's completions are shown."""
     student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
-    result = run(tmp_path, student, "steps=6", "optimizer.learning_rate=1e-2", "data.eval=null")
+    shown = ["steps=6", "optimizer.learning_rate=1e-2", "eval.every=3", "logging.samples=3"]
+    result = run(tmp_path, student, *shown)
     assert result.metrics[-1]["sft/loss"] < result.metrics[1]["sft/loss"]
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 18 and all(sample["score"] == 1.0 for sample in samples)
     mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true", "data.eval=null", FEW]
     result = run(tmp_path, models, *mixed, name="seq_kd")
     assert [row["policy_version"] for row in result.metrics[1:]] == [-1, -1]
@@ -193,14 +200,6 @@ def test_bad_input_is_told_in_a_line_with_exit_code_2(models, tmp_path, capsys, 
     assert not (tmp_path / "run").exists()
 
 
-def test_sft_shows_the_data_s_completions(models, tmp_path):
-    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
-    result = run(tmp_path, student, "logging.samples=3")
-    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
-    assert len(samples) == 6 and all(sample["score"] == 1.0 for sample in samples)
-
-
 @pytest.mark.slow
 def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
     """The student's 263 words, cut from the teacher's 272, stay whole on every device."""
@@ -240,7 +239,7 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
         assert cli.run(main, [*QUICK, *models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
     assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
-    assert run(tmp_path, models, "steps=1").metrics[-1]["step"] == 1
+    assert run(tmp_path, models, "steps=1", "data.eval=null", FEW).metrics[-1]["step"] == 1
 
 
 def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):

@@ -873,19 +873,11 @@ def test_plot(desk: Desk, argv: str, told: str) -> None:
     desk.refused(argv.split(), *told.split("|"), command=plot.main)
 
 
-@pytest.mark.parametrize(
-    ("module", "argv", "told"),
-    [
-        ("train", ["mesh=actor=9999999", "run_dir=run"], "9999999 devices"),
-        ("generate", ["MODEL", "--prompt", "a", "--out", "."], "--out ."),
-        ("evaluate", ["MODEL", "data.eval=none.jsonl"], "data.eval: none.jsonl: No such file"),
-    ],
-)
-def test_through_the_shell(desk: Desk, module: str, argv: list[str], told: str) -> None:
-    words = [word.replace("MODEL", str(desk.pair / "student")) for word in argv]
+def test_through_the_shell(desk: Desk) -> None:
+    words = ["mesh=actor=9999999", "run_dir=run"]
     root = Path(__file__).parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", f"jaxrl.{module}", *words],
+        [sys.executable, "-m", "jaxrl.train", *words],
         env=os.environ
         | {
             "PYTHONPATH": str(root),
@@ -895,5 +887,5 @@ def test_through_the_shell(desk: Desk, module: str, argv: list[str], told: str) 
         text=True,
         timeout=300,
     )
-    check(done.returncode, done.stderr, told)
+    check(done.returncode, done.stderr, "9999999 devices")
     assert done.stdout == "" and not tree(desk.here)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import SHORT, save_pair
+from runs import CONSTANT, SHORT, save_pair
 
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
@@ -31,6 +31,7 @@ from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import train
 
 MESH = "mesh=actor=1,rollout=1,teacher=1"
+pytestmark = pytest.mark.usefixtures("shared_programs")
 STAGES = {"rollout.generate", "teacher.score", "actor.update", "actor.publish", "rollout.load"}
 
 
@@ -48,8 +49,8 @@ def models(tmp_path_factory):
 
 
 def run(folder, models, *overrides):
-    config = [*models, *SHORT, "data.eval=null", MESH, f"run_dir={folder / 'run'}", *overrides]
-    return train(Config.load("builtin:quickstart", config)).run_dir
+    plain = [*SHORT, *CONSTANT, "data.eval=null", MESH, f"run_dir={folder / 'run'}"]
+    return train(Config.load("builtin:quickstart", [*models, *plain, *overrides])).run_dir
 
 
 def stages(run_dir):
@@ -152,7 +153,7 @@ def test_a_run_leaves_a_trace_of_its_steps_and_a_table(profiled):
 
 
 def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
-    run_dir = run(tmp_path, models, "steps=6", "schedule=two_step_off", "profile.steps=3:6")
+    run_dir = run(tmp_path, models, "steps=5", "schedule=two_step_off", "profile.steps=3:6")
     events = named_events(run_dir / "profile")
     for name in ("rollout.generate", "actor.update"):
         assert {"2", "3", "4"} <= {batch for event, batch in events if event == name}
@@ -166,7 +167,7 @@ def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
 def test_a_run_that_goes_on_profiles_what_is_left(profiled, tmp_path, models):
     shutil.copytree(profiled[0] / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "profile")
-    run_dir = run(tmp_path, models, "steps=5", "profile.steps=3:5")
+    run_dir = run(tmp_path, models, "steps=4", "profile.steps=3:5")
     assert stages(run_dir)["steps"] == [4, 4]
     assert "only 4:5 is profiled" in (run_dir / "log.txt").read_text()
 

@@ -27,6 +27,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 import ray_roles  # noqa: E402
+from cases import and_slow  # noqa: E402
 from ray._private import worker as ray_worker  # noqa: E402
 
 from jaxrl.config import cli  # noqa: E402
@@ -243,16 +244,17 @@ def test_one_pool_keeps_its_weights_in_the_process(start, expected):
     assert sent.keeps and sent.result() is None
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "told"),
-    [
-        (("fail", "boom"), WorkerError, "ZeroDivisionError: boom"),
-        (("refuse",), UserError, "batch_size=0"),
-        (("exhaust",), OutOfMemory, "out of memory on cpu:0"),
-    ],
-    ids=["exception", "user", "memory"],
-)
-def test_an_exception_reaches_whoever_waits_at_once(start, call, error, told):
+FAILURES = {
+    "exception": (("fail", "boom"), WorkerError, "ZeroDivisionError: boom"),
+    "user": (("refuse",), UserError, "batch_size=0"),
+    "memory": (("exhaust",), OutOfMemory, "out of memory on cpu:0"),
+}
+
+
+@pytest.mark.parametrize("failure", and_slow(["user", "memory"], ["exception"]))
+def test_an_exception_reaches_whoever_waits_at_once(start, failure):
+    """By default a run of tests/laws/test_ray_train.py ends by an exception."""
+    call, error, told = FAILURES[failure]
     worker_group = start("actor=1,rollout=1")
     waiting = worker_group.handle("actor").call("hang", 30.0, deadline=600)
     began = time.monotonic()
