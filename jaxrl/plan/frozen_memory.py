@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from jaxrl.config.roles import GrouperConfig, RewardConfig
 from jaxrl.config.section import DType
@@ -131,5 +132,10 @@ def _gather(config: EncoderConfig | DecoderConfig, axes: Axes, itemsize: int) ->
 
 def _fullest(work: Callable[[int, int], int], batch_tokens: int, longest: int) -> int:
     """The most that a batch of any width takes."""
-    widths = {width_of(n, longest) for n in range(1, longest + 1)}
-    return max(work(rows_of(width, batch_tokens), width) for width in widths)
+    return max(work(rows_of(width, batch_tokens), width) for width in _widths(longest))
+
+
+@cache
+def _widths(longest: int) -> frozenset[int]:
+    """Of all batches whose longest sequence has at most so many tokens."""
+    return frozenset(width_of(n, longest) for n in range(1, longest + 1))
