@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TypedDict
 
 from jaxrl.errors import UserError
@@ -143,7 +143,7 @@ class DecoderConfig:
         """
         return replace(self, sequence_length=tokens) if self.depends_on_length else self
 
-    @cached_property
+    @property
     def windows(self) -> dict[int | None, int]:
         """How many layers with attention there are of each window (`LayerKind.window`)."""
         found: dict[int | None, int] = {}
@@ -175,12 +175,12 @@ class DecoderConfig:
         """The model with one layer, of this kind."""
         return _of(self, kind)
 
-    @cached_property
+    @property
     def shapes(self) -> Mapping[DecoderConfig, int]:
         """A model with one layer for each shape of layers -> how many of this one's have it."""
         return _counted(self, tuple(kind.shape for kind in self.kinds))
 
-    @cached_property
+    @property
     def alike(self) -> Mapping[DecoderConfig, int]:
         """The same for each kind of layers."""
         return _counted(self, self.kinds)
