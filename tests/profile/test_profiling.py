@@ -190,7 +190,7 @@ def test_learning_from_rewards_on_one_pool(tmp_path, models):
 @pytest.mark.ray
 def test_every_process_writes_its_own_trace(tmp_path, models):
     pytest.importorskip("ray")
-    split = ("launcher=ray", "ray.devices_per_worker=1", "profile.steps=2:3")
+    split = ("steps=3", "launcher=ray", "ray.devices_per_worker=1", "profile.steps=2:3")
     run_dir = run(tmp_path, models, "mesh=actor=2,rollout=1,teacher=1", *split)
     folder = run_dir / "profile"
     names = {path.name for path in folder.iterdir()}
