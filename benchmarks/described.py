@@ -26,7 +26,7 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.plan.axes import with_axes
+from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import Account
 from jaxrl.plan.roles import role_accounts
@@ -165,7 +165,7 @@ def describe(
         (limits,) * len(placement.pools),
         target,
     )
-    config, _ = with_axes(config, inputs)
+    config, _ = with_choices(config, inputs)
     axes = inputs.axes(config)
     programs = RunPrograms(config, inputs, axes, devices)
     return DescribedRun(config, inputs, axes, role_accounts(inputs, config), programs)

@@ -18,7 +18,7 @@ from jaxrl.config.yaml_text import assignments, shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
 from jaxrl.plan.advice import REMATS, Change, set_key
-from jaxrl.plan.axes import with_axes
+from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.profile.splits import predict, splits
@@ -86,7 +86,7 @@ class Search:
         Raises:
             UserError: axes that do not divide a role's devices or its model's heads.
         """
-        whole, _ = with_axes(config, inputs)
+        whole, _ = with_choices(config, inputs)
         machine = (self.ceilings, self.links, self.host_size)
         stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.compiled)
         names = {
@@ -127,7 +127,7 @@ class Search:
         for role in self.inputs.roles:
             own = _with_axes(config, role, parallel(self.config, role).model_dump())
             with suppress(UserError):
-                now, then = (inputs.axes(with_axes(each, inputs)[0]) for each in (config, own))
+                now, then = (inputs.axes(with_choices(each, inputs)[0]) for each in (config, own))
                 config = own if now == then else config
         return replace(found, config=config, changes=self._changes(config))
 

@@ -371,7 +371,8 @@ class RolloutConfig(RoleConfig):
     one layer at a time."""
     slots: Positive | None = None
     """Slots: sequences decoded at once over the whole mesh. A slot whose sequence has ended takes
-    the next one. null: one slot for each sequence of the batch."""
+    the next one. null: one slot for each sequence of the batch, or on accelerators that lack the
+    memory for so many, as many as the plan finds room for."""
     launch_tokens: Positive = 32
     """Decode steps per device launch; free slots are refilled between launches."""
     cache_tokens: Positive | None = None

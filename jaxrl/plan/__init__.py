@@ -30,8 +30,8 @@ from jaxrl.models.kernels import (
     why_not_fused,
 )
 from jaxrl.models.shared_prompts import why_not_shared
-from jaxrl.plan.advice import advise, faster, relief, room
-from jaxrl.plan.axes import with_axes
+from jaxrl.plan.advice import advise, faster, relief, room, set_key
+from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.roles import pool_peaks, role_accounts
@@ -248,7 +248,9 @@ def build(
         **(frozen or {}),
     )
     run = config
-    config, chosen = (config, ()) if seen.emulated else with_axes(config, inputs)
+    config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
+    if config.rollout.slots != run.rollout.slots:
+        run = set_key(run, "rollout.slots", config.rollout.slots)
     axes, accounts = inputs.axes(config), role_accounts(inputs, config)
     pools = inputs.pools(accounts)
     notes = (
@@ -538,13 +540,15 @@ def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str]
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
-        choice, _ = with_axes(config, there)
+        choice, _ = with_choices(config, there)
         pools = pool_peaks(there, choice)
         verdict = _verdict(pools).removeprefix("verdict: ")
         axes = there.axes(choice)
         split = [
             f"{role}: {axes[role]}" for role, own in there.axes(config).items() if axes[role] != own
         ]
+        if choice.rollout.slots != config.rollout.slots:
+            split.append(f"rollout.slots={choice.rollout.slots}")
         if split:
             verdict += f" ({', '.join(split)})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")

@@ -25,8 +25,6 @@ WORTH = 0.02
 """A key is named where it saves at least this fraction of the peak."""
 REMATS = ("none", "dots", "full")
 """The fastest first."""
-EIGHTHS = 8
-"""The values of `rollout.slots` that are tried, in parts of the sequences of a batch."""
 MOST = 1 << 16
 """Where the search for the largest batch ends."""
 SMALL_CHUNK = 128
@@ -61,6 +59,9 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
     positions = inputs.student.max_positions - config.max_prompt_tokens
     longest = min(MOST, positions, config.rollout.cache_tokens or MOST)
     most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": longest}
+    if not inputs.on_cpu:  # the plan would choose so many for a larger batch too
+        slots = config.rollout.slots or config.batch_size * config.group_size
+        config = set_key(config, "rollout.slots", slots)
     found = []
     for key, limit in most.items():
         now: int = getattr(config, key)
@@ -101,8 +102,7 @@ def _quickest_first(
     setting = Setting(config, inputs, inputs.axes(config))
     if "rollout" in inputs.roles:
         slots = config.rollout.slots or setting.sequences
-        parts = range(EIGHTHS, 0, -1)
-        more = (setting.sequences * part // EIGHTHS for part in parts)
+        more = (setting.sequences, *fractions(setting.sequences))
         yield "rollout", "rollout.slots", (n for n in more if n > slots)
     if "actor" in inputs.roles:
         remat = config.actor.remat
@@ -255,6 +255,13 @@ def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]
     yield [("actor.param_dtype", "bfloat16")]
     if not inputs.on_cpu:
         yield [("actor.dtype", "bfloat16")]
+
+
+def fractions(sequences: int) -> list[int]:
+    """Numbers of slots below `sequences`, the most first: by eighths, and below one by halves."""
+    eighths = {sequences * part // 8 for part in range(1, 8)}
+    halves = {sequences >> n for n in range(4, sequences.bit_length())}
+    return sorted((eighths | halves) - {0}, reverse=True)
 
 
 def set_key(config: Config, key: str, value: object) -> Config:

@@ -23,7 +23,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
-from jaxrl.plan.axes import with_axes
+from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import layer_bytes
 from jaxrl.plan.roles import micro_batches
@@ -224,7 +224,7 @@ def test_the_run_as_configured_is_judged_with_the_axes_of_its_plan():
     """Where the config is silent the plan gives the teacher whole copies; `fsdp`, which it would
     have without a plan, gathers every layer."""
     tried = search("actor=2,rollout=2,teacher=4")
-    chosen, _ = with_axes(tried.config, tried.inputs)
+    chosen, _ = with_choices(tried.config, tried.inputs)
     assert chosen.teacher.parallel.data == 4 and tried.config.teacher.parallel.data is None
     assert tried.now.peaks == tried.judge(chosen, tried.inputs).peaks
     assert tried.now.stages == tried.judge(chosen, tried.inputs).stages

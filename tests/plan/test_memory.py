@@ -24,7 +24,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import PROCESS_BYTES, Plan, build, checkpoint_bytes, make_plan, memory
-from jaxrl.plan.advice import set_key
+from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.memory import Account, Entry, optimizer_bytes
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
@@ -383,6 +383,45 @@ def test_a_frozen_role_has_whole_copies_where_they_fit_and_is_split_where_not() 
     # Nothing is known of the device, or a CPU emulates it: the usual axes.
     assert plan(mesh).axes["teacher"] == Axes(1, 4, 1)
     assert plan(mesh, here=True).axes["teacher"] == Axes(1, 4, 1)
+
+
+def test_the_rollout_has_as_many_slots_as_fit_and_null_where_all_do() -> None:
+    mesh = "actor=2,rollout=2,teacher=4"
+    sizes: dict[str, Any] = {"batch_size": 48, "group_size": 4, "max_new_tokens": 4096}
+
+    def on(limit_gb: float, **changes: Any) -> Plan:
+        split = {"rollout__parallel__data": 2}  # else it splits its weights to have room for more
+        return plan(mesh, limit_gb=limit_gb, **(sizes | split | changes))
+
+    whole = on(200)
+    size = whole.pools[1].bytes
+    assert whole.config.rollout.slots is None
+    assert on(size / 1e9).config.rollout.slots is None  # exactly as much as it takes is enough
+    below = on((size - 1) / 1e9)
+    assert below.config.rollout.slots == 192 * 7 // 8 and below.pools[1].fits
+    (note,) = (note for note in below.notes if note.startswith("rollout.slots=168: with all 192"))
+    assert f"would take {size / 1e9:.1f} GB" in note
+    for limit in (8, 12, 15):
+        found = on(limit)
+        slots = found.config.rollout.slots
+        assert slots is not None and found.pools[1].fits
+        larger = min(n for n in [192, *fractions(192)] if n > slots)
+        assert not on(limit, rollout__slots=larger).pools[1].fits
+        asked = on(limit, rollout__slots=slots)  # counts as what is asked does
+        assert asked.pools == found.pools and asked.accounts == found.accounts
+    assert on(8, rollout__slots=192).config.rollout.slots == 192
+    # Where no number helps, nothing is known of the device, or a CPU emulates it: null.
+    assert on(1).config.rollout.slots is None
+    assert plan(mesh, **sizes).config.rollout.slots is None
+    assert plan(mesh, here=True, limit_gb=8, **sizes).config.rollout.slots is None
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 7, 8, 20, 192])
+def test_fewer_slots_are_tried_from_the_most_to_one(sequences: int) -> None:
+    tried = fractions(sequences)
+    assert tried == sorted(set(tried), reverse=True)
+    assert set(tried) <= set(range(1, sequences))
+    assert tried[-1:] == [1][: sequences - 1]
 
 
 def test_frozen_roles_that_share_a_pool_have_copies_only_where_all_of_them_fit() -> None:

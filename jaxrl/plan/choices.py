@@ -1,8 +1,11 @@
-"""The mesh axes of roles that only run forward, where the config is silent.
+"""What the plan chooses where the config is silent: mesh axes of roles that only run forward, and
+the slots of the rollout.
 
 A whole copy of the weights on each device needs no collective, so it comes first: for the rollout,
 and for the frozen roles, whose `fsdp` or `tensor` would gather or sum in every layer. Where a copy
-does not fit with its work, `tensor` splits it over the fewest devices that do.
+does not fit with its work, `tensor` splits it over the fewest devices that do. One slot for each
+sequence of a batch reads the weights least often; where so many caches do not fit, there are as
+many slots as do, and each takes the next sequence when its own has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxrl.config.schema import Config
-from jaxrl.plan.advice import set_key
+from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.inputs import GB, PlanInputs, parallel
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.sharding.axes import Axes
@@ -18,15 +21,19 @@ from jaxrl.sharding.axes import Axes
 FROZEN = ("teacher", "reference", "reward", "grouper")
 
 
-def with_axes(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str, ...]]:
-    """The config with the axes of these roles, one role after the other, and what to say of it. A
-    role keeps the axes that it is given, and its usual ones where its device's limit is unknown.
+def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str, ...]]:
+    """The config with the axes of these roles, one role after the other, then with the rollout's
+    slots, and what to say of it. A role keeps the axes that it is given, and its usual ones where
+    its device's limit is unknown; `rollout.slots` stays null where all sequences fit, or where
+    fewer slots alone do not make the rollout fit.
     """
     notes: list[str] = []
     for role in ("rollout", *FROZEN):
         given = parallel(config, role).model_dump(exclude_none=True)
         if role in inputs.roles and inputs.placement.roles[role].devices and not given:
             config = _with_own_axes(config, inputs, role, notes)
+    if "rollout" in inputs.roles and config.rollout.slots is None:
+        config = _with_slots(config, inputs, notes)
     return config, tuple(notes)
 
 
@@ -57,6 +64,24 @@ def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[st
             f" it runs without collectives; its pool takes {size / GB:.1f} GB"
         )
     return choice if axes != before else config
+
+
+def _with_slots(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
+    pool = inputs.placement.roles["rollout"].pool
+    whole = pool_peaks(inputs, config)[pool]
+    if whole.fits:
+        return config
+    sequences = config.batch_size * config.group_size
+    for slots in fractions(sequences):
+        choice = set_key(config, "rollout.slots", slots)
+        if pool_peaks(inputs, choice)[pool].fits:
+            notes.append(
+                f"rollout.slots={slots}: with all {sequences} sequences of a batch at once"
+                f" {whole.pool.name} would take {whole.bytes / GB:.1f} GB; a slot whose sequence"
+                " has ended takes the next one"
+            )
+            return choice
+    return config
 
 
 def _candidates(inputs: PlanInputs, role: str, most: int, n: int) -> Iterator[Axes]:
