@@ -10,7 +10,6 @@ A process of GPUs sees those that Ray gives it. TPU chips are chosen here: the r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +17,7 @@ from typing import Literal
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.runtime.worker import WorkerState
+from jaxrl.sharding.mesh import threads_of_one_process
 from jaxrl.sharding.placement import Placement
 
 GB = 1e9
@@ -181,9 +181,9 @@ def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dic
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(max(slot.devices, 1)),
-        # XLA cuts its work for this many threads: as many as one process with all of the
-        # run's devices would have, so that every launcher computes the same bits.
-        "NPROC": str(max(os.cpu_count() or 1, placement.n_devices)),
+        # As many as one process with all of the run's devices, so that every launcher computes
+        # the same bits.
+        "NPROC": str(threads_of_one_process(placement.n_devices)),
     }
 
 

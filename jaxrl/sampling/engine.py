@@ -587,8 +587,9 @@ class _Run:
             self._set(sample)
 
     def _is_over(self, sample: Unfinished) -> bool:
-        """Whether its last token ends its turn."""
-        ended = sample.tokens[-1] in self.sampling.eos_ids
+        """Whether its last token ends its turn. An answer may end in an EOS, which ends none."""
+        begun = len(sample.tokens) > sample.turn_start
+        ended = begun and sample.tokens[-1] in self.sampling.eos_ids
         return ended or len(sample.tokens) == sample.turn_end
 
     def _set(self, sample: Unfinished) -> None:

@@ -113,8 +113,20 @@ def tpu_chips_here() -> int:
     return chips
 
 
+def threads_of_one_process(needed: int) -> int:
+    """Threads for which XLA would cut the work of this process if it emulated the devices of a run
+    that needs so many: the results of large matrix products depend on that number, in their last
+    bits.
+    """
+    asked = _count_asked_for()
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    cores = os.environ.get("NPROC") or (len(affinity(0)) if affinity else os.cpu_count()) or 1
+    return max(int(cores), needed if asked is None else int(asked.rpartition("=")[2]))
+
+
 def _count_asked_for() -> str | None:
-    """Where the number of CPU devices was set, or None; jax's own setting wins over XLA's flag."""
+    """Where the number of CPU devices was set, and to what, or None; jax's own setting wins over
+    XLA's flag."""
     value: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if value >= 0:
         name = "JAX_NUM_CPU_DEVICES"

@@ -37,9 +37,8 @@ class Dice(Environment):
         await asyncio.sleep(random.random() * 0.02)
         self.turn += 1
         here = Path(__file__).parent
-        rows = here / "run" / "metrics.jsonl"
-        trained = rows.exists() and len(rows.read_text().splitlines()) > 2
-        if self.turn == 2 and trained and not (here / "resumed").exists():
+        trained = (here / "run" / "episodes").glob("train-[23].jsonl")
+        if self.turn == 2 and any(trained) and not (here / "resumed").exists():
             while not (here / "run" / "checkpoints" / "2").exists():
                 await asyncio.sleep(0.01)
             STOP
@@ -62,6 +61,7 @@ def given(tmp_path: Path) -> list[str]:
         *("max_new_tokens=48", "environment.turn_tokens=12", "environment.workers=1"),
         *(f"environment.name={tmp_path / 'dice.py'}:Dice", "environment.credit=turn"),
         *("environment.timeout=200", "logging.every=1", *CONSTANT),
+        "optimizer.learning_rate=1e-4",  # random rewards: at 1e-3 some policies forget to end turns
     ]
 
 

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jaxrl.errors import UserError
@@ -14,6 +15,7 @@ from jaxrl.runtime.cluster import (
     process_slots,
     worker_variables,
 )
+from jaxrl.sharding import mesh
 from jaxrl.sharding.placement import ROLES, parse
 
 GIB = 1 << 30
@@ -225,3 +227,16 @@ def test_a_process_without_devices_takes_none(kind) -> None:
     assert worker_variables(ProcessSlot(0, 0, where, 2), "GPU", parse("actor=2")) == {
         "JAX_PLATFORMS": "cuda,cpu"
     }
+
+
+def test_a_process_cuts_its_work_as_one_with_all_devices_would(monkeypatch) -> None:
+    """XLA adds up a large matrix product in an order that depends on the number of its threads."""
+    slot = ProcessSlot(0, 0, host("1", cpus=2), 2)
+
+    def threads(spec: str) -> int:
+        return int(worker_variables(slot, "CPU", parse(spec))["NPROC"])
+
+    monkeypatch.setenv("NPROC", "3")
+    assert threads("actor=2") == jax.device_count(), "the number that was asked for is kept"
+    monkeypatch.setattr(mesh, "_count_asked_for", lambda: None)
+    assert [threads("actor=2"), threads("actor=2,rollout=2")] == [3, 4]

@@ -4,6 +4,7 @@ with whichever others its environment answers."""
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -266,6 +267,15 @@ def test_an_answer_without_room_behind_it_ends_the_episode() -> None:
     assert all(completion.finish_reason == "length" for completion in completions)
     assert all(len(completion.tokens) <= 40 for completion in completions)
     assert {turn.role for c in completions for turn in c.turns} == {"assistant", "environment"}
+
+
+def test_an_answer_may_end_in_an_eos() -> None:
+    """It is the environment's, and ends no turn of the model: nothing would wake the episode."""
+    end = time.monotonic() + 60
+    words = Words(answer=lambda *_: (12, SAMPLING.eos_ids[0]))
+    completions = play(words, abort=lambda: time.monotonic() > end)
+    assert max(len(completion.turns) for completion in completions) > 2
+    assert_exact(CONFIG, completions)
 
 
 def test_a_failure_ends_one_episode() -> None:
