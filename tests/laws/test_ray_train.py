@@ -277,7 +277,7 @@ def test_a_struck_worker(
         back = role == "actor" or at_start or "-" in fault
         assert ("goes back to its newest checkpoint" if back else "restarting") in told
         if fault in ("stop", "slow") and stage != "startup":
-            # Rewards are judged beside the other calls of their process: if it stops, both are late.
+            # Rewards are judged beside the other calls of their process: both are late with it.
             assert re.search(rf"({role}|reward)\.{stage} has run for", told), told
             assert "deadline is" in told
             sign = "process stopped (state T" if fault == "stop" else "time.sleep(3600)"
