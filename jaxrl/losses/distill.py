@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses.aggregation import Loss
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import Borders, Cells, InCells, check_cells
+from jaxrl.losses.cells import Borders, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
     EntropyAware,
-    Sums,
     check_beta,
     generalised_jsd,
     logits_gradient,
@@ -62,8 +62,6 @@ from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
 from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
 
-Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
-
 
 def divergence_from_hidden(
     student_hidden: Float[Array, "B C D"],
@@ -79,7 +77,6 @@ def divergence_from_hidden(
     lean: bool = False,
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
-    cells: Cells | None = None,
     borders: Borders | None = None,
     **options: Unpack[ShardOptions],
 ) -> Loss:
@@ -88,9 +85,8 @@ def divergence_from_hidden(
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
-        cells: of a teacher with another vocabulary: the divergence is over them. Neither `lean` nor
-            a mesh with more than one device along tensor is possible then.
-        borders: with cells.
+        borders: of a teacher with another vocabulary: the divergence is over cells. Neither `lean`
+            nor a mesh with more than one device along tensor is possible then.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -104,8 +100,8 @@ def divergence_from_hidden(
     if isinstance(teacher_softcap, Sequence):
         caps = tuple(teacher_softcap)
     term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
-    if cells is not None:
-        term, models = InCells(term, cells.size), models[:1]
+    if borders is not None:
+        term, models = InCells(term, borders.cells.size), models[:1]
     sharded = shard_term(term, *models, lean=lean, **options)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
@@ -113,10 +109,7 @@ def divergence_from_hidden(
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    columns = None
-    if cells is not None:
-        columns = cells.student.cells, cells.teacher.cells, cells.bits
-    given = tokens, temperature, (softcap, *caps), teachers, columns, borders
+    given = tokens, temperature, (softcap, *caps), teachers, borders
     return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
@@ -132,7 +125,6 @@ def topk_divergence_from_hidden(
     temperature: float | Array = 1.0,
     softcap: Softcap = None,
     lean: bool = False,
-    cells: Cells | None = None,
     borders: Borders | None = None,
     **options: Unpack[ShardOptions],
 ) -> Loss:
@@ -150,15 +142,15 @@ def topk_divergence_from_hidden(
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
 
     Args:
-        cells: of a teacher with another vocabulary; the ids are then of cells.
-        borders: with cells.
+        borders: of a teacher with another vocabulary; the ids are then of cells.
     """
     check_beta(beta)
-    term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.size)
+    term: Term = _TopKTail(beta)
+    if borders is not None:
+        term = InCells(term, borders.cells.size)
     sharded = shard_term(term, (student_hidden, student_head), lean=lean, **options)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    columns = None if cells is None else (cells.student.cells, None, cells.bits)
-    given = tokens, temperature, (softcap,), (), columns, borders
+    given = tokens, temperature, (softcap,), (), borders
     return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
@@ -224,15 +216,16 @@ def _loss(
     temperature: float | Array,
     softcaps: tuple[Softcap, ...],
     teachers: Sequence[tuple[Array, Array]],
-    columns: tuple[Array | None, ...] | None,
     borders: Borders | None,
 ) -> Loss:
-    """The loss of a term; over cells, what `columns` and `borders` say of them."""
+    columns = None
     if borders is not None:
         check_cells(sharded)
+        student, teacher, bits = borders.cells
+        theirs = teacher.cells if teachers else None
+        columns = jax.tree.map(jnp.asarray, (student.cells, theirs, bits))
         tokens |= {"left_out": borders.left_out, "open": borders.student}
         tokens |= {} if borders.teacher is None else {"their_open": borders.teacher}
-        columns = jax.tree.map(jnp.asarray, columns)
     given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, columns)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)

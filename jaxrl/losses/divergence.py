@@ -17,12 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.losses.masked import masked_count, masked_sum
-from jaxrl.types import Array
-
-Sums = dict[str, tuple[Array, Array]]
-"""Metric name -> (sum, count), to be added up over micro-batches and divided once; both are
-scalars, or both [B] where each row has its own.
-"""
+from jaxrl.types import Array, Sums
 
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""

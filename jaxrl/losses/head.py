@@ -22,7 +22,6 @@ from jaxrl.losses.cells import (
     LEFT_OUT,
     LONGER,
     Borders,
-    Cells,
     InCells,
     Side,
     check_cells,
@@ -161,7 +160,6 @@ def topk_from_hidden(
     k: int,
     *,
     mixture: TeacherMixture | None = None,
-    cells: Cells | None = None,
     borders: Borders | None = None,
     **options: Unpack[LogitOptions],
 ) -> TopK:
@@ -170,13 +168,13 @@ def topk_from_hidden(
     Args:
         hidden, head: of several teachers, one for each.
         mixture: combines several teachers.
-        cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
-        borders: with cells; `teacher` has the `open` of this model, and `student` is not read.
+        borders: of a teacher with another vocabulary: ids and probabilities are then of cells.
+            `teacher` has the `open` of this model, and `student` is not read.
     """
-    if cells is None or borders is None:
+    if borders is None:
         values = _measured(_TopK(k), hidden, head, {}, mixture, **options)
     else:
-        term = InCells(_TopK(k), cells.size)
+        cells, term = borders.cells, InCells(_TopK(k), borders.cells.size)
         tokens = {"left_out": borders.left_out, "open": borders.teacher}
         columns = jnp.asarray(cells.teacher.cells), None, jnp.asarray(cells.bits)
         values = _measured(term, hidden, head, tokens, mixture, columns, **options)
