@@ -357,6 +357,8 @@ Frozen = Mapping[str, Tree]
 """Name -> arrays that a loss reads and that are not trained, such as the teacher's head."""
 SumCount = tuple[Array, Array]
 Sums = dict[str, SumCount]
+"""Metric name -> (sum, count), to be added up over micro-batches and divided once; both are
+scalars, or both [B] where each row has its own."""
 LossParts = tuple[SumCount, Sums, dict[str, Array]]
 Loss = Callable[[Tree, Frozen, TrainBatch, Totals], LossParts]
 """(parameters, frozen arrays, micro-batch, totals of the update) -> ((loss sum, count), metrics as

@@ -120,8 +120,6 @@ class Selection:
 
     keep: Bool[np.ndarray, " B"]
     """All rows of a group or none; False at padding."""
-    groups: int
-    """Before anything was dropped."""
     dropped: Mapping[str, int]
     """Reason -> groups: unscored_groups (no reward at all), degenerate_groups (nothing to compare:
     fewer than two rewards, or a std below 1e-6)."""
@@ -143,7 +141,7 @@ def select_groups(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> Selecti
         "unscored_groups": unscored,
         "degenerate_groups": len(every) - len(differs) - unscored,
     }
-    return Selection(real & np.isin(ids, differs), len(every), dropped)
+    return Selection(real & np.isin(ids, differs), dropped)
 
 
 def opd_gap(

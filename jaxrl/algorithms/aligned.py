@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens
+from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, topk_fields
 from jaxrl.losses.cells import LEFT_OUT, Borders, Cells, opened
 from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from_hidden
 from jaxrl.losses.layout import Softcap
@@ -74,13 +74,9 @@ def signal_of_hidden(
         fields |= {"hidden": packing.unpack(hidden), "open": open}
     elif p.distill.signal == "topk":
         open = packing.pack(open)
-        borders = Borders(known[-1], open, open)
-        best = topk_from_hidden(
-            hidden, kernel, p.distill.top_k, cells=cells, borders=borders, **options
-        )
-        fields["topk_ids"] = packing.unpack(best.ids)
-        fields["topk_logprobs"] = packing.unpack(best.logprobs)
-        fields["tail_logprob"] = packing.unpack(best.tail_logprob)
+        borders = Borders(cells, known[-1], open, open)
+        best = topk_from_hidden(hidden, kernel, p.distill.top_k, borders=borders, **options)
+        fields |= jax.tree.map(packing.unpack, topk_fields(best))
 
     def at_the_students(x: Array) -> Array:
         index = alignment.index.reshape(*alignment.index.shape, *[1] * (x.ndim - 2))

@@ -28,7 +28,6 @@ from jaxrl.losses.correction import (
     diagnostics,
     make_correction,
 )
-from jaxrl.losses.divergence import Sums
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden
 from jaxrl.losses.kl import kl_term
 from jaxrl.losses.policy import (
@@ -41,7 +40,7 @@ from jaxrl.losses.policy import (
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
 from jaxrl.process.plain import Keywords
-from jaxrl.types import Frozen, LossParts, Totals, TrainBatch
+from jaxrl.types import Frozen, LossParts, Sums, Totals, TrainBatch
 
 Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
 """(streams of the micro-batch, hidden [X, m, D], head [V, D], micro-batch, frozen arrays, totals)

@@ -13,26 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
+from jaxrl.losses.aggregation import Loss
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.cells import LONGER, Borders, opened
 from jaxrl.losses.distill import (
-    Loss,
     divergence_from_hidden,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
-from jaxrl.losses.divergence import EntropyAware, Sums, sampled_reverse_kl
+from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import (
+    TopK,
     logprobs_at,
     logprobs_from_hidden,
     path_logprobs_from_hidden,
@@ -43,12 +44,11 @@ from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.losses.stretches import increments, stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.decoder import Remat, forward_packed
-from jaxrl.models.experts import Routed
+from jaxrl.models.decoder import forward_packed
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.plain import Keywords
-from jaxrl.types import Aligned, Array, Frozen, Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import Aligned, Array, Frozen, Sequences, Sums, TeacherSignal, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,11 @@ def completion_hidden(
     params: Params,
     packing: Packing,
     mesh: Mesh,
-    *,
-    remat: Remat = "none",
-    dtype: DTypeLike | None = None,
-    routed: list[Routed] | None = None,
+    **options: Any,
 ) -> Float[Array, "X m D"]:
     """The hidden states that predict the tokens of the completions. This is the only place that
     shifts by one token. Options as of `forward_packed`."""
-    options: Keywords = {"mesh": mesh, "remat": remat, "dtype": dtype, "routed": routed}
-    hidden = forward_packed(model, params, packing, **options)
+    hidden = forward_packed(model, params, packing, mesh=mesh, **options)
     return packing.predicting(hidden, mesh)
 
 
@@ -171,7 +167,10 @@ def _ship_hidden(
 def _ship_topk(
     p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
-    best = topk_from_hidden(*teachers, p.distill.top_k, **options)
+    return topk_fields(topk_from_hidden(*teachers, p.distill.top_k, **options))
+
+
+def topk_fields(best: TopK) -> Fields:
     return {
         "topk_ids": best.ids,
         "topk_logprobs": best.logprobs,
@@ -280,7 +279,7 @@ def _learn_hidden(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    **of_cells: Array,
+    borders: Borders | None = None,
 ) -> Loss:
     signal, heads = _signal(batch), frozen["teacher_head"]
     teachers, mixture = signal.hidden, None
@@ -296,7 +295,7 @@ def _learn_hidden(
         batch.sequences.loss_mask,
         mixture=mixture,
         teacher_softcap=frozen.get("teacher_softcap"),
-        **of_cells,
+        borders=borders,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
@@ -319,7 +318,7 @@ def _learn_topk(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    **of_cells: Array,
+    borders: Borders | None = None,
 ) -> Loss:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -332,7 +331,7 @@ def _learn_topk(
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         v=p.vocab_size,
-        **of_cells,
+        borders=borders,
         **p.of_student,
     )
 
@@ -416,9 +415,10 @@ def _aligned_loss(
     )
     if not sampled:
         at_borders = replace(sequences, loss_mask=mask & begins & (first != -1))
-        borders = Borders(signal.left_out, opened(path.extra, signal.left_out), signal.open)
+        own = opened(path.extra, signal.left_out)
+        borders = Borders(cells, signal.left_out, own, signal.open)
         loss, there = DISTILL_LOSSES[p.distill.signal], replace(batch, sequences=at_borders)
-        total, _, metrics = loss(p, hidden, kernel, there, frozen, cells=cells, borders=borders)
+        total, _, metrics = loss(p, hidden, kernel, there, frozen, borders)
     rest = mask & (kinds != Aligned.NOT) & (sampled | (kinds != Aligned.EXACT))
     extra, more = stretch_reverse_kl(
         path.conditional,

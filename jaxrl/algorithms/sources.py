@@ -90,15 +90,11 @@ class Sources:
             return [self.rewards(rollout)]
         if role == "grouper":
             return [self.call(role, GrouperRole.score, rollout)]
-        if role == "reference":
-            n = self.config.reference.num_microbatches
-            return [
-                self.call(role, ReferenceRole.score, rollout, part=part, parts=n)
-                for part in range(n)
-            ]
-        n = self.config.teacher.num_microbatches
         more: Keywords = {} if rewards is None else {"rewards": rewards}
+        score: Callable[..., object] = TeacherRole.score
+        parts = self.config.teacher.num_microbatches
+        if role == "reference":
+            score, parts = ReferenceRole.score, self.config.reference.num_microbatches
         return [
-            self.call(role, TeacherRole.score, rollout, part=part, parts=n, **more)
-            for part in range(n)
+            self.call(role, score, rollout, part=part, parts=parts, **more) for part in range(parts)
         ]

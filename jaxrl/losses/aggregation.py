@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.losses.divergence import MIN
-from jaxrl.types import Array
+from jaxrl.types import Array, Sums
 
 SumCount = tuple[Float[Array, ""], Float[Array, ""]]
+Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+"""(sum to minimise, count, metrics)."""
 Aggregation = Callable[[Array, Array], SumCount]
 """(values [B, T], mask [B, T]) -> (sum, count)."""
 

@@ -81,8 +81,9 @@ class Cells(NamedTuple):
 
 
 class Borders(NamedTuple):
-    """What is known of the texts before the tokens of a batch."""
+    """The cells, and what is known of the texts before the tokens of a batch."""
 
+    cells: Cells
     left_out: Int[Array, "B C W"]
     """int32: bits of the cells that are left out."""
     student: Float[Array, "B C"]

@@ -28,10 +28,9 @@ from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import kept, mean_over_tokens, token_metric
-from jaxrl.losses.divergence import Sums
 from jaxrl.losses.kl import k3
 from jaxrl.losses.policy import MAX_LOG_RATIO, finite_exp
-from jaxrl.types import Array
+from jaxrl.types import Array, Sums
 
 Correction = Callable[[Array, Array], Array]
 """(log rho [B, T] in nats, 0 where masked; mask [B, T]) -> weights [B, T]."""

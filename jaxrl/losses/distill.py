@@ -11,62 +11,56 @@ Common arguments:
     beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
         beta being the mixture's weight of the teacher. The scale of the loss jumps at both ends
         (see `generalised_jsd`).
-    temperature: divides both logit sets; may be traced.
-    chunk: tokens that a device projects on the vocabulary at once.
-    softcap, teacher_softcap: c of a model's logits c tanh(hidden @ head.T / c), before temperature;
-        None: hidden @ head.T. Of several teachers, one for each. May be traced.
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
-    mesh: axes data, fsdp, tensor; rows of tokens are split over (data, fsdp), the vocabulary over
-        tensor, the heads' width over fsdp. Sizes that the mesh does not divide are padded or kept
-        whole. Two heads with different numbers of rows are cut to the first V = min(rows), which
-        moves rows between devices at every call: cut a frozen head once, beforehand.
+    options: `LogitOptions`. Rows of tokens are split over (data, fsdp), the vocabulary over tensor,
+        the heads' width over fsdp. Sizes that the mesh does not divide are padded or kept whole.
+        Two heads with different numbers of rows are cut to the first V = min(rows), which moves
+        rows between devices at every call: cut a frozen head once, beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses.aggregation import Loss
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import Borders, Cells, InCells, check_cells
+from jaxrl.losses.cells import Borders, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
     EntropyAware,
-    Sums,
     check_beta,
     generalised_jsd,
     logits_gradient,
 )
 from jaxrl.losses.head import full_entropy
 from jaxrl.losses.layout import (
-    CHUNK,
-    FrozenInputs,
+    LogitOptions,
     PerToken,
     ShardedTerm,
+    ShardOptions,
     Softcap,
     Term,
     TokenStats,
     fit_head,
     fit_rows,
-    inverse,
+    frozen_inputs,
     masked_rows,
+    models_of,
     shard_term,
-    softcaps_of,
 )
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
 from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
-from jaxrl.types import Array, Tree
-
-Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+from jaxrl.types import Array
 
 
 def divergence_from_hidden(
@@ -78,24 +72,21 @@ def divergence_from_hidden(
     *,
     beta: float,
     temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    lean: bool = False,
-    mesh: Mesh | None = None,
-    entropy_aware: EntropyAware | None = None,
-    mixture: TeacherMixture | None = None,
-    cells: Cells | None = None,
-    borders: Borders | None = None,
     softcap: Softcap = None,
     teacher_softcap: Softcap | Sequence[Softcap] = None,
+    lean: bool = False,
+    entropy_aware: EntropyAware | None = None,
+    mixture: TeacherMixture | None = None,
+    borders: Borders | None = None,
+    **options: Unpack[ShardOptions],
 ) -> Loss:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
 
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
-        cells: of a teacher with another vocabulary: the divergence is over them. Neither `lean` nor
-            a mesh with more than one device along tensor is possible then.
-        borders: with cells.
+        borders: of a teacher with another vocabulary: the divergence is over cells. Neither `lean`
+            nor a mesh with more than one device along tensor is possible then.
 
     Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
     most probable tokens are the same), student_entropy and teacher_entropy (nats, at
@@ -103,34 +94,23 @@ def divergence_from_hidden(
     (fraction of tokens where it acts).
     """
     check_beta(beta)
-    several = isinstance(teacher_hidden, Sequence)
-    hidden = tuple(teacher_hidden) if several else (teacher_hidden,)
-    heads = tuple(teacher_head) if several else (teacher_head,)
-    models = (student_hidden, student_head), *zip(hidden, heads, strict=True)
-    caps = (teacher_softcap,) * len(heads)
+    teachers = models_of(teacher_hidden, teacher_head)
+    models = (student_hidden, student_head), *teachers
+    caps = (teacher_softcap,) * len(teachers)
     if isinstance(teacher_softcap, Sequence):
         caps = tuple(teacher_softcap)
-    softcaps = softcaps_of(softcap, *caps)
     term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
-    if cells is not None:
-        term, models = InCells(term, cells.size), models[:1]
-    sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, lean=lean)
-    if cells is not None and borders is not None:
-        check_cells(sharded)
-        columns = cells.student.cells, cells.teacher.cells, cells.bits
-        given = jax.tree.map(jnp.asarray, (fit_rows(sharded, hidden), heads, columns))
-        model = student_hidden, student_head, mask
-        of = _of_borders(borders)
-        return _loss(sharded, *model, of, temperature, softcaps, given, borders.student)
+    if borders is not None:
+        term, models = InCells(term, borders.cells.size), models[:1]
+    sharded = shard_term(term, *models, lean=lean, **options)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
             f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    teachers = fit_rows(sharded, hidden), tuple(fit_head(sharded, head) for head in heads), None
-    model = student_hidden, student_head, mask
-    return _loss(sharded, *model, tokens, temperature, softcaps, teachers)
+    given = tokens, temperature, (softcap, *caps), teachers, borders
+    return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
 def topk_divergence_from_hidden(
@@ -143,15 +123,15 @@ def topk_divergence_from_hidden(
     *,
     beta: float,
     temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    lean: bool = False,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    cells: Cells | None = None,
-    borders: Borders | None = None,
     softcap: Softcap = None,
+    lean: bool = False,
+    borders: Borders | None = None,
+    **options: Unpack[ShardOptions],
 ) -> Loss:
-    """Generalised JSD over K ids and one tail bucket (`divergence.topk_divergence`).
+    """Generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the others.
+
+    Merging outcomes never raises a divergence, so this is a lower bound of the full one (equal to
+    it at K = V), and it is stationary at Q = P, which a renormalised or a dropped tail is not.
 
     For the `topk` signal (ids are the teacher's) and for `student_topk` (the student's). The
     teacher's log-probs must be at the same `temperature` already, and over the same first V rows:
@@ -162,21 +142,15 @@ def topk_divergence_from_hidden(
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
 
     Args:
-        cells: of a teacher with another vocabulary; the ids are then of cells.
-        borders: with cells.
+        borders: of a teacher with another vocabulary; the ids are then of cells.
     """
     check_beta(beta)
-    model = student_hidden, student_head
-    term: Term = _TopKTail(beta) if cells is None else InCells(_TopKTail(beta), cells.size)
-    sharded = shard_term(term, model, chunk=chunk, mesh=mesh, v=v, lean=lean)
+    term: Term = _TopKTail(beta)
+    if borders is not None:
+        term = InCells(term, borders.cells.size)
+    sharded = shard_term(term, (student_hidden, student_head), lean=lean, **options)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    softcaps = softcaps_of(softcap)
-    if cells is None or borders is None:
-        return _loss(sharded, student_hidden, student_head, mask, tokens, temperature, softcaps)
-    check_cells(sharded)
-    columns = jnp.asarray(cells.student.cells), None, jnp.asarray(cells.bits)
-    tokens |= _of_borders(borders)
-    given = tokens, temperature, softcaps, ((), (), columns), borders.student
+    given = tokens, temperature, (softcap,), (), borders
     return _loss(sharded, student_hidden, student_head, mask, *given)
 
 
@@ -190,12 +164,8 @@ def entropy_aware_from_topk(
     *,
     term: EntropyAware,
     teacher_tail: Float[Array, "B C"],
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
     lean: bool = False,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap = None,
+    **options: Unpack[LogitOptions],
 ) -> Loss:
     """The entropy-aware term alone, from what a teacher shipped: add it to any signal's loss.
 
@@ -226,12 +196,8 @@ def entropy_aware_from_topk(
         tail,
         gate,
         beta=0.0,
-        temperature=temperature,
-        chunk=chunk,
         lean=lean,
-        mesh=mesh,
-        v=v,
-        softcap=softcap,
+        **options,
     )
     total, count = term.coef * total, masked_count(mask)
     metrics = {
@@ -248,30 +214,33 @@ def _loss(
     mask: Array,
     tokens: PerToken,
     temperature: float | Array,
-    softcaps: tuple[Array | None, ...],
-    teachers: tuple[Tree, ...] = ((), (), None),
-    open: Array | None = None,
+    softcaps: tuple[Softcap, ...],
+    teachers: Sequence[tuple[Array, Array]],
+    borders: Borders | None,
 ) -> Loss:
-    scale, tokens, teachers = inverse(temperature), *jax.lax.stop_gradient((tokens, teachers))
-    rows = fit_rows(sharded, (mask, tokens))
-    given = FrozenInputs(rows[0], scale, rows[1], softcaps, *teachers)
+    columns = None
+    if borders is not None:
+        check_cells(sharded)
+        student, teacher, bits = borders.cells
+        theirs = teacher.cells if teachers else None
+        columns = jax.tree.map(jnp.asarray, (student.cells, theirs, bits))
+        tokens |= {"left_out": borders.left_out, "open": borders.student}
+        tokens |= {} if borders.teacher is None else {"their_open": borders.teacher}
+    given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, columns)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
-    if open is not None:  # 0 with the gradient that the loss has by it
+    if borders is not None:  # 0 with the gradient that the loss has by what is open
         slope = jax.lax.stop_gradient(values.pop("open")[: mask.shape[0], : mask.shape[1]])
-        total += masked_sum(slope * (open - jax.lax.stop_gradient(open)), mask)
+        total += masked_sum(
+            slope * (borders.student - jax.lax.stop_gradient(borders.student)), mask
+        )
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
-    metrics = {k: (masked_sum(x, rows[0]), count) for k, x in values.items()}
+    metrics = {k: (masked_sum(x, given.mask), count) for k, x in values.items()}
     ones, real = mask.astype(count.dtype), (slice(mask.shape[0]), slice(mask.shape[1]))
     for name in ("divergence", "top1_agreement"):
         metrics[name] = (jnp.where(mask, values[name][real], 0).astype(count.dtype), ones)
     return total, count, metrics
-
-
-def _of_borders(borders: Borders) -> PerToken:
-    found = {"left_out": borders.left_out, "open": borders.student}
-    return found if borders.teacher is None else found | {"their_open": borders.teacher}
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from jaxrl.losses.masked import masked_count, masked_sum
-from jaxrl.types import Array
-
-Sums = dict[str, tuple[Array, Array]]
-"""Metric name -> (sum, count), to be added up over micro-batches and divided once; both are
-scalars, or both [B] where each row has its own.
-"""
+from jaxrl.types import Array, Sums
 
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
@@ -134,19 +129,6 @@ def log_softmax(
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
 
 
-def with_tail(
-    logprobs: Float[Array, "*rows V"], ids: Int[Array, "*rows K"]
-) -> Float[Array, "*rows K+1"]:
-    """Log-probs of the K ids, and, last, the log of the probability of all the other tokens.
-
-    The tail is a logsumexp over the others: log(1 - sum p) cancels in float32.
-    """
-    chosen = jnp.take_along_axis(logprobs, ids, -1)
-    others = jnp.put_along_axis(logprobs, ids, MIN, -1, inplace=False)
-    tail = jnp.maximum(jax.nn.logsumexp(others, -1, keepdims=True), MIN)
-    return jnp.concatenate([chosen, tail], -1)
-
-
 def jsd(
     student_logits: Float[Array, "B T V"],
     teacher_logits: Float[Array, "B T V"],
@@ -172,53 +154,6 @@ def jsd(
     teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
     value, _ = generalised_jsd(student, teacher, beta)
     return masked_sum(value, mask), masked_count(mask)
-
-
-def topk_divergence(
-    student_logits: Float[Array, "B T V"],
-    ids: Int[Array, "B T K"],
-    teacher_logprobs: Float[Array, "B T K"],
-    teacher_tail: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-    *,
-    beta: float,
-    temperature: float = 1.0,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`jsd` over K + 1 outcomes: the K ids, and the tail bucket of all the others, on both sides.
-
-    Merging outcomes never raises a divergence, so this is a lower bound of `jsd` (equal to it at K
-    = V), and it is stationary at Q = P, which a renormalised or a dropped tail is not.
-
-    Args:
-        ids: distinct tokens, the teacher's or the student's most probable ones.
-        teacher_logprobs: nats, at `temperature` already.
-        teacher_tail: nats, log of the teacher's probability outside of the ids, at `temperature`
-            already.
-    """
-    check_beta(beta)
-    student = with_tail(log_softmax(_kept(student_logits, mask), temperature), ids)
-    teacher = jnp.concatenate([teacher_logprobs, teacher_tail[..., None]], -1)
-    teacher = jax.lax.stop_gradient(jnp.maximum(teacher, MIN))
-    value, _ = generalised_jsd(student, teacher, beta)
-    return masked_sum(value, mask), masked_count(mask)
-
-
-def entropy_aware(
-    student_logits: Float[Array, "B T V"],
-    teacher_logits: Float[Array, "B T V"],
-    mask: Bool[Array, "B T"],
-    *,
-    term: EntropyAware,
-    temperature: float = 1.0,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`EntropyAware`'s term over the tokens of `mask`; they all count, gated or not."""
-    teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
-    entropy = -weighted(jnp.exp(teacher), teacher).sum(-1)
-    _, ids = jax.lax.top_k(teacher, term.top_k)
-    student = with_tail(log_softmax(_kept(student_logits, mask), temperature), ids)
-    value, _ = generalised_jsd(student, with_tail(teacher, ids), beta=0)
-    gate = entropy >= term.threshold
-    return term.coef * masked_sum(value, mask & gate), masked_count(mask)
 
 
 def sampled_reverse_kl(

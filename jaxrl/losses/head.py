@@ -1,12 +1,10 @@
 """Log-probs from hidden states: of given tokens, of the top k, at given ids; never [B, C, V].
 
 Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
-D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32. `v` narrows
-the vocabulary to its first v rows (default: all), and probabilities are normalised over these.
-`chunk` tokens are projected at once on a device. With a `mesh` rows are split over (data, fsdp),
-their tokens over context and the vocabulary over tensor; sizes that the mesh does not divide are
-padded. `temperature` may be traced. With a `softcap` c logits are c tanh(hidden @ head.T / c) /
-temperature.
+D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32; with a
+softcap c they are c tanh(hidden @ head.T / c) / temperature. `options` are `LogitOptions`. On a
+mesh rows are split over (data, fsdp), their tokens over context and the vocabulary over tensor;
+sizes that the mesh does not divide are padded.
 """
 
 from __future__ import annotations
@@ -14,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.cells import (
     LEFT_OUT,
     LONGER,
     Borders,
-    Cells,
     InCells,
     Side,
     check_cells,
@@ -34,19 +30,21 @@ from jaxrl.losses.cells import (
 from jaxrl.losses.chunked import measure, tiled
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.layout import (
-    CHUNK,
     FrozenInputs,
+    LogitOptions,
+    OneOrMore,
     PerToken,
     ShardedTerm,
+    ShardOptions,
     Softcap,
     Term,
     TokenStats,
     fit_head,
     fit_rows,
-    inverse,
+    frozen_inputs,
     masked_rows,
+    models_of,
     shard_term,
-    softcaps_of,
 )
 from jaxrl.losses.mixture import OfMixture, TeacherMixture
 from jaxrl.losses.vocabulary import VocabShard, with_tail
@@ -71,11 +69,7 @@ def logprobs_from_hidden(
     tokens: Int[Array, "B C"],
     *,
     mask: Bool[Array, "B C"] | None = None,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap = None,
+    **options: Unpack[LogitOptions],
 ) -> Float[Array, "B C"]:
     """log pi(token), nats; -1e30 for a token that has no row.
 
@@ -86,9 +80,8 @@ def logprobs_from_hidden(
         mask: where False, hidden may hold anything, NaN included: the values there mean nothing,
             and no gradient comes from them.
     """
-    term = _TokenLogprob(entropy=False)
-    given = mask, temperature, chunk, mesh, v, softcap
-    return _of_tokens(term, hidden, head, tokens, *given)["logprobs"]
+    term, each = _TokenLogprob(entropy=False), {"ids": tokens}
+    return _of_tokens(term, hidden, head, each, mask, **options)["logprobs"]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -97,16 +90,11 @@ def logprobs_and_entropy_from_hidden(
     tokens: Int[Array, "B C"],
     *,
     mask: Bool[Array, "B C"] | None = None,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
-    term = _TokenLogprob(entropy=True)
-    given = mask, temperature, chunk, mesh, v, softcap
-    found = _of_tokens(term, hidden, head, tokens, *given)
+    term, each = _TokenLogprob(entropy=True), {"ids": tokens}
+    found = _of_tokens(term, hidden, head, each, mask, **options)
     return found["logprobs"], found["entropy"]
 
 
@@ -135,11 +123,7 @@ def path_logprobs_from_hidden(
     left_out: Int[Array, "B C W"],
     *,
     mask: Bool[Array, "B C"] | None = None,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap = None,
+    **options: Unpack[LogitOptions],
 ) -> PathLogprobs:
     """What `losses.stretches` needs of a model's log-probs. Differentiable.
 
@@ -150,7 +134,7 @@ def path_logprobs_from_hidden(
         given: the same, for `known`.
         ends: `Continues`; where it is `Continues.NONE`, `extra` is 0.
         left_out: bits of cells.
-        mask, temperature: as of `logprobs_from_hidden`.
+        mask: as of `logprobs_from_hidden`.
     """
     side, bits = jax.tree.map(jnp.asarray, (side, bits))
     last = jnp.where(ends == Continues.NONE, side.rank[tokens], side.last[tokens])
@@ -164,8 +148,8 @@ def path_logprobs_from_hidden(
         "left_out": left_out,
     }
     columns = side.cells, side.rank, side.common, bits[jnp.minimum(side.cells, len(bits) - 1)]
-    options = mask, temperature, chunk, mesh, v, softcap, each, columns
-    found = PathLogprobs(**_of_tokens(_PathLogprobs(), hidden, head, tokens, *options))
+    values = _of_tokens(_PathLogprobs(), hidden, head, each, mask, columns, **options)
+    found = PathLogprobs(**values)
     whole, known = jax.lax.stop_gradient((found.whole, found.known))
     return found._replace(whole=whole, known=known)
 
@@ -175,37 +159,25 @@ def topk_from_hidden(
     head: Float[Array, "V D"] | Sequence[Array],
     k: int,
     *,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap | Sequence[Softcap] = None,
     mixture: TeacherMixture | None = None,
-    cells: Cells | None = None,
     borders: Borders | None = None,
+    **options: Unpack[LogitOptions],
 ) -> TopK:
     """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
 
     Args:
-        hidden, head, softcap: of several teachers, one for each.
+        hidden, head: of several teachers, one for each.
         mixture: combines several teachers.
-        cells: of a teacher with another vocabulary: ids and probabilities are then of cells.
-        borders: with cells; `teacher` has the `open` of this model, and `student` is not read.
+        borders: of a teacher with another vocabulary: ids and probabilities are then of cells.
+            `teacher` has the `open` of this model, and `student` is not read.
     """
-    models = _models(hidden, head)
-    term: Term = _TopK(k) if cells is None else InCells(_TopK(k), cells.size)
-    sharded = shard_term(term, *models, chunk=chunk, mesh=mesh, v=v)
-    tokens: PerToken = {}
-    columns = None
-    if cells is not None and borders is not None:
-        check_cells(sharded)
+    if borders is None:
+        values = _measured(_TopK(k), hidden, head, {}, mixture, **options)
+    else:
+        cells, term = borders.cells, InCells(_TopK(k), borders.cells.size)
         tokens = {"left_out": borders.left_out, "open": borders.teacher}
         columns = jnp.asarray(cells.teacher.cells), None, jnp.asarray(cells.bits)
-    if not 0 < k <= sharded.vocab:
-        raise ValueError(
-            f"top-k is {k}; the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
-        )
-    values = _measured(sharded, hidden, head, tokens, temperature, softcap, mixture, columns)
+        values = _measured(term, hidden, head, tokens, mixture, columns, **options)
     return TopK(values["ids"], values["logprobs"], values["tail"], values["entropy"])
 
 
@@ -214,21 +186,15 @@ def logprobs_at(
     head: Float[Array, "V D"] | Sequence[Array],
     ids: Int[Array, "B C K"],
     *,
-    temperature: float | Array = 1.0,
-    chunk: int = CHUNK,
-    mesh: Mesh | None = None,
-    v: int | None = None,
-    softcap: Softcap | Sequence[Softcap] = None,
     mixture: TeacherMixture | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
     """Log-probs of K distinct ids, and of all other tokens together, in nats. No gradient.
 
     The teacher's answer to the student's top k (`student_topk`). Arguments as of
     `topk_from_hidden`.
     """
-    models = _models(hidden, head)
-    sharded = shard_term(_AtIds(), *models, chunk=chunk, mesh=mesh, v=v)
-    values = _measured(sharded, hidden, head, {"ids": ids}, temperature, softcap, mixture)
+    values = _measured(_AtIds(), hidden, head, {"ids": ids}, mixture, **options)
     return values["logprobs"], values["tail"]
 
 
@@ -308,6 +274,11 @@ class _TopK(Term):
     k: int
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        if not 0 < self.k <= columns.vocab:
+            raise ValueError(
+                f"top-k is {self.k}; the vocabulary has {columns.vocab} tokens: 1 to"
+                f" {columns.vocab}"
+            )
         lse = columns.logsumexp(z)
         _, ids = columns.topk(z, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
@@ -351,77 +322,58 @@ def _of_tokens(
     term: Term,
     hidden: Array,
     head: Array,
-    tokens: Array,
+    tokens: PerToken,
     mask: Array | None,
-    temperature: float | Array,
-    chunk: int,
-    mesh: Mesh | None,
-    v: int | None,
-    softcap: Softcap,
-    each: PerToken | None = None,
     columns: tuple[Array, ...] | None = None,
+    *,
+    temperature: float | Array = 1.0,
+    softcap: Softcap = None,
+    **options: Unpack[ShardOptions],
 ) -> PerToken:
-    """The term's values.
+    """The term's values, differentiable.
 
     Args:
-        each: what the term knows of each token, if more than its id.
+        tokens: what the term knows of each token: its id under "ids", and more.
         columns: what it knows of each token of the vocabulary.
     """
-    sharded = shard_term(term, (hidden, head), chunk=chunk, mesh=mesh, v=v)
-    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
-    hidden = masked_rows(hidden, mask)
-    given = _given(sharded, mask, {"ids": tokens} if each is None else each, temperature)
-    given = given._replace(softcaps=softcaps_of(softcap))
-    if columns is not None:
-        given = given._replace(cells=tuple(fit_head(sharded, x) for x in columns))
-    values = _token_values(sharded, fit_rows(sharded, hidden), fit_head(sharded, head), given)
-    return jax.tree.map(lambda x: x[: mask.shape[0], : mask.shape[1]], values)
-
-
-def _models(
-    hidden: Array | Sequence[Array], head: Array | Sequence[Array]
-) -> tuple[tuple[Array, Array], ...]:
-    """(hidden states, head) of each model."""
-    if isinstance(hidden, Sequence):
-        return tuple(zip(hidden, head, strict=True))
-    return ((hidden, head),)
+    sharded = shard_term(term, (hidden, head), **options)
+    b, c = tokens["ids"].shape
+    mask = jnp.ones((b, c), bool) if mask is None else mask
+    hidden = fit_rows(sharded, masked_rows(hidden, mask))
+    cells = columns and tuple(fit_head(sharded, x) for x in columns)
+    given = frozen_inputs(sharded, mask, tokens, temperature, (softcap,), cells=cells)
+    values = _token_values(sharded, hidden, fit_head(sharded, head), given)
+    return jax.tree.map(lambda x: x[:b, :c], values)
 
 
 def _measured(
-    sharded: ShardedTerm,
-    hidden: Array | Sequence[Array],
-    head: Array | Sequence[Array],
+    term: Term,
+    hidden: OneOrMore,
+    head: OneOrMore,
     tokens: PerToken,
-    temperature: float | Array,
-    softcap: Softcap | Sequence[Softcap] = None,
-    mixture: TeacherMixture | None = None,
+    mixture: TeacherMixture | None,
     columns: tuple[Array | None, ...] | None = None,
+    *,
+    temperature: float | Array = 1.0,
+    softcap: Softcap | Sequence[Softcap] = None,
+    **options: Unpack[ShardOptions],
 ) -> PerToken:
-    """The term's values on one model's logits, or on those of a mixture.
+    """The term's values on one model's logits, or on those of a mixture. No gradient.
 
     Args:
         columns: what the term knows of each token of the vocabulary.
     """
-    (first, kernel), *others = jax.lax.stop_gradient(_models(hidden, head))
+    models = jax.lax.stop_gradient(models_of(hidden, head))
+    sharded = shard_term(term, *models, **options)
+    if columns is not None:
+        check_cells(sharded)
     if mixture is not None:
-        sharded = replace(sharded, term=OfMixture(sharded.term, mixture.kind))
+        sharded = replace(sharded, term=OfMixture(term, mixture.kind))
         tokens = tokens | {"weights": mixture.weights}
+    (first, kernel), *others = models
     b, c = first.shape[:2]
-    given = _given(sharded, jnp.ones((b, c), bool), tokens, temperature)._replace(
-        softcaps=softcaps_of(*(softcap if isinstance(softcap, Sequence) else (softcap,))),
-        teacher_hidden=tuple(fit_rows(sharded, x) for x, _ in others),
-        teacher_head=tuple(fit_head(sharded, kernel) for _, kernel in others),
-        cells=columns,
-    )
+    caps = softcap if isinstance(softcap, Sequence) else (softcap,)
+    mask = jnp.ones((b, c), bool)
+    given = frozen_inputs(sharded, mask, tokens, temperature, caps, others, columns)
     values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
     return jax.tree.map(lambda x: x[:b, :c], values)
-
-
-def _given(
-    sharded: ShardedTerm,
-    mask: Array,
-    tokens: PerToken,
-    temperature: float | Array,
-) -> FrozenInputs:
-    given = fit_rows(sharded, (mask, tokens))
-    return FrozenInputs(mask=given[0], scale=inverse(temperature), tokens=given[1])

@@ -8,9 +8,9 @@ columns of `MIN`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,28 @@ Softcap = float | Float[Array, ""] | None
 
 PerToken = dict[str, Array]
 """Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
+OneOrMore = Array | Sequence[Array]
+"""Of one model, or one of each of several models."""
+
+
+class ShardOptions(TypedDict, total=False):
+    """How a term runs (`shard_term`)."""
+
+    chunk: int
+    """Tokens that a device projects on the vocabulary at once; `CHUNK` by default."""
+    mesh: Mesh | None
+    """Axes data, fsdp, tensor and context; None: one device."""
+    v: int | None
+    """Narrows the vocabulary to its first v rows; probabilities are normalised over these."""
+
+
+class LogitOptions(ShardOptions, total=False):
+    """Options of all that takes hidden states and heads."""
+
+    temperature: float | Array
+    """Divides the logits; may be traced. 1 by default."""
+    softcap: Softcap | Sequence[Softcap]
+    """Of several models, one for each. May be traced."""
 
 
 class FrozenInputs(NamedTuple):
@@ -135,8 +157,8 @@ class ShardedTerm:
 def shard_term(
     term: Term,
     *models: tuple[Array, Array],
-    chunk: int,
-    mesh: Mesh | None,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
     v: int | None = None,
     lean: bool = False,
 ) -> ShardedTerm:
@@ -154,6 +176,41 @@ def shard_term(
                 "both must come from one model"
             )
     return ShardedTerm(term, v or rows, chunk, mesh, lean)
+
+
+def models_of(hidden: OneOrMore, head: OneOrMore) -> tuple[tuple[Array, Array], ...]:
+    """(hidden states, head) of each model."""
+    if isinstance(hidden, Sequence):
+        return tuple(zip(hidden, head, strict=True))
+    return ((hidden, head),)
+
+
+def frozen_inputs(
+    sharded: ShardedTerm,
+    mask: Bool[Array, "B C"],
+    tokens: PerToken,
+    temperature: float | Array,
+    softcaps: Sequence[Softcap],
+    teachers: Sequence[tuple[Array, Array]] = (),
+    cells: tuple[Array | None, ...] | None = None,
+) -> FrozenInputs:
+    """What `chunked` takes. No gradient flows to it.
+
+    Args:
+        softcaps: of the student and each teacher.
+        teachers: (hidden states, head) of each; over cells, the whole head is kept.
+    """
+    mask, tokens = fit_rows(sharded, (mask, tokens))
+    found = FrozenInputs(
+        mask=mask,
+        scale=inverse(temperature),
+        tokens=tokens,
+        softcaps=softcaps_of(*softcaps),
+        teacher_hidden=tuple(fit_rows(sharded, hidden) for hidden, _ in teachers),
+        teacher_head=tuple(head if cells else fit_head(sharded, head) for _, head in teachers),
+        cells=cells,
+    )
+    return jax.lax.stop_gradient(found)
 
 
 def inverse(temperature: float | Array) -> Float[Array, ""]:

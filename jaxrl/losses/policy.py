@@ -26,6 +26,7 @@ from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
     Aggregation,
+    Loss,
     SumCount,
     SumOverConstant,
     kept,
@@ -33,11 +34,7 @@ from jaxrl.losses.aggregation import (
     token_metric,
 )
 from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
-from jaxrl.losses.divergence import Sums
-from jaxrl.types import Array
-
-Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
-"""(sum to minimise, count, metrics)."""
+from jaxrl.types import Array, Sums
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are kept within +-20 nats before they are exponentiated: e^20 is 5e8, and float32

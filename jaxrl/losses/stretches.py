@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.cells import LEFT_OUT, opened
-from jaxrl.losses.divergence import Sums
 from jaxrl.losses.head import PathLogprobs
 from jaxrl.losses.masked import masked_count, masked_sum
-from jaxrl.types import Array
+from jaxrl.types import Array, Sums
 
 
 def stretch_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Float[Array, "B C"]:

@@ -18,6 +18,8 @@ from jaxrl.types import Tree
 
 NARROWEST = 4
 """Smallest width of a batch, tokens."""
+BATCH_TOKENS = 4096
+"""Usual number of tokens of a batch on one device, padding included."""
 Run = jax.stages.Wrapped
 """Jitted: (..., tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
 Progress = Callable[[str], None]

@@ -37,7 +37,7 @@ from jaxrl.roles.microbatch import (
 from jaxrl.roles.optimizer import learning_rate
 from jaxrl.roles.update import BASE, ActorPrograms, TrainState
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.ledger import buffer, current
+from jaxrl.sharding.ledger import attribute, buffer, current
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
@@ -238,8 +238,7 @@ class Actor:
         the receiver is in another worker, the weights stay on the actor's mesh, and the caller
         must send them before the next update.
         """
-        layout = self.config.rollout.layout
-        to = Receiver(layout, dtype, self._receiver, SENT)
+        to = Receiver(self.config.rollout.layout, dtype, self._receiver, SENT)
         return self._send(version, self.state.params, to)
 
     def publish_to_teacher(self, version: int) -> Weights:
@@ -267,7 +266,9 @@ class Actor:
         start = time.monotonic()
         own = set(map(buffer, jax.tree.leaves(given)))
         with phase(f"send version {version}"):
-            params = self._laid_out(given, jnp.dtype(to.dtype), to.layout)
+            form = jnp.dtype(to.dtype), to.layout
+            old = self.programs.differing(given, *form)
+            params = given | (self.programs.convert(old, *form) if old else {})
             current().put(to.sent, params)
             if to.shardings is not None:
                 params = reshard(params, to.shardings)
@@ -281,11 +282,6 @@ class Actor:
             if to.shardings is None or buffer(leaf) not in own
         ]
         return Weights(version, params, nbytes(moved), time.monotonic() - start)
-
-    def _laid_out(self, params: Params, dtype: np.dtype, layout: Layout) -> Params:
-        """Weights on this mesh, in a receiver's dtype and layout; converts only what differs."""
-        old = self.programs.differing(params, dtype, layout)
-        return params | (self.programs.convert(old, dtype, layout) if old else {})
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write a checkpoint; `step` must be the actor's version.
@@ -343,50 +339,25 @@ class Actor:
 
     def _keep(self) -> None:
         """Registers the actor's arrays in the ledger, with the calls that need them."""
-        ledger, offload = current(), self.config.offload
 
-        def write(**changed: Tree) -> None:
-            self.state = replace(self.state, **changed)
+        def of_state(name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
+            def write(tree: Tree) -> None:
+                self.state = replace(self.state, **{name: tree})
 
-        def write_frozen(tree: Tree) -> None:
-            self._frozen = tree
+            return lambda: getattr(self.state, name), write
 
-        saves = ("actor.update", "actor.save")
-        ledger.resident(
-            "actor.params",
-            lambda: self.state.params,
-            lambda tree: write(params=tree),
-            stages=(*saves, "actor.publish", "actor.publish_to_teacher", "actor.export"),
-            offload=offload.params,
-        )
-        ledger.resident(
-            "actor.base",
-            lambda: self._base,
-            lambda tree: setattr(self, "_base", tree),
-            stages=("actor.update",),
-            offload=offload.params,
-        )
-        ledger.resident(
-            "actor.optimizer",
-            lambda: self.state.opt_state,
-            lambda tree: write(opt_state=tree),
-            stages=saves,
-            offload=offload.optimizer,
-        )
-        ledger.resident(
-            "actor.ema",
-            lambda: self.state.ema,
-            lambda tree: write(ema=tree),
-            stages=(*saves, "actor.publish_to_teacher"),
-            offload=offload.optimizer,
-        )
-        ledger.resident(
-            "actor.teacher_head",
-            lambda: self._frozen,
-            write_frozen,
-            stages=("actor.update",),
-            offload=offload.frozen,
-        )
+        offload = self.config.offload
+        update, taught = "actor.update", "actor.publish_to_teacher"
+        saved, sent = (update, "actor.save"), ("actor.publish", taught, "actor.export")
+        each = {
+            "params": (of_state("params"), (*saved, *sent), offload.params),
+            "base": (attribute(self, "_base"), (update,), offload.params),
+            "optimizer": (of_state("opt_state"), saved, offload.optimizer),
+            "ema": (of_state("ema"), (*saved, taught), offload.optimizer),
+            "teacher_head": (attribute(self, "_frozen"), (update,), offload.frozen),
+        }
+        for name, (access, stages, away) in each.items():
+            current().resident(f"actor.{name}", *access, stages=stages, offload=away)
 
     def _restore(self, folder: Path) -> None:
         """Loads a checkpoint into the shapes, dtypes and shardings of this run, which may differ

@@ -1,4 +1,5 @@
-"""Texts to vectors: an encoder with its own tokenizer."""
+"""Texts to vectors: an encoder with its own tokenizer, and the role that embeds completions with
+it, so that similar ones can be put together."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms.similarity import text_to_embed
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
 from jaxrl.formats.places import find_folder
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import bert
-from jaxrl.models.batching import Progress, run_batches
+from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
-from jaxrl.sharding.ledger import current
-
-BATCH_TOKENS = 4096
-"""Tokens of a batch on one device, padding included."""
+from jaxrl.runtime.worker import detail, phase
+from jaxrl.sharding.ledger import attribute, current
+from jaxrl.types import Embedded, Rollout
 
 
 class Encoder:
@@ -77,6 +78,53 @@ class Encoder:
             ledger=current(),
             progress=progress,
         )
+
+
+class Grouper:
+    """The role that embeds completions."""
+
+    def __init__(
+        self,
+        path: str,
+        mesh: Mesh,
+        dtype: str = "float32",
+        batch_tokens: int = BATCH_TOKENS,
+        opened: bool = False,
+        offload: bool = False,
+    ):
+        """
+        Args:
+            path, mesh, dtype, batch_tokens: as of `Encoder`.
+            opened: the prompts end inside a thought (`<think>`).
+            offload: the weights are on the host except during `score`.
+        """
+        with phase(f"loads {path}"):
+            encoder = Encoder(path, mesh, dtype, batch_tokens)
+        self._encoder, self._opened = encoder, opened
+        millions = bert.n_params(encoder.config) / 1e6
+        self._notes: tuple[str, ...] = (
+            f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}",
+        )
+        current().resident(
+            "grouper.params",
+            *attribute(encoder, "params"),
+            stages=("grouper.score",),
+            offload=offload,
+        )
+
+    def score(self, rollout: Rollout) -> Embedded:
+        """Embeds the answer of each completion: the text after its last `</think>`."""
+        texts = tuple(
+            text_to_embed(completion.text, opened=self._opened)
+            for completion in rollout.completions
+        )
+        with phase("embeds"):
+            found = self._encoder.embed([text for text in texts if text is not None], detail)
+        current().nearly_done()
+        vectors = np.zeros((len(texts), found.shape[-1]), np.float32)
+        vectors[[i for i, text in enumerate(texts) if text is not None]] = found
+        notes, self._notes = self._notes, ()
+        return Embedded(vectors, texts, notes)
 
 
 def embed(path: str | os.PathLike[str], texts: Sequence[str]) -> np.ndarray:

@@ -111,31 +111,19 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     def cut(x: np.ndarray) -> np.ndarray:
         return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
 
-    room = room_of(whole, devices, _alike(cuts, index))
+    alike = np.stack([each for each in cuts if len(each) == len(index)])  # one room, one program
+    room = room_of(whole, devices, alike)
     given = rollout.sequences, rollout.student_topk, rollout.alignment
     sequences, ids, alignment = jax.tree.map(cut, given)
     sequences = replace(sequences, group=whole.group, room=room)
     return ScoredPart(rows, sequences, ids, alignment)
 
 
-def only_rows(given: ScoredPart, mine: np.ndarray, devices: RowDevices) -> ScoredPart:
-    """The part with tokens in some of its rows only, which are then the only ones computed.
-
-    Args:
-        mine: [rows] bool, of the part without its padding; whole groups where they share a prompt.
-    """
-    sequences = given.sequences
-    kept = np.pad(mine, (0, len(sequences.tokens) - len(mine)))[:, None]
-    own = replace(
-        sequences, mask=sequences.mask & kept, loss_mask=sequences.loss_mask & kept, room=None
-    )
-    return replace(given, sequences=replace(own, room=room_of(own, devices)))
-
-
 def own_parts(
     given: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
 ) -> dict[int, ScoredPart]:
-    """Number of a teacher -> what of a part it computes: the rows in which it has a share.
+    """Number of a teacher -> what of a part it computes: the tokens of the rows in which it has a
+    share, which are whole groups where these share a prompt.
 
     Args:
         weights: [rows, K] shares of each of several teachers, of the part without its padding; 0 in
@@ -143,10 +131,18 @@ def own_parts(
         mixed: every teacher runs, even without such a row. Otherwise those with a row do, and the
             first where nobody has one.
     """
-    shares = weights > 0
+    sequences, shares = given.sequences, weights > 0
+    more = len(sequences.tokens) - len(shares)
+
+    def only(mine: np.ndarray) -> ScoredPart:
+        kept = np.pad(mine, (0, more))[:, None]
+        mask, loss_mask = sequences.mask & kept, sequences.loss_mask & kept
+        own = replace(sequences, mask=mask, loss_mask=loss_mask, room=None)
+        return replace(given, sequences=replace(own, room=room_of(own, devices)))
+
     some = np.flatnonzero(shares.any(0)).tolist()
     chosen = range(shares.shape[1]) if mixed else some or [0]
-    return {k: only_rows(given, shares[:, k], devices) for k in chosen}
+    return {k: only(shares[:, k]) for k in chosen}
 
 
 def scored_padding(
@@ -191,11 +187,6 @@ def _scored_cuts(
     indices = [np.arange(rows.start, rows.stop) for rows in cuts if rows is not None]
     padded = [np.pad(rows, (0, -len(rows) % unit), constant_values=-1) for rows in indices]
     return replace(rollout.sequences, group=group), padded
-
-
-def _alike(cuts: list[np.ndarray], index: np.ndarray) -> np.ndarray:
-    """The parts of one size, which have one room, so that they are one program."""
-    return np.stack([each for each in cuts if len(each) == len(index)])
 
 
 def scored_group(rows: int, parts: int, shards: int, group: int) -> int:

@@ -3,8 +3,6 @@ log-probs."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,10 +12,11 @@ from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
+from jaxrl.process.plain import Keywords
 from jaxrl.roles.microbatch import scored_part
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Array, Rollout, Sequences
 
@@ -44,8 +43,7 @@ class Reference:
         self.params, self.mesh = params, mesh
         current().resident(
             "reference.params",
-            lambda: self.params,
-            lambda params: setattr(self, "params", params),
+            *attribute(self, "params"),
             stages=("reference.score",),
             offload=offload,
         )
@@ -71,10 +69,10 @@ class Reference:
 
 def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Wrapped:
     """Jitted: (parameters, sequences) -> [B, C] float32 log-probs, whole on every device."""
-    score = partial(completion_logprobs, model, temperature=temperature, chunk=chunk, mesh=mesh)
+    options: Keywords = {"temperature": temperature, "chunk": chunk}
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def reference_logprobs(params: Params, sequences: Sequences) -> Array:
-        return score(params, sequences)
+        return completion_logprobs(model, params, sequences, mesh, **options)
 
     return jax.jit(reference_logprobs, out_shardings=everywhere)

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import as_messages
+from jaxrl.models.batching import BATCH_TOKENS
 from jaxrl.rewards.scoring import RewardFunctions, RewardReport
-from jaxrl.roles.reward_model import BATCH_TOKENS, RewardScorer, RewardSource, render
+from jaxrl.roles.reward_model import RewardScorer, RewardSource, render
 from jaxrl.runtime.worker import detail, phase
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Completion, Prompt, Rollout
 
 
@@ -25,13 +26,13 @@ class Reward:
 
     def score(self, rollout: Rollout) -> RewardReport:
         futures = self._functions.submit(rollout)
-        scores = None if self._model is None else self._model.score(rollout)
+        scores, metrics = None, {}
+        if self._model is not None:
+            scores, cut = self._model.score(rollout)
+            metrics["reward/model_cut"] = float(cut)
         with phase("reward functions"):
             report = self._functions.report(rollout, futures, scores)
-        if self._model is None:
-            return report
-        cut = {"reward/model_cut": float(self._model.cut())}
-        return replace(report, metrics={**report.metrics, **cut})
+        return replace(report, metrics={**report.metrics, **metrics})
 
     def close(self) -> None:
         """Ends the processes of the functions."""
@@ -52,38 +53,31 @@ class RewardModel:
     ):
         """
         Args:
-            batch_tokens: tokens of a batch on one device, padding included.
-            max_tokens: longest sequence, in the reward model's tokens; None for its positions.
+            dtype, batch_tokens, max_tokens: as of `RewardScorer`.
             offload: the weights are on the host except during `score`.
         """
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
         current().resident(
             "reward.params",
-            lambda: scorer.params,
-            lambda params: setattr(scorer, "params", params),
+            *attribute(scorer, "params"),
             stages=("reward.score",),
             offload=offload,
         )
-        self.mesh = mesh
-        self._cut = 0
 
-    def score(self, rollout: Rollout) -> np.ndarray:
-        """Rewards [B] float32, in the model's own unit; 0 at padding rows."""
+    def score(self, rollout: Rollout) -> tuple[np.ndarray, int]:
+        """Rewards [B] float32, in the model's own unit; 0 at padding rows. And how many sequences
+        were too long and lost their beginning."""
         sequences = [
             render(self._scorer.tokenizer, before_last_turn(prompt, completion), completion.text)
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):
-            scores, self._cut = self._scorer.score(sequences, detail)
+            scores, cut = self._scorer.score(sequences, detail)
         current().nearly_done()
         out = np.zeros((rollout.sequences.tokens.shape[0],), np.float32)
         out[: len(scores)] = scores
-        return out
-
-    def cut(self) -> int:
-        """How many sequences of the last batch were too long and lost their beginning."""
-        return self._cut
+        return out, cut
 
 
 def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[Message]:

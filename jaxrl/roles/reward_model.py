@@ -26,15 +26,13 @@ from jaxrl.formats import hf, weights
 from jaxrl.formats.places import find_folder, open_tensors
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import decoder
-from jaxrl.models.batching import Progress, run_batches
+from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import read_json
 from jaxrl.models.parameters import Params
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 
-BATCH_TOKENS = 4096
-"""Tokens of a batch on one device, padding included."""
 HEAD = "score.weight"
 
 

@@ -29,10 +29,10 @@ from jaxrl.roles.arrival import check_fit, described, received
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put, to_host
-from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
+from jaxrl.types import Completion, Prompt, Rollout, Sequences, Weights
 
 EVAL_SEED = 0x5EED
 """Added to the seed of evaluations: never the samples that train, and the same ones each time."""
@@ -43,11 +43,7 @@ Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
 
 
 def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """How the completions of training are drawn.
-
-    Args:
-        most: tokens of the longest.
-    """
+    """How the completions of training are drawn, which have at most `most` tokens."""
     s = config.sampling
     return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
 
@@ -158,23 +154,17 @@ class Sampler:
         """Registers the weights in the ledger. On the actor's devices they are freed when an update
         begins, since new weights follow every update before anything is sampled.
         """
-
-        def write(tree: Tree) -> None:
-            self.params = tree
-
         stages, offload = ("rollout.generate", "rollout.sample"), self.config.offload.params
         current().resident(
             "rollout.params",
-            lambda: self.params,
-            write,
+            *attribute(self, "params"),
             stages=stages,
             offload=offload,
             stale_at=("actor.update",),
         )
         current().resident(
             "rollout.base",
-            lambda: self._base,
-            lambda tree: setattr(self, "_base", tree),
+            *attribute(self, "_base"),
             stages=(*stages, "rollout.load"),
             offload=offload,
         )
@@ -212,11 +202,9 @@ class Sampler:
         """
         return self.packed(*self._sampled(prompts, step, attempt))
 
-    def completions(
-        self, prompts: Sequence[Prompt], step: int, attempt: int = 0
-    ) -> list[list[Completion]]:
+    def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
         """What `generate` packs."""
-        return self._sampled(prompts, step, attempt)[1]
+        return self._sampled(prompts, step, 0)[1]
 
     def _sampled(self, prompts: Sequence[Prompt], step: int, attempt: int) -> Sampled:
         return self._sample(

@@ -52,7 +52,7 @@ class Scorer:
         if aligner is not None:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             self._cells = put(aligner.cells, everywhere)
-        self._score = _shared_program(model, projection)
+        self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for each completion position of a slice of the rows, on its own
@@ -87,12 +87,7 @@ class Scorer:
             return jax.block_until_ready(self._score(self.params, *placed, live=live))
 
 
-@lru_cache(maxsize=8)
-def _shared_program(model: DecoderConfig, projection: Projection) -> Wrapped:
-    """One program for scorers of one shape: of several teachers, and of the runs of a process."""
-    return score_program(model, projection)
-
-
+@lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process
 def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its

@@ -68,7 +68,7 @@ class ActorPrograms:
         self.shardings = TrainState(params, moments, self.everywhere, ema)  # type: ignore[arg-type]
         """A sharding for each leaf of the state."""
         self.update = jax.jit(
-            self._make_update(self.optimizer),
+            self._make_update(),
             donate_argnums=0,
             static_argnums=(4, 5),
             out_shardings=(self.shardings, self.everywhere),
@@ -81,8 +81,8 @@ class ActorPrograms:
         """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
         tokens."""
         self.convert = self._make_convert()
-        """(some top-level entries of the parameters, dtype, layout: the rollout's by default) ->
-        the same entries in that dtype and layout, on the actor's mesh."""
+        """(some top-level entries of the parameters, dtype, layout) -> the same entries in that
+        dtype and layout, on the actor's mesh."""
         self.copy_head = self._make_copy_head()
         """Parameters -> the LM head [V, D] of a teacher that has them, in the teacher's dtype: a
         copy, since updates donate the parameters."""
@@ -94,30 +94,22 @@ class ActorPrograms:
     def abstract_base(self) -> Params:
         """The weights under adapters as `jax.ShapeDtypeStruct`s with shardings; empty without."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            base,
-            self.base_shardings,
-        )
+        return _placed(base, self.base_shardings)
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            TrainState(self.abstract, opt_state, updates, ema),  # type: ignore[arg-type]
-            self.shardings,
-        )
+        state = TrainState(self.abstract, opt_state, updates, ema)  # type: ignore[arg-type]
+        return _placed(state, self.shardings)
 
-    def differing(self, params: Params, dtype: jnp.dtype, layout: Layout | None = None) -> Params:
+    def differing(self, params: Params, dtype: jnp.dtype, layout: Layout) -> Params:
         """The top-level entries of stacked parameters whose dtype or layout differs in the role
-        that gets them; None is the rollout's layout."""
+        that gets them."""
         if dtype != jax.tree.leaves(params)[0].dtype:
             return params
-        unstacked = (layout or self.config.rollout.layout) == "unstacked"
-        return {"layers": params["layers"]} if unstacked else {}
+        return {"layers": params["layers"]} if layout == "unstacked" else {}
 
     @property
     def budget(self) -> int | None:
@@ -151,7 +143,7 @@ class ActorPrograms:
         size = padded if self.budget is None else max(1, self.budget // width) * shards
         return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
-    def _make_update(self, optimizer: optax.GradientTransformation) -> Callable[..., Tree]:
+    def _make_update(self) -> Callable[..., Tree]:
         value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
 
         def accumulate(
@@ -195,7 +187,7 @@ class ActorPrograms:
         decay = self.config.teacher.ema
 
         def apply(state: TrainState, grads: Tree) -> TrainState:
-            changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = apply_changes(state.params, changes, self.config.seed, state.updates)
             ema = state.ema and jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new.astype(jnp.float32),
@@ -270,9 +262,8 @@ class ActorPrograms:
 
     def _make_convert(self) -> jax.stages.Wrapped:
         """The jitted conversion to the dtype and layout of another role."""
-        own = self.config.rollout.layout
 
-        def convert(params: Params, dtype: DTypeLike, layout: Layout = own) -> Params:
+        def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
             _, shardings = frozen_and_trained(param_shardings(self.model, self.mesh, layout))
             params = cast(params, dtype)
             params = params if layout == "stacked" else unstack(params)
@@ -282,6 +273,14 @@ class ActorPrograms:
             }
 
         return jax.jit(convert, static_argnums=(1, 2))
+
+
+def _placed(shapes: Tree, shardings: Tree) -> Tree:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 def average(params: Params) -> Params:

@@ -42,14 +42,13 @@ from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
-from jaxrl.roles.following_teacher import FollowingTeacher
-from jaxrl.roles.grouper import Grouper
+from jaxrl.roles.encoder import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import AddFeedback, Teacher
+from jaxrl.roles.teacher import AddFeedback, FollowingTeacher, Teacher
 from jaxrl.roles.teachers import Teachers
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.conversion import converted_once

@@ -7,7 +7,7 @@ arguments, so that engines of equal shapes share programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -34,13 +34,6 @@ the completion has and may have (a slot where they are equal is free), and the i
 randomness."""
 IDLE, NOT_RUN = -1, -2
 """In place of a token: the slot was free at that step; the step was not run."""
-
-
-def rows_sharding(mesh: Mesh | None, ndim: int = 1) -> NamedSharding | None:
-    """Slots over (data, fsdp)."""
-    if mesh is None:
-        return None
-    return NamedSharding(mesh, PartitionSpec(ROWS, *[None] * (ndim - 1)))
 
 
 BATCH, HEADS_DIM, POSITIONS = -4, -3, -2
@@ -128,18 +121,27 @@ def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.A
     def local(cache: Cache, slots: jax.Array) -> Cache:
         return jax.tree.map(lambda x: jnp.take(x, slots, x.ndim + BATCH, mode="clip"), cache)
 
-    return _of_each_device(local, config, mesh, cache)(cache, slots)
+    return _on_each_device(local, config, mesh, [cache], slots)
 
 
-def _of_each_device(
-    local: Callable[..., Cache], config: DecoderConfig, mesh: Mesh | None, cache: Cache, *more: Tree
-) -> Callable[..., Cache]:
-    """`local` on each device's slots of (the cache, more caches, an array [X*b])."""
+def _on_each_device(
+    local: Callable[..., Tree],
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    caches: Sequence[Cache],
+    *arrays: jax.Array,
+    whole: Sequence[Cache] = (),
+    results: int = 1,
+) -> Tree:
+    """`local` on each device's slots of caches, on other caches that each data shard has as a
+    `whole`, and on arrays [X*b, ...]. It returns the first cache or, as a tuple, the first ones."""
     if mesh is None:
-        return local
-    spec = cache_specs(config, mesh, ROWS, cache)
-    given = (spec, *[spec] * len(more), PartitionSpec(ROWS))
-    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=spec)
+        return local(*caches, *whole, *arrays)
+    parts = [cache_specs(config, mesh, ROWS, cache) for cache in caches]
+    every = [cache_specs(config, mesh, None, cache) for cache in whole]
+    given = (*parts, *every, *[PartitionSpec(ROWS)] * len(arrays))
+    out = parts[0] if results == 1 else tuple(parts[:results])
+    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=out)(*caches, *whole, *arrays)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -176,7 +178,7 @@ def extend(
 
         return jax.tree.map(one, cache, some)
 
-    cache = _of_each_device(put, config, mesh, cache, some)(cache, some, slots)
+    cache = _on_each_device(put, config, mesh, [cache, some], slots)
     return _constrain(config, mesh, cache, ROWS)
 
 
@@ -234,13 +236,7 @@ def insert(
 
         return jax.tree.map(copy, cache, prompts)
 
-    if mesh is None:
-        return local(cache, prompts, source)
-    ours = cache_specs(config, mesh, ROWS, cache)
-    theirs = cache_specs(config, mesh, None, prompts)
-    in_specs = (ours, theirs, PartitionSpec(ROWS))
-    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=ours)
-    return run(cache, prompts, source)
+    return _on_each_device(local, config, mesh, [cache], source, whole=[prompts])
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "prompts"))
@@ -295,13 +291,8 @@ def insert_again(
 
         return jax.tree.map(to_pages, cache, read), jax.tree.map(to_row, prompts, read)
 
-    if mesh is None:
-        return local(cache, prompts, read, rows, starts, pages)
-    caches = tuple(cache_specs(config, mesh, ROWS, x) for x in (cache, prompts, read))
-    each = PartitionSpec(ROWS)
-    given = (*caches, each, each, each)
-    run = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=caches[:2])
-    return run(cache, prompts, read, rows, starts, pages)
+    caches, arrays = [cache, prompts, read], (rows, starts, pages)
+    return _on_each_device(local, config, mesh, caches, *arrays, results=2)
 
 
 @partial(
@@ -430,8 +421,11 @@ def _constrain(
 
 
 def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    sharding = rows_sharding(mesh, x.ndim)
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+    """Slots over (data, fsdp)."""
+    if mesh is None:
+        return x
+    spec = PartitionSpec(ROWS, *[None] * (x.ndim - 1))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _whole_rows(logits: jax.Array, mesh: Mesh | None) -> jax.Array:

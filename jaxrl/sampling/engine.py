@@ -36,7 +36,7 @@ from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.pages import PAGE
-from jaxrl.models.parameters import Layout, Params, cast, layout_of
+from jaxrl.models.parameters import Layout, Params, layout_of
 from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.caches import Caches
@@ -121,7 +121,6 @@ class Engine:
         episodes: bool = False,
         share: bool | None = None,
         cache_tokens: int | None = None,
-        dtype: Any = None,
         tokenizer: TextTokenizer | None = None,
         ledger: Ledger | None = None,
     ):
@@ -148,7 +147,6 @@ class Engine:
                 (`sampling.page_pool`), where prompts are shared. A sample for which there is none
                 left goes back to the queue, the youngest one first, and its tokens are read again
                 later. None: every slot has its own cache.
-            dtype: of the computation and the cache. None: the dtype of the parameters.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
         """
@@ -163,7 +161,7 @@ class Engine:
             config = config.for_length(max_prompt_tokens + max_new_tokens)
         devices = 1 if mesh is None else mesh.size
         self.row_shards = 1 if mesh is None else row_shards(mesh.shape)
-        self.config, self.mesh, self.tokenizer, self.dtype = config, mesh, tokenizer, dtype
+        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
@@ -228,10 +226,13 @@ class Engine:
         """
         started = time.perf_counter()
         self._check(prompts, n, sampling, prompt_ids)
-        self._check_pages(params, n)
+        why = self.why_not_shared(n, params["norm"]["scale"].dtype, layout_of(params))
+        if self.pages is not None and why is not None:
+            raise UserError(
+                "rollout.cache_tokens needs prompts apart from what follows them, and here both are"
+                f" in one cache: {why}; set it to null"
+            )
         self.stats = EngineStats(slots=self.slots)
-        if self.dtype is not None and params["norm"]["scale"].dtype != self.dtype:
-            params = _cast(params, np.dtype(self.dtype))
         ids = range(len(prompts)) if prompt_ids is None else prompt_ids
         if limits is None:
             limits = [[sampling.max_new_tokens] * n] * len(prompts)
@@ -249,8 +250,12 @@ class Engine:
         ]
         if samples:
             knobs = sampling_arrays(sampling, seed, step, attempt)
-            run = _Run(self, params, prompts, n, sampling, knobs, samples, partner, record_experts)
-            run.loop(abort, on_tokens)
+            rows = None
+            if why is None:
+                slots = self.slots // self.row_shards
+                rows = PromptRows(self.row_shards, slots, n, len(prompts))
+            given = (sampling, knobs, samples, rows, partner, record_experts)
+            _Run(self, params, prompts, n, *given).loop(abort, on_tokens)
         done = [sample.completion() for sample in samples]
         self.stats.generated_tokens = sum(int(c.sampled.sum()) for c in done)
         self.stats.seconds = time.perf_counter() - started
@@ -327,15 +332,6 @@ class Engine:
                     f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
                 )
 
-    def _check_pages(self, params: Params, n: int) -> None:
-        dtype = self.dtype or params["norm"]["scale"].dtype
-        why = self.why_not_shared(n, dtype, layout_of(params))
-        if self.pages is not None and why is not None:
-            raise UserError(
-                "rollout.cache_tokens needs prompts apart from what follows them, and here both are"
-                f" in one cache: {why}; set it to null"
-            )
-
 
 class _Run:
     """The state of one call of `generate`: the queue of samples, the slots, their KV cache, and the
@@ -350,10 +346,11 @@ class _Run:
         sampling: SamplingParams,
         knobs: SamplingArrays,
         samples: list[Unfinished],
+        rows: PromptRows | None,
         partner: Partner | None,
         record: bool,
     ):
-        self.record = record
+        self.record, self.rows = record, rows
         self.held_experts: np.ndarray | None = None
         """Of the prompts that are held, [b, P, L, k], where they are recorded."""
         self.engine, self.params, self.prompts = engine, params, prompts
@@ -366,14 +363,11 @@ class _Run:
         self.unread: list[tuple[Unfinished, int]] = []
         """Samples with tokens that were not searched for stop strings, each with the number of its
         tokens before these."""
-        dtype, layout, shards = params["norm"]["scale"].dtype, layout_of(params), engine.row_shards
-        self.rows: PromptRows | None = None
-        if engine.why_not_shared(n, dtype, layout) is None:
-            self.rows = PromptRows(shards, engine.slots // shards, n, len(prompts))
+        shards = engine.row_shards
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
-        given = (engine.slots, shards, engine.launch_tokens, self.pool)
-        self.seating = Seating(samples, *given)
-        self.prefill_batch = self._prefill_batch(n)
+        self.seating = Seating(samples, engine.slots, shards, engine.launch_tokens, self.pool)
+        width = self._width(prompts)
+        self.prefill_batch = prefill_batch(engine.slots, n, len(prompts), width, shards)
         self.held = range(0)
         """Indices of the prompts whose keys and values are held. Samples wait in the order of their
         prompts, so one prefilled batch is enough."""
@@ -603,17 +597,18 @@ class _Run:
         """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
         turns that have ended. A launch that runs meanwhile still decodes the slots that this frees;
         those tokens are dropped."""
+        tokenizer, stop = self.engine.tokenizer, self.sampling.stop
         for sample, before in self.unread:
             start = sample.turn_start
             eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
             turn = sample.tokens[start : None if eos is None else -1]
-            stopped = self._find_stop(turn, before - start)
+            stopped = text.find_stop(tokenizer, turn, before - start, stop)
             if stopped is not None:
                 end, words = stopped
                 sample.cut(start + end)
                 eos = None
             elif self._is_over(sample):
-                words = text.decode(self.engine.tokenizer, turn)
+                words = text.decode(tokenizer, turn)
             else:
                 continue
             sample.text = words
@@ -726,12 +721,6 @@ class _Run:
             if self.partner is not None:
                 self.partner.end(sample.prompt, sample.sample_id)
 
-    def _find_stop(self, tokens: list[int], before: int) -> tuple[int, str] | None:
-        tokenizer, stop = self.engine.tokenizer, self.sampling.stop
-        if tokenizer is None or not stop:
-            return None
-        return text.find_stop(tokenizer, tokens, before, stop)
-
     def _width(self, prompts: Sequence[Sequence[int]]) -> int:
         """Width of the arrays in which these prompts are prefilled: a bucket, which may exceed
         `max_prompt_tokens`."""
@@ -739,17 +728,18 @@ class _Run:
         multiple = self.engine.width_multiple
         return bucket(longest, smallest=NARROWEST, multiple=multiple, most=most)
 
-    def _prefill_batch(self, n: int) -> int:
-        """Number of prompts in one prefill: enough to fill the slots with their n samples, within
-        `PREFILL_TOKENS`."""
-        shards = self.engine.row_shards
-        width = self._width(self.prompts)
-        wanted = min(-(-self.engine.slots // n), len(self.prompts))
-        allowed = max(1, PREFILL_TOKENS * shards // width)
-        return round_up(min(bucket(wanted), bucket(allowed)), shards)
 
+def prefill_batch(slots: int, samples: int, prompts: int, width: int, shards: int) -> int:
+    """Number of prompts in one prefill: enough to fill the slots with their samples, within
+    `PREFILL_TOKENS` for each data shard.
 
-_cast = jax.jit(cast, static_argnames="dtype")
+    Args:
+        prompts: of the whole call.
+        width: tokens that they are padded to.
+    """
+    wanted = min(-(-slots // samples), prompts)
+    allowed = max(1, PREFILL_TOKENS * shards // width)
+    return round_up(min(bucket(wanted), bucket(allowed)), shards)
 
 
 def _at_least_one(**values: int) -> None:

@@ -20,7 +20,7 @@ def decode(tokenizer: TextTokenizer | None, tokens: Sequence[int], special: bool
 
 
 def find_stop(
-    tokenizer: TextTokenizer, tokens: Sequence[int], before: int, stop: Sequence[str]
+    tokenizer: TextTokenizer | None, tokens: Sequence[int], before: int, stop: Sequence[str]
 ) -> tuple[int, str] | None:
     """Where one of the tokens from `before` on completes a stop string.
 
@@ -34,6 +34,8 @@ def find_stop(
         How many tokens the completion keeps, the last of which completes the stop string, and its
         text before the stop string; None where there is none.
     """
+    if not stop:
+        return None
     start = _tail(tokenizer, tokens[:before], max(map(len, stop)))
 
     def holds(end: int) -> bool:
@@ -48,7 +50,7 @@ def find_stop(
     return end, text[: min(found)] if found else text
 
 
-def _tail(tokenizer: TextTokenizer, tokens: Sequence[int], length: int) -> int:
+def _tail(tokenizer: TextTokenizer | None, tokens: Sequence[int], length: int) -> int:
     """Start of a tail of tokens whose text is at least `length` characters long.
 
     Four more, since up to three at its left edge may be the halves of one that was split.

@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeGuard
 
 import jax
@@ -74,6 +75,11 @@ class _Coming:
     host: list[jax.Array]
     device: list[jax.Array]
     started: float
+
+
+def attribute(owner: object, name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
+    """What gets and sets an attribute, for `Ledger.resident`."""
+    return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 @dataclass

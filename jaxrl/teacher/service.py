@@ -27,7 +27,7 @@ from jaxrl.models.buckets import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.sharding.axes import ROWS, Axes, row_shards
-from jaxrl.sharding.ledger import current
+from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
 from jaxrl.teacher.protocol import (
     PROTOCOL,
@@ -197,8 +197,7 @@ class ScoringService:
         self._weights = _weights_hash(self.params)
         current().resident(
             self._stage,
-            lambda: self.params,
-            lambda params: setattr(self, "params", params),
+            *attribute(self, "params"),
             stages=[self._stage],
             offload=self._offload,
         )

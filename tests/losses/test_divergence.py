@@ -1,24 +1,19 @@
 """Laws of the divergences; numbers by hand, and a float64 reference in numpy."""
 
+import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import with_tail
 
-from jaxrl.losses import divergence
-from jaxrl.losses.divergence import (
-    MIN,
-    EntropyAware,
-    log_softmax,
-    sampled_reverse_kl,
-    with_tail,
-)
+from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax, sampled_reverse_kl
 
 # One program each in place of one for each of their operations.
-jsd = jax.jit(divergence.jsd, static_argnames=("beta", "temperature"))
-topk_divergence = jax.jit(divergence.topk_divergence, static_argnames=("beta", "temperature"))
-entropy_aware = jax.jit(divergence.entropy_aware, static_argnames=("term", "temperature"))
+jsd = jax.jit(dense.jsd, static_argnames=("beta", "temperature"))
+topk_divergence = jax.jit(dense.topk_divergence, static_argnames=("beta", "temperature"))
+entropy_aware = jax.jit(dense.entropy_aware, static_argnames=("term", "temperature"))
 
 BETAS = and_slow([0.0, 0.7, 1.0], [0.1, 0.5])
 B, T, V = 3, 4, 11

@@ -7,6 +7,7 @@ import math
 import re
 from functools import cache, partial
 
+import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ from cases import and_slow
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.losses import divergence as dense
 from jaxrl.losses.distill import (
     divergence_from_hidden,
     entropy_aware_from_topk,

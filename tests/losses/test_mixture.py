@@ -3,13 +3,13 @@
 import math
 from functools import cache, partial
 
+import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
 
-from jaxrl.losses import divergence as dense
 from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.losses.divergence import EntropyAware
 from jaxrl.losses.head import logprobs_at, topk_from_hidden

@@ -60,17 +60,18 @@ def side(cells):
     return Side(cells, rank, np.minimum(rank + draw.integers(0, 9, n), n - 1), common)
 
 
-def borders():
+def borders(given):
     """Every other token follows a text that may have gone on with some bytes."""
     draw = np.random.default_rng(12)
     bits = [sum(1 << int(byte) for byte in draw.integers(97, 104, 3)) for _ in range(B * C)]
     words = np.stack([np.frombuffer((b | 1 << OTHERS).to_bytes(36, "little"), "<i4") for b in bits])
     left_out = words.reshape(B, C, WORDS) * (np.arange(C, dtype=np.int32) % 2)[:, None]
     assert left_out.shape[-1] == WORDS
-    return Borders(left_out, *np.where(left_out.any(-1), abs(rand(2, B, C, seed=15)), 0))
+    return Borders(given, left_out, *np.where(left_out.any(-1), abs(rand(2, B, C, seed=15)), 0))
 
 
-CELLS, BORDERS = cells(), borders()
+CELLS = cells()
+BORDERS = borders(CELLS)
 NUMBERS = np.array([*np.unique(CELLS.student.cells), V + 1])
 """Of the cells that have a token, and the outcome of those left out."""
 SAME = partial(np.testing.assert_allclose, atol=3e-5, rtol=3e-5)
@@ -115,8 +116,7 @@ def loss_of(given=CELLS, *, beta, **settings):
             beta=beta,
             temperature=1.3,
             chunk=CHUNK,
-            cells=given,
-            borders=BORDERS._replace(student=open),
+            borders=BORDERS._replace(cells=given, student=open),
             **settings,
         )[0]
 
@@ -171,7 +171,7 @@ def test_with_a_cell_for_each_token_it_is_the_loss_of_one_vocabulary():
     theirs = np.argsort(order)  # the teacher's token k is the student's theirs[k]
     bits = np.full(V + 2, NEVER)
     given = Cells(side(np.arange(V)), side(theirs), bits)
-    nothing = Borders(*(np.zeros_like(one) for one in BORDERS))
+    nothing = Borders(given, *(np.zeros_like(one) for one in BORDERS[1:]))
 
     def plain(hidden, kernel):
         head = THEIR_HEAD[:V][order]
@@ -179,7 +179,7 @@ def test_with_a_cell_for_each_token_it_is_the_loss_of_one_vocabulary():
 
     def other(hidden, kernel):
         head = THEIR_HEAD[:V]
-        settings = {"beta": 0.4, "cells": given, "borders": nothing}
+        settings = {"beta": 0.4, "borders": nothing}
         return divergence_from_hidden(hidden, kernel, THEIRS, head, MASK, **settings)[0]
 
     each = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(HIDDEN, HEAD) for f in (other, plain)]
@@ -195,7 +195,7 @@ def test_the_spelling_of_a_text_is_left_to_the_student():
     @jax.grad
     def gradient(z):
         same = np.eye(V, dtype=np.float32)
-        settings = {"beta": 0.4, "cells": given, "borders": BORDERS}
+        settings = {"beta": 0.4, "borders": BORDERS}
         return divergence_from_hidden(z, same, THEIRS, THEIR_HEAD, MASK, **settings)[0]
 
     slope, p = np.asarray(gradient(logits)), np.asarray(jax.jit(jax.nn.softmax)(logits))
@@ -232,7 +232,7 @@ def in_all_cells():
 def test_a_mesh_computes_what_one_device_does(shape):
     mesh = mesh_of(shape)
     jax.tree.map(SAME, loss_of(beta=0.4, mesh=mesh)(HIDDEN, HEAD), on_one_device())
-    settings = {"cells": CELLS, "borders": BORDERS, "temperature": 1.3, "mesh": mesh}
+    settings = {"borders": BORDERS, "temperature": 1.3, "mesh": mesh}
     best = jax.jit(lambda h, w: topk_from_hidden(h, w, 4, **settings))(THEIRS, THEIR_HEAD)
     best, every = jax.device_get((best, in_all_cells()))
     SAME(best.logprobs, np.sort(every, -1)[..., ::-1][..., :4])
@@ -247,7 +247,7 @@ def test_the_teacher_s_best_cells_and_a_tail_are_a_lower_bound():
     count = len(NUMBERS)
 
     def loss(hidden, k):
-        settings = {"cells": CELLS, "borders": BORDERS, "temperature": 1.3}
+        settings = {"borders": BORDERS, "temperature": 1.3}
         best = topk_from_hidden(THEIRS, THEIR_HEAD, k, **settings)
         sent = best.ids, best.logprobs, best.tail_logprob
         return topk_divergence_from_hidden(hidden, HEAD, *sent, MASK, beta=0.4, **settings)[0]

@@ -2,13 +2,13 @@
 
 from functools import cache
 
+import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import make_mesh
 
-from jaxrl.losses import divergence as dense
 from jaxrl.losses.distill import divergence_from_hidden, topk_divergence_from_hidden
 from jaxrl.losses.divergence import log_softmax
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_at, topk_from_hidden

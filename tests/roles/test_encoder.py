@@ -31,8 +31,7 @@ from jaxrl.formats.places import find_folder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
-from jaxrl.roles.encoder import Encoder, embed, encode_batch
-from jaxrl.roles.grouper import Grouper
+from jaxrl.roles.encoder import Encoder, Grouper, embed, encode_batch
 from jaxrl.sharding.ledger import Ledger
 
 REFERENCES = Path(__file__).parent.parent / "references"

@@ -177,8 +177,8 @@ def test_the_role_scores_a_rollout_by_its_text(folder: Path, scorer: RewardScore
         rows,
         0,
     )
-    found = model.score(rollout)
-    assert found.dtype == np.float32 and model.cut() == 1
+    found, cut = model.score(rollout)
+    assert found.dtype == np.float32 and cut == 1
     expected = [alone(scorer, CHATML)] * 2 + [alone(scorer, CHATML.replace("hi", "other"))]
     np.testing.assert_allclose(found[:3], expected, atol=CLOSE, rtol=0)
     assert found[4:].tolist() == [0, 0] and found[3] != 0

@@ -1,0 +1,73 @@
+"""Losses of distillation from logits [B, T, V], which `jaxrl.losses.distill` never holds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl.losses.divergence import (
+    MIN,
+    EntropyAware,
+    check_beta,
+    generalised_jsd,
+    log_softmax,
+    weighted,
+)
+from jaxrl.losses.divergence import jsd as jsd
+from jaxrl.losses.masked import masked_count, masked_sum
+
+
+def kept(logits: Array, mask: Array) -> Array:
+    return jnp.where(mask[..., None], logits, 0)
+
+
+def with_tail(
+    logprobs: Float[Array, "*rows V"], ids: Int[Array, "*rows K"]
+) -> Float[Array, "*rows K+1"]:
+    """Log-probs of the K ids, and, last, the log of the probability of all the other tokens.
+
+    The tail is a logsumexp over the others: log(1 - sum p) cancels in float32.
+    """
+    chosen = jnp.take_along_axis(logprobs, ids, -1)
+    others = jnp.put_along_axis(logprobs, ids, MIN, -1, inplace=False)
+    tail = jnp.maximum(jax.nn.logsumexp(others, -1, keepdims=True), MIN)
+    return jnp.concatenate([chosen, tail], -1)
+
+
+def topk_divergence(
+    student_logits: Float[Array, "B T V"],
+    ids: Int[Array, "B T K"],
+    teacher_logprobs: Float[Array, "B T K"],
+    teacher_tail: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`jsd` over K + 1 outcomes: the K ids, and the tail of all the others. The teacher's log-probs
+    are at `temperature` already."""
+    check_beta(beta)
+    student = with_tail(log_softmax(kept(student_logits, mask), temperature), ids)
+    teacher = jnp.concatenate([teacher_logprobs, teacher_tail[..., None]], -1)
+    teacher = jax.lax.stop_gradient(jnp.maximum(teacher, MIN))
+    value, _ = generalised_jsd(student, teacher, beta)
+    return masked_sum(value, mask), masked_count(mask)
+
+
+def entropy_aware(
+    student_logits: Float[Array, "B T V"],
+    teacher_logits: Float[Array, "B T V"],
+    mask: Bool[Array, "B T"],
+    *,
+    term: EntropyAware,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`EntropyAware`'s term over the tokens of `mask`; they all count, gated or not."""
+    teacher = jax.lax.stop_gradient(log_softmax(kept(teacher_logits, mask), temperature))
+    entropy = -weighted(jnp.exp(teacher), teacher).sum(-1)
+    _, ids = jax.lax.top_k(teacher, term.top_k)
+    student = with_tail(log_softmax(kept(student_logits, mask), temperature), ids)
+    value, _ = generalised_jsd(student, with_tail(teacher, ids), beta=0)
+    gate = entropy >= term.threshold
+    return term.coef * masked_sum(value, mask & gate), masked_count(mask)
