@@ -38,7 +38,7 @@ class Program:
     name: str
     jitted: Any
     args: tuple[Any, ...]
-    phases: tuple[str, ...]
+    phases: tuple[str, ...] = ()
     """Phases of the role in the plan (`plan.memory.Account`) that this program covers. () if the
     plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +133,10 @@ class AbstractRun:
     def everywhere(self, role: str) -> NamedSharding:
         return NamedSharding(self.meshes[role], PartitionSpec())
 
+    def teacher_params(self, model: DecoderConfig) -> Params:
+        layout: Layout = "unstacked" if self.setting.teacher_samples else "stacked"
+        return self.params("teacher", model, self.config.teacher.compute_dtype, layout)
+
     def params(self, role: str, model: DecoderConfig, dtype: Any, layout: Layout) -> Params:
         abstract = abstract_params(model, jnp.dtype(dtype), layout)
         shardings = param_shardings(model, self.meshes[role], layout)
@@ -197,6 +201,11 @@ class AbstractRun:
         models = self.setting.inputs.teachers
         return list(zip(self.config.teachers or ("",), models, strict=True))
 
+    @property
+    def teacher_bytes(self) -> dict[str, int]:
+        """Name -> bytes of the weights of each teacher on one device."""
+        return {name: local_bytes(self.teacher_params(model)) for name, model in self.teachers}
+
     def score(
         self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
     ) -> tuple[Any, tuple[Any, ...]]:
@@ -207,8 +216,6 @@ class AbstractRun:
         """
         c, m, role = self.config, self.setting, "teacher"
         _, model = teacher
-        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
-        params = self.params(role, model, c.teacher.compute_dtype, layout)
         vocab = model.vocab_size if m.aligned else m.vocab
         projection = Projection.of(c, self.meshes[role], vocab)
         ids, at = None, self.rows(role)
@@ -225,5 +232,5 @@ class AbstractRun:
             projection = replace(projection, distill=distill)
         elif c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
-        given = (params, self.sequences(role, rows, group), ids, *aligned)
+        given = (self.teacher_params(model), self.sequences(role, rows, group), ids, *aligned)
         return score_program(model, projection), given

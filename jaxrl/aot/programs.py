@@ -17,17 +17,13 @@ from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.aot.abstract import AbstractRun, Program, local_bytes, shaped
-from jaxrl.aot.sampling import sampling
+from jaxrl.aot.sampling import Sampling
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.lora import frozen_and_trained, join
-from jaxrl.models.parameters import Layout, Params, head
+from jaxrl.models.parameters import Params, head
 from jaxrl.models.rules import head_sharding
-from jaxrl.plan.roles import (
-    TEMPLATE_TOKENS,
-    TO_TEACHER,
-    UPDATE_PHASES,
-)
+from jaxrl.plan.roles import TEMPLATE_TOKENS, TO_TEACHER, UPDATE_PHASES
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
@@ -106,7 +102,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
         given = (policy, TrainBatch(sequences), place, group)
         held = local_bytes((state.opt_state, state.ema, frozen, batch))
         held -= local_bytes((sequences, base))
-        yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
+        yield Program("actor", "log-probs before", programs.old, given, beside=held)
     yield from _published(run, programs, state.params, "rollout", own)
     if c.teacher_follows:
         yield from _published(run, programs, state.ema or state.params, "teacher", own)
@@ -124,8 +120,8 @@ def _before_updates(
 
     def one(name: str, jitted: Any, *given: Any, start: bool = False) -> Program:
         if start:
-            return Program("actor", name, jitted, given, (), calls=0, otherwise="start")
-        return Program("actor", name, jitted, given, (), beside=own - local_bytes(given))
+            return Program("actor", name, jitted, given, calls=0, otherwise="start")
+        return Program("actor", name, jitted, given, beside=own - local_bytes(given))
 
     yield one("optimizer state", programs.start, state.params, start=True)
     if state.ema is not None:
@@ -163,11 +159,8 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
     xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
-    models = (run.params("teacher", m, section.compute_dtype, "stacked") for _, m in run.teachers)
-    targets = [run.rows("actor")] * len(xs)
-    yield from _moves(
-        run, "signal", ("teacher", "actor"), xs, targets, (sum(map(local_bytes, models)), own)
-    )
+    targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
+    yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 
 
 def _published(
@@ -214,7 +207,7 @@ def _moves(
         if mine:
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
             title = f"{name}: {verb}"
-            yield Program(role, title, jitted, (pieces,), (), beside=beside, calls=len(mine))
+            yield Program(role, title, jitted, (pieces,), beside=beside, calls=len(mine))
 
 
 def rollout(run: AbstractRun) -> Iterator[Program]:
@@ -222,9 +215,7 @@ def rollout(run: AbstractRun) -> Iterator[Program]:
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
     model = run.setting.sampled
     base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
-    for program in sampling(
-        run, "rollout", model, dtype, layout, sampled_share(c), c.data.eval is not None
-    ):
+    for program in Sampling(run, "rollout", model, layout).programs(sampled_share(c)):
         yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
         under, _ = frozen_and_trained(run.params("rollout", run.student, dtype, "stacked"))
@@ -246,10 +237,7 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
     c, m = run.config, run.setting
     parts = c.teacher.num_microbatches
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
-    weights = {
-        name: local_bytes(run.params("teacher", model, c.teacher.compute_dtype, "stacked"))
-        for name, model in run.teachers
-    }
+    weights = run.teacher_bytes
     each = [run.scored("teacher", model, parts) for _, model in run.teachers]
     for one, (rows, group) in zip(run.teachers, each, strict=True):
         name, _ = one
@@ -266,28 +254,19 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
     if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
-            share_of_one = share / len(run.teachers)
-            evaluates = c.eval.teacher and c.data.eval is not None
-            for program in sampling(
-                run, "teacher", model, c.teacher.compute_dtype, "unstacked", share_of_one, evaluates
-            ):
+            sampling = Sampling(run, "teacher", model, "unstacked")
+            for program in sampling.programs(share / len(run.teachers)):
                 yield replace(program, name=f"{program.name} by {name}" if name else program.name)
 
 
 def _merging(run: AbstractRun, rows: int, parts: int) -> Program:
     """What puts a teacher's rows among those of the teachers before it."""
-    signal, models = run.signal("teacher", rows), [model for _, model in run.teachers]
-    dtype = run.config.teacher.compute_dtype
-    weights = sum(local_bytes(run.params("teacher", m, dtype, "stacked")) for m in models)
-    mine = shaped((rows,), bool, run.rows("teacher"))
-    width = max(model.d_model for model in models)
-    jitted = merge_program(
-        Projection.of(run.config, run.meshes["teacher"], run.setting.vocab), width
-    )
-    calls = parts * len(models)
-    return Program(
-        "teacher", "merge", jitted, (signal, signal, mine), (), beside=weights, calls=calls
-    )
+    signal, mine = run.signal("teacher", rows), shaped((rows,), bool, run.rows("teacher"))
+    projection = Projection.of(run.config, run.meshes["teacher"], run.setting.vocab)
+    jitted = merge_program(projection, max(run.setting.teacher_widths))
+    beside, calls = sum(run.teacher_bytes.values()), parts * len(run.teachers)
+    given = (signal, signal, mine)
+    return Program("teacher", "merge", jitted, given, beside=beside, calls=calls)
 
 
 def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
@@ -296,17 +275,15 @@ def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
     dtype, models = c.teacher.compute_dtype, [model for _, model in run.teachers]
     shape = (rows, m.new_tokens)
     hidden = tuple(shaped((*shape, model.d_model), dtype, at) for model in models)
-    layout: Layout = "unstacked" if m.teacher_samples else "stacked"
     heads: tuple[Any, ...] | None = None
     if c.distill.signal != "hidden":
-        heads = tuple(head(run.params("teacher", model, dtype, layout)) for model in models)
+        heads = tuple(head(run.teacher_params(model)) for model in models)
     ids = None
     if c.distill.signal == "student_topk":
         ids = shaped((*shape, c.distill.top_k), jnp.int32, at)
     weights = shaped((rows, len(models)), jnp.float32, at)
     given = (hidden, heads, weights, run.sequences("teacher", rows), ids)
-    params = (run.params("teacher", model, dtype, layout) for model in models)
-    beside = sum(map(local_bytes, params)) - local_bytes(heads)
+    beside = sum(run.teacher_bytes.values()) - local_bytes(heads)
     softcaps = [model.final_softcap for model in models]
     jitted = mixture_program(Projection.of(c, mesh, m.vocab), softcaps)
     return Program("teacher", "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
@@ -376,7 +353,7 @@ class RunPrograms(AbstractRun):
 
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
-            for program in MAKERS[role](self) if role in MAKERS else ():
+            for program in MAKERS[role](self):
                 more = self.setting.in_flight if role == "teacher" else 0
                 more -= self.setting.counted_as_the_actors(role)
                 yield replace(program, beside=program.beside + more)

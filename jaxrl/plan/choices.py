@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxrl.config.schema import Config
 from jaxrl.plan.advice import fractions, set_key
-from jaxrl.plan.inputs import GB, PlanInputs, parallel
+from jaxrl.plan.inputs import GB, PlanInputs
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.sharding.axes import Axes
 
@@ -29,7 +29,7 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     """
     notes: list[str] = []
     for role in ("rollout", *FROZEN):
-        given = parallel(config, role).model_dump(exclude_none=True)
+        given = config.roles[role].parallel.model_dump(exclude_none=True)
         if role in inputs.roles and inputs.placement.roles[role].devices and not given:
             config = _with_own_axes(config, inputs, role, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:

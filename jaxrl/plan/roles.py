@@ -259,7 +259,7 @@ def _published(m: Setting) -> int:
     """
     rollout = m.config.rollout
     same = rollout.compute_dtype == m.config.actor.param_dtype
-    if m.one_mesh or (same and rollout.layout == "stacked"):
+    if m.on_actors_mesh("rollout") or (same and rollout.layout == "stacked"):
         return 0
     if m.student.lora is not None:
         return trained_bytes(m.student, m.axes["actor"], rollout.compute_dtype)
@@ -270,7 +270,7 @@ def _published(m: Setting) -> int:
 def _published_to_teacher(m: Setting) -> int:
     """As `_published`, of the weights for a teacher that follows the policy."""
     config, dtype = m.config, m.config.teacher.compute_dtype
-    if m.inputs.same_mesh("actor", "teacher", m.axes):
+    if m.on_actors_mesh("teacher"):
         return 0
     same = dtype == ("float32" if config.keeps_ema else config.actor.param_dtype)
     if same and not m.teacher_samples:

@@ -60,8 +60,9 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     c, axes = m.config, m.axes[role]
     width, multiple = m.prompts(role), m.inputs.target.width_multiple
     count = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // axes.rows
-    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
-    most = max(c.teacher_new_tokens if role == "teacher" else c.max_new_tokens, evaluated or 0)
+    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+    if c.data.eval is not None:
+        most = max(most, c.eval.max_new_tokens or 0)
     episodes = role == "rollout" and c.environment.name is not None
     beyond = ANSWER_TOKENS[1] * episodes
     copied = Slots(count, round_up(width + most + beyond, multiple))
@@ -208,13 +209,16 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
 def asked(config: Config, role: str) -> list[tuple[int, int]]:
     """Prompts, and samples of each, for which a role is asked at once: those of training batches,
     where it samples any, and of evaluations, where it does so for them."""
-    trains = sampled_share(config) > 0
-    evaluates = config.data.eval is not None
+    trains, evaluates = sampled_share(config) > 0, evaluated(config, role)
     if role == "teacher":
         trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
-        evaluates = evaluates and config.eval.teacher
     found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
     return found + [(config.eval.prompts, config.eval.samples)] * evaluates
+
+
+def evaluated(config: Config, role: str) -> bool:
+    """Whether a role that samples is evaluated."""
+    return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
 
 
 def prefill_rows(config: Config, role: str, width: int, axes: Axes) -> int:

@@ -31,7 +31,6 @@ class Setting:
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
-        self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
         self.signal: str | None = None
         self.signal_bytes = 0  # bytes that the teacher sends per completion token
         self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
@@ -42,6 +41,12 @@ class Setting:
                 self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
         # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    def on_actors_mesh(self, role: str) -> bool:
+        """Whether a role has the actor's devices and axes."""
+        where = self.inputs.placement.roles
+        same = where["actor"].devices == where[role].devices
+        return same and self.axes["actor"] == self.axes[role]
 
     @property
     def sampled(self) -> DecoderConfig:
@@ -72,7 +77,7 @@ class Setting:
     def shared_bytes(self) -> int:
         """Bytes of the policy on one device in arrays that actor and rollout share."""
         rollout, dtype = self.config.rollout, self.config.actor.param_dtype
-        if not self.one_mesh or rollout.compute_dtype != dtype:
+        if not self.on_actors_mesh("rollout") or rollout.compute_dtype != dtype:
             return 0
         whole = trained_bytes(self.student, self.axes["actor"], dtype)
         if rollout.merge:
@@ -104,7 +109,7 @@ class Setting:
         rollout = self.config.rollout
         stacked = stacked or rollout.merge or rollout.layout == "stacked"
         same = dtype == self.config.base_dtype and stacked and not self.config.offload.params
-        return same and self.inputs.same_mesh("actor", role, self.axes)
+        return same and self.on_actors_mesh(role)
 
     def counted_as_the_actors(self, role: str) -> int:
         """Bytes of the arrays of a role on one device that are among the actor's entries."""
@@ -120,7 +125,7 @@ class Setting:
         """Bytes of the weights of a teacher that follows the policy, on one device, in arrays that
         it shares with the actor."""
         config = self.config
-        if not config.teacher_follows or not self.inputs.same_mesh("actor", "teacher", self.axes):
+        if not config.teacher_follows or not self.on_actors_mesh("teacher"):
             return 0
         if config.offloads_follower:  # from the host each gets arrays of its own
             return 0
@@ -156,7 +161,7 @@ class Setting:
         """Bytes of a batch's signal that stay on a device of the teacher while something else runs
         there."""
         waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
-        if not waits or self.inputs.same_mesh("actor", "teacher", self.axes):
+        if not waits or self.on_actors_mesh("teacher"):
             return 0
         return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
 
