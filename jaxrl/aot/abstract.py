@@ -134,8 +134,8 @@ class AbstractRun:
         return NamedSharding(self.meshes[role], PartitionSpec())
 
     def teacher_params(self, model: DecoderConfig) -> Params:
-        layout: Layout = "unstacked" if self.setting.teacher_samples else "stacked"
-        return self.params("teacher", model, self.config.teacher.compute_dtype, layout)
+        dtype, layout = self.config.teacher.compute_dtype, self.setting.layout("teacher")
+        return self.params("teacher", model, dtype, layout)
 
     def params(self, role: str, model: DecoderConfig, dtype: Any, layout: Layout) -> Params:
         abstract = abstract_params(model, jnp.dtype(dtype), layout)

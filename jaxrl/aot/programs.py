@@ -167,9 +167,7 @@ def _published(
     run: AbstractRun, programs: ActorPrograms, given: Params, role: str, own: int
 ) -> Iterator[Program]:
     """How weights of the actor come to another role: their conversion, and their way."""
-    c, samples = run.config, role == "rollout" or run.setting.teacher_samples
-    dtype = jnp.dtype(c.roles[role].compute_dtype)
-    layout = c.rollout.layout if role == "rollout" else "unstacked" if samples else "stacked"
+    dtype, layout = jnp.dtype(run.config.roles[role].compute_dtype), run.setting.layout(role)
     phase, name = (
         ("publish", "convert") if role == "rollout" else (TO_TEACHER, "convert for the teacher")
     )

@@ -89,10 +89,7 @@ class Search:
         whole, _ = with_choices(config, inputs)
         machine = (self.ceilings, self.links, self.host_size)
         stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.compiled)
-        names = {
-            role: inputs.placement.pools[where.pool].name
-            for role, where in inputs.placement.roles.items()
-        }
+        names = {role: inputs.placement.pool_of(role).name for role in inputs.placement.roles}
         pools = pool_peaks(inputs, whole)
         return Candidate(
             config,

@@ -115,8 +115,8 @@ def actor(m: Setting) -> Iterable[Entry]:
     clipped = a.compute_dtype if as_is else a.moment_dtype
     scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
     entries = [
-        Entry("weights", "parameters", weights - m.shared_bytes),
-        Entry("weights", SHARED, m.shared_bytes),
+        Entry("weights", "parameters", weights - m.shared_bytes("rollout")),
+        Entry("weights", SHARED, m.shared_bytes("rollout")),
         Entry("weights", BASE, m.base_bytes("actor")),
         Entry("optimizer", "optimizer state", state),
         *(Entry("activations", "teacher's signal", signal, p) for p in UPDATE_PHASES),
@@ -133,7 +133,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         *(Entry("activations", LANED, _laned(m, state), p) for p in UPDATE_PHASES),
         Entry("gradients", "gradients", summed or read, STEP),
         Entry("activations", "scratch", scratch, STEP),
-        Entry("activations", "copy for the rollout", _published(m), "publish"),
+        Entry("activations", "copy for the rollout", _published(m, "rollout"), "publish"),
     ]
     # After the layers: the embedding's gradient, whole, which a TPU reduces into another array;
     # then the terms of the sum in float32, which fit where the others were only on a single GPU.
@@ -151,7 +151,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         average = weight_bytes(m.student, axes, "float32")
         entries.append(Entry("optimizer", AVERAGE, average))
     if m.config.teacher_follows:
-        sent = _published_to_teacher(m)
+        sent = _published(m, "teacher")
         entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
     copies = layers * mixed
     if m.student.lora is not None and m.config.base_dtype != a.compute_dtype:
@@ -252,29 +252,17 @@ def _turned(m: Setting, several: bool) -> int:
     return theirs + turned_bytes(m.student, axes, c.actor.param_dtype, tables=True)
 
 
-def _published(m: Setting) -> int:
-    """Bytes of the temporary copy, on the actor's mesh, of the policy in the rollout's dtype and
-    layout. 0 if the rollout is on the same mesh, where the copy is the rollout's own weights.
-    Arrays that need no conversion are not copied.
+def _published(m: Setting, role: str) -> int:
+    """Bytes of the temporary copy, on the actor's mesh, of the policy in a role's dtype and layout.
+    0 if the role is on the same mesh, where the copy is the role's own weights. Arrays that need no
+    conversion are not copied.
     """
-    rollout = m.config.rollout
-    same = rollout.compute_dtype == m.config.actor.param_dtype
-    if m.on_actors_mesh("rollout") or (same and rollout.layout == "stacked"):
+    dtype = m.config.roles[role].compute_dtype
+    same = dtype == m.published_dtype(role)
+    if m.on_actors_mesh(role) or (same and m.layout(role) == "stacked"):
         return 0
     if m.student.lora is not None:
-        return trained_bytes(m.student, m.axes["actor"], rollout.compute_dtype)
-    size = layer_bytes if same else weight_bytes
-    return size(m.student, m.axes["actor"], rollout.compute_dtype)
-
-
-def _published_to_teacher(m: Setting) -> int:
-    """As `_published`, of the weights for a teacher that follows the policy."""
-    config, dtype = m.config, m.config.teacher.compute_dtype
-    if m.on_actors_mesh("teacher"):
-        return 0
-    same = dtype == ("float32" if config.keeps_ema else config.actor.param_dtype)
-    if same and not m.teacher_samples:
-        return 0
+        return trained_bytes(m.student, m.axes["actor"], dtype)
     size = layer_bytes if same else weight_bytes
     return size(m.student, m.axes["actor"], dtype)
 
@@ -282,13 +270,13 @@ def _published_to_teacher(m: Setting) -> int:
 def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, the next version while it arrives, and the
     cache."""
-    whole = trained_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    dtype, stacked = m.config.rollout.compute_dtype, m.layout("rollout") == "stacked"
+    whole = trained_bytes(m.student, m.axes["rollout"], dtype)
     if m.config.rollout.merge:
-        whole = weight_bytes(m.student.plain, m.axes["rollout"], m.config.rollout.compute_dtype)
-    stacked = m.config.rollout.layout == "stacked"
+        whole = weight_bytes(m.student.plain, m.axes["rollout"], dtype)
     apart = 0 if m.inputs.together("actor", "rollout") else whole
     entries = [
-        Entry("weights", "parameters", whole - m.shared_bytes),
+        Entry("weights", "parameters", whole - m.shared_bytes("rollout")),
         Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
         Entry("activations", "kernels in float32", _merging(m), "weight sync"),
@@ -297,9 +285,7 @@ def rollout(m: Setting) -> Iterable[Entry]:
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = replace(m.run("rollout", m.sampled, rows, m.width), packed=True)
-        work = _scoring(
-            m, run, m.chunk(rows), 2, m.config.rollout.compute_dtype, stacked=stacked
-        )  # only token ids are sent
+        work = _scoring(m, run, m.chunk(rows), 2, dtype, stacked=stacked)  # sends token ids only
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
 
@@ -358,7 +344,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     # The next version arrives beside the old one where the actor is another worker's.
     arrives = c.teacher_follows and not m.inputs.together("actor", "teacher")
     entries = [
-        Entry("weights", "parameters", weights - m.teacher_shared_bytes),
+        Entry("weights", "parameters", weights - m.shared_bytes("teacher")),
         Entry("activations", "next version", weights * arrives, "weight sync"),
         Entry("activations", "signals in flight", m.in_flight),
         Entry("activations", "signal", signal, "score"),
