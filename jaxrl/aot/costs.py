@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -232,24 +233,21 @@ def _generate(m: Setting) -> Sent:
     return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
 
 
-def _score(role: str) -> Callable[[Setting], Sent]:
-    def moved(m: Setting) -> Sent:
-        models = m.inputs.teachers if role == "teacher" else (m.student,)
-        section: Any = m.config.roles[role]
-        width = m.prompts(role) + m.new_tokens
-        tokens = m.rows(role, m.sequences) * width // m.axes[role].context
-        gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
-        share = 1 / len(models) if m.config.mixture is None else 1.0
-        each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
-        return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
-
-    return moved
+def _score(role: str, m: Setting) -> Sent:
+    models = m.inputs.teachers if role == "teacher" else (m.student,)
+    section: Any = m.config.roles[role]
+    width = m.prompts(role) + m.new_tokens
+    tokens = m.rows(role, m.sequences) * width // m.axes[role].context
+    gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
+    share = 1 / len(models) if m.config.mixture is None else 1.0
+    each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
+    return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
 
 
 _COLLECTIVES: dict[str, Callable[[Setting], Sent]] = {
     "actor": _update,
     "rollout": _generate,
-    "teacher": _score("teacher"),
-    "reference": _score("reference"),
+    "teacher": partial(_score, "teacher"),
+    "reference": partial(_score, "reference"),
 }
 """Role -> the bytes that a device sends in a step."""

@@ -73,8 +73,7 @@ class StudentConfig(Section):
     """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
     directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
-    lora: LoraConfig = Field(default_factory=LoraConfig)
-    """Adapters."""
+    lora: LoraConfig = LoraConfig()
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
     """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
     null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
@@ -132,8 +131,7 @@ class LongParallelConfig(ParallelConfig):
 class RoleConfig(Section):
     """Keys that every role has: devices, mesh and compute dtype."""
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """Mesh axes of the role."""
+    parallel: ParallelConfig = ParallelConfig()
     devices: str | None = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
@@ -172,8 +170,7 @@ class FrozenConfig(RoleConfig):
 class TeacherConfig(FrozenConfig):
     """The model to learn from; it never trains."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
     `policy`: the policy itself (self-distillation; `teacher.prompt` then gives it another prompt, a
@@ -329,8 +326,7 @@ def _is_server(url: str) -> bool:
 class ActorConfig(RoleConfig):
     """The role that trains the policy."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     param_dtype: DType = "float32"
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
     memory, with stochastic rounding, so that small updates are not lost on average."""
@@ -385,8 +381,7 @@ class ReferenceConfig(FrozenConfig):
     """A frozen copy of the policy before training, for `policy.kl_coef` and
     `policy.reward_kl_coef`."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     num_microbatches: Positive = 1
     """Number of micro-batches in which the reference scores a batch; a larger number needs less
     activation memory."""

@@ -10,7 +10,7 @@ from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.activations import F32, SAMPLER_ARRAYS, Pass, logits, split, whole_rows
-from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, step_kernel_of
 from jaxrl.models.pages import PAGE
@@ -26,7 +26,7 @@ from jaxrl.plan.memory import (
     weight_bytes,
 )
 from jaxrl.plan.setting import Setting
-from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, PREFILL_TOKENS
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, prefill_batch
 from jaxrl.sampling.page_pool import pool_pages
 from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sharding.axes import Axes
@@ -223,10 +223,7 @@ def evaluated(config: Config, role: str) -> bool:
 
 def prefill_rows(config: Config, role: str, width: int, axes: Axes) -> int:
     """Number of prompts of `width` tokens in the largest prefill of a role that samples, over its
-    whole mesh. Computed as in `sampling.engine`."""
-    shards = axes.rows
+    whole mesh."""
     slots = config.rollout.slots or config.batch_size * config.group_size
-    wanted = max(min(-(-slots // n), prompts) for prompts, n in asked(config, role))
-    allowed = max(1, PREFILL_TOKENS * shards // width)
-    rows = min(bucket(wanted), bucket(allowed))
-    return -(-rows // shards) * shards
+    each = asked(config, role)
+    return max(prefill_batch(slots, prompts, n, width, axes.rows) for prompts, n in each)

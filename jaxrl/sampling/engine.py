@@ -373,7 +373,8 @@ class _Run:
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         given = (engine.slots, shards, engine.launch_tokens, self.pool)
         self.seating = Seating(samples, *given)
-        self.prefill_batch = self._prefill_batch(n)
+        width = self._width(prompts)
+        self.prefill_batch = prefill_batch(engine.slots, len(prompts), n, width, shards)
         self.held = range(0)
         """Indices of the prompts whose keys and values are held. Samples wait in the order of their
         prompts, so one prefilled batch is enough."""
@@ -739,14 +740,13 @@ class _Run:
         multiple = self.engine.width_multiple
         return bucket(longest, smallest=NARROWEST, multiple=multiple, most=most)
 
-    def _prefill_batch(self, n: int) -> int:
-        """Number of prompts in one prefill: enough to fill the slots with their n samples, within
-        `PREFILL_TOKENS`."""
-        shards = self.engine.row_shards
-        width = self._width(self.prompts)
-        wanted = min(-(-self.engine.slots // n), len(self.prompts))
-        allowed = max(1, PREFILL_TOKENS * shards // width)
-        return round_up(min(bucket(wanted), bucket(allowed)), shards)
+
+def prefill_batch(slots: int, prompts: int, n: int, width: int, shards: int) -> int:
+    """Number of prompts of `width` tokens in one prefill over `shards` parts of the rows: enough to
+    fill the slots with the n samples of each, within `PREFILL_TOKENS`."""
+    wanted = min(-(-slots // n), prompts)
+    allowed = max(1, PREFILL_TOKENS * shards // width)
+    return round_up(min(bucket(wanted), bucket(allowed)), shards)
 
 
 _cast = jax.jit(cast, static_argnames="dtype")
