@@ -217,9 +217,7 @@ def _straddles(devices: Sequence[int], host_size: int) -> bool:
 
 
 def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Config:
-    for axis in type(config.roles[role].parallel).model_fields:
-        config = set_key(config, f"{role}.parallel.{axis}", axes.get(axis))
-    return config
+    return set_key(config, f"{role}.parallel", type(config.roles[role].parallel)(**axes))
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:

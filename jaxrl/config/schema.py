@@ -75,7 +75,9 @@ class Config(RunConfig, metaclass=_Parsed):
             )
         base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
-            return cls.parse(config_paths.code_here(base.mapping)), base
+            # So that a run can be resumed from any folder.
+            mapping = config_paths.beside(base.mapping, Path.cwd(), config_paths.CODE)
+            return cls.parse(mapping), base
 
     @classmethod
     def parse(cls, mapping: JsonObject) -> Self:

@@ -147,7 +147,7 @@ def make_plan(
     student = model_config(config.student.model)
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
-    teacher = max(teachers, key=_size, default=None)
+    teacher = max(teachers, key=lambda t: weight_bytes(t, Axes(), "float32"), default=None)
     if teacher is None and config.teacher.cache is not None:
         teacher = ScoreCache(config.teacher.cache).config
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
@@ -165,10 +165,6 @@ def make_plan(
         frozen["adapted"] = resolve_model(config.student.model).adapter is not None
     mapped = mapped_bytes(config) if seen.emulated else 0
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
-
-
-def _size(model: DecoderConfig) -> int:
-    return weight_bytes(model, Axes(), "float32")
 
 
 def services(config: Config) -> dict[str, str]:

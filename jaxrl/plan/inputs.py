@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import round_up
@@ -130,15 +129,14 @@ class PlanInputs:
         """
         found = {}
         for role in self.roles:
-            p = config.roles[role].parallel
             n = len(self.placement.roles[role].devices)
-            context = p.context if isinstance(p, LongParallelConfig) else None
-            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context, p.expert)
+            axes = resolve_axes(role, n, **config.roles[role].parallel.model_dump())
             if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
-                _check_whole(role, found[role])
+                _check_whole(role, axes)
             for model in self.teachers if role == "teacher" else (self.model(role),):
-                _check_heads(role, model, found[role])
-                _check_experts(role, model, found[role])
+                _check_heads(role, model, axes)
+                _check_experts(role, model, axes)
+            found[role] = axes
         balances = config.student.router_aux_loss_coef
         if balances and self.student.experts is None:
             raise UserError(

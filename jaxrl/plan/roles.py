@@ -96,7 +96,9 @@ def actor(m: Setting) -> Iterable[Entry]:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     own = [s.size for s in trained_shards(m.student, axes) if s.path.startswith("layers")]
     layers = run.itemsize * sum(own)
-    table = 0 if m.student.lora is not None else _table(m)
+    # Elements of the embedding while it is gathered.
+    table = whole_rows(m.student.vocab_size, m.student.embedded, axes, 1)
+    table = 0 if m.student.lora is not None else table
     # The embedding's gradient is summed in float32, whatever the dtype, once the layers are done.
     read = computed + table * (F32 - run.itemsize) // axes.weights
     # Of several micro-batches, the sum: in float32 from the first of them on.
@@ -164,11 +166,6 @@ def actor(m: Setting) -> Iterable[Entry]:
         size *= ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
-
-
-def _table(m: Setting) -> int:
-    """Elements of the embedding that a device of the actor has while it is gathered."""
-    return whole_rows(m.student.vocab_size, m.student.embedded, m.axes["actor"], 1)
 
 
 def _laned(m: Setting, state: int) -> int:
