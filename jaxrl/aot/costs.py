@@ -115,8 +115,7 @@ def stage_costs(
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    caches = forms(m, "rollout", m.sampled, stacked=config.rollout.layout == "stacked")
-    shared = caches[""].rows > 0
+    shared = forms(m, "rollout")[""].rows > 0
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]

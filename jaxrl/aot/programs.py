@@ -211,7 +211,7 @@ def _moves(
 def rollout(run: AbstractRun) -> Iterator[Program]:
     c = run.config
     dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    model = run.setting.sampled
+    model = run.setting.sampled("rollout")
     base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
     for program in Sampling(run, "rollout", model, layout).programs(sampled_share(c)):
         yield replace(program, beside=program.beside + base)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxrl.config.schema import Config
-from jaxrl.config.section import DType
 from jaxrl.models.activations import F32, Pass, logits, split, whole_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU
@@ -256,7 +255,7 @@ def _published(m: Setting, role: str) -> int:
     """
     dtype = m.config.roles[role].compute_dtype
     same = dtype == m.published_dtype(role)
-    if m.on_actors_mesh(role) or (same and m.layout(role) == "stacked"):
+    if m.on_actors_mesh(role) or (same and m.stacked(role)):
         return 0
     if m.student.lora is not None:
         return trained_bytes(m.student, m.axes["actor"], dtype)
@@ -267,7 +266,7 @@ def _published(m: Setting, role: str) -> int:
 def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, the next version while it arrives, and the
     cache."""
-    dtype, stacked = m.config.rollout.compute_dtype, m.layout("rollout") == "stacked"
+    dtype = m.config.rollout.compute_dtype
     whole = trained_bytes(m.student, m.axes["rollout"], dtype)
     if m.config.rollout.merge:
         whole = weight_bytes(m.student.plain, m.axes["rollout"], dtype)
@@ -277,12 +276,12 @@ def rollout(m: Setting) -> Iterable[Entry]:
         Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
         Entry("activations", "kernels in float32", _merging(m), "weight sync"),
-        *sampling_entries(m, "rollout", m.sampled, stacked=stacked),
+        *sampling_entries(m, "rollout"),
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
-        run = replace(m.run("rollout", m.sampled, rows, m.width), packed=True)
-        work = _scoring(m, run, m.chunk(rows), 2, dtype, stacked=stacked)  # sends token ids only
+        run = replace(m.run("rollout", m.sampled("rollout"), rows, m.width), packed=True)
+        work = _scoring(m, "rollout", run, m.chunk(rows), 2)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
 
@@ -295,16 +294,14 @@ def _merging(m: Setting) -> int:
     return F32 * max(s.size for s in sizes if s.path.endswith("kernel"))
 
 
-def _scoring(
-    m: Setting, run: Pass, tokens: int, arrays: int, dtype: DType, *, stacked: bool
-) -> int:
-    """Bytes of a forward pass and of the logits computed from its hidden states.
+def _scoring(m: Setting, role: str, run: Pass, tokens: int, arrays: int) -> int:
+    """Bytes of a role's forward pass and of the logits computed from its hidden states.
 
     Args:
         tokens: completion tokens projected onto the vocabulary at once.
         arrays: float32 arrays [tokens, V] alive at once; 0 if the hidden states are the result.
     """
-    axes, config = run.axes, run.config
+    axes, config, stacked = run.axes, run.config, m.stacked(role)
     work = run.forward(stacked)
     read = logits(tokens, config.vocab_size if m.aligned else m.vocab, axes.tensor, arrays)
     if axes.weights == 1:
@@ -313,7 +310,7 @@ def _scoring(
     head = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize) if arrays else 0
     if stacked and m.inputs.target.platform in GPU:  # which gathers the head after the layers
         shard = head // axes.weights
-        turned = turned_bytes(config, axes, dtype)
+        turned = turned_bytes(config, axes, m.config.roles[role].compute_dtype)
         looked_up = table + table // axes.weights
         return shard + max(turned + max(work, looked_up), head + read)
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
@@ -328,14 +325,11 @@ def teacher(m: Setting) -> Iterable[Entry]:
     several, slices = m.inputs.several, c.teacher.num_microbatches
     run = m.scored("teacher", config, slices)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
-    samples = m.teacher_samples
     # A teacher with other tokens sends log-probs beside hidden states.
     arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     combines = several and c.mixture is not None and c.distill.signal != "hidden"
     chunk = m.chunk(run.rows, "teacher")
-    work = _scoring(
-        m, run, chunk, 0 if combines else arrays, c.teacher.compute_dtype, stacked=not samples
-    )
+    work = _scoring(m, "teacher", run, chunk, 0 if combines else arrays)
     each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
     # The next version arrives beside the old one where the actor is another worker's.
@@ -354,8 +348,8 @@ def teacher(m: Setting) -> Iterable[Entry]:
         entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
     if several:
         entries += _combining(m, run, arrays if combines else 0)
-    if samples:
-        entries += sampling_entries(m, "teacher", config)
+    if m.teacher_samples:
+        entries += sampling_entries(m, "teacher")
     return entries
 
 
@@ -384,7 +378,7 @@ def reference(m: Setting) -> Iterable[Entry]:
     section = m.config.reference
     model = m.reference
     run = m.scored("reference", model, section.num_microbatches)
-    work = _scoring(m, run, m.chunk(run.rows), 2, section.compute_dtype, stacked=True)
+    work = _scoring(m, "reference", run, m.chunk(run.rows), 2)
     weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
     if m.student.lora is not None:
         weights = m.base_bytes("reference")

@@ -54,7 +54,7 @@ class Slots(NamedTuple):
     """Positions of the longest sequence, where one is read again after it had to wait."""
 
 
-def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[str, Slots]:
+def forms(m: Setting, role: str) -> dict[str, Slots]:
     """The caches of a run: that of training, and that of evaluations (`EVALUATIONS`) if only one of
     the two has prompts that slots share. A role that samples for evaluations alone has one."""
     c, axes = m.config, m.axes[role]
@@ -70,12 +70,12 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     found = {}
     for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c, role), strict=False):
         why = why_not_shared(
-            config,
+            m.sampled(role),
             m.inputs.target,
             c.roles[role].compute_dtype,
             samples=samples,
             prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
-            stacked=stacked,
+            stacked=m.stacked(role),
             episodes=episodes,
             paged=tokens is not None,
         )
@@ -91,18 +91,15 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     return found
 
 
-def sampling_entries(
-    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
-) -> Iterator[Entry]:
+def sampling_entries(m: Setting, role: str) -> Iterator[Entry]:
     """Memory that the sampling engine allocates in `generate`."""
-    for suffix, slots in forms(m, role, config, stacked).items():
-        yield from _entries(m, role, config, slots, suffix, stacked)
+    for suffix, slots in forms(m, role).items():
+        yield from _entries(m, role, slots, suffix)
 
 
-def _entries(
-    m: Setting, role: str, config: DecoderConfig, of: Slots, suffix: str, stacked: bool
-) -> Iterator[Entry]:
+def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    config, stacked = m.sampled(role), m.stacked(role)
     width, slots, positions = m.prompts(role), of.slots, of.positions
     prompts = prefill_rows(c, role, width, axes)
     run = m.run(role, config, -(-prompts // axes.rows), width)
@@ -193,7 +190,7 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
             " it to null"
         )
     axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
-    of = max(forms(m, "rollout", model, stacked=False).values())
+    of = max(forms(m, "rollout").values())
     sizes = ((of.pages, PAGE), (of.slots, of.positions))
     pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
     room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"

@@ -50,9 +50,11 @@ class Setting:
         same = where["actor"].devices == where[role].devices
         return same and self.axes["actor"] == self.axes[role]
 
-    @property
-    def sampled(self) -> DecoderConfig:
-        """The policy as the rollout has it."""
+    def sampled(self, role: str) -> DecoderConfig:
+        """The model that a role samples from."""
+        if role == "teacher":
+            assert self.teacher is not None
+            return self.teacher
         return self.student.plain if self.config.rollout.merge else self.student
 
     @property
@@ -81,6 +83,10 @@ class Setting:
             return self.config.rollout.layout
         return "unstacked" if role == "teacher" and self.teacher_samples else "stacked"
 
+    def stacked(self, role: str) -> bool:
+        """Whether all layers of a role's model are one array."""
+        return self.layout(role) == "stacked"
+
     def published_dtype(self, role: str) -> DType:
         """Dtype in which the actor holds the weights that it publishes to a role."""
         averaged = role == "teacher" and self.config.keeps_ema
@@ -96,7 +102,7 @@ class Setting:
         if own or not self.on_actors_mesh(role) or dtype != self.published_dtype(role):
             return 0
         whole = trained_bytes(self.student, self.axes["actor"], dtype)
-        if self.layout(role) == "stacked":
+        if self.stacked(role):
             return whole
         if self.student.lora is not None:  # adapters are in the layers
             return 0
@@ -119,7 +125,7 @@ class Setting:
         """Whether the weights under adapters are arrays of the actor's."""
         if role == "reference" and self.inputs.adapted:
             return False
-        c, stacked = self.config, self.config.rollout.merge or self.layout(role) == "stacked"
+        c, stacked = self.config, self.config.rollout.merge or self.stacked(role)
         same = c.roles[role].compute_dtype == c.base_dtype and stacked and not c.offload.params
         return same and self.on_actors_mesh(role)
 
