@@ -133,11 +133,12 @@ class AbstractRun:
     def everywhere(self, role: str) -> NamedSharding:
         return NamedSharding(self.meshes[role], PartitionSpec())
 
-    def teacher_params(self, model: DecoderConfig) -> Params:
-        dtype, layout = self.config.teacher.compute_dtype, self.setting.layout("teacher")
-        return self.params("teacher", model, dtype, layout)
-
-    def params(self, role: str, model: DecoderConfig, dtype: Any, layout: Layout) -> Params:
+    def params(
+        self, role: str, model: DecoderConfig, dtype: Any = None, layout: Layout | None = None
+    ) -> Params:
+        """Weights of a model, in the dtype and layout of the role unless others are given."""
+        dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
+        layout = layout or self.setting.layout(role)
         abstract = abstract_params(model, jnp.dtype(dtype), layout)
         shardings = param_shardings(model, self.meshes[role], layout)
         return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, s), abstract, shardings)
@@ -204,7 +205,7 @@ class AbstractRun:
     @property
     def teacher_bytes(self) -> dict[str, int]:
         """Name -> bytes of the weights of each teacher on one device."""
-        return {name: local_bytes(self.teacher_params(model)) for name, model in self.teachers}
+        return {name: local_bytes(self.params("teacher", model)) for name, model in self.teachers}
 
     def score(
         self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
@@ -232,5 +233,5 @@ class AbstractRun:
             projection = replace(projection, distill=distill)
         elif c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
-        given = (self.teacher_params(model), self.sequences(role, rows, group), ids, *aligned)
+        given = (self.params("teacher", model), self.sequences(role, rows, group), ids, *aligned)
         return score_program(model, projection), given

@@ -209,24 +209,22 @@ def _moves(
 
 
 def rollout(run: AbstractRun) -> Iterator[Program]:
-    c = run.config
-    dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    model = run.setting.sampled("rollout")
+    c, model = run.config, run.setting.sampled("rollout")
     base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
-    for program in Sampling(run, "rollout", model, layout).programs(sampled_share(c)):
+    for program in Sampling(run, "rollout", model).programs(sampled_share(c)):
         yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
-        under, _ = frozen_and_trained(run.params("rollout", run.student, dtype, "stacked"))
-        _, adapters = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
-        jitted = merge_adapters_program(run.student, run.meshes["rollout"], layout)
+        under, _ = frozen_and_trained(run.params("rollout", run.student, layout="stacked"))
+        _, adapters = frozen_and_trained(run.params("rollout", run.student))
+        jitted = merge_adapters_program(run.student, run.meshes["rollout"], c.rollout.layout)
         shared = local_bytes(under) - base
         given = (under, adapters)
         yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
         jitted = topk_program(projection, model)
-        params = run.params("rollout", model, dtype, layout)
-        given = (params, run.sequences("rollout", run.setting.padded_rows))
+        sequences = run.sequences("rollout", run.setting.padded_rows)
+        given = (run.params("rollout", model), sequences)
         yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
 
 
@@ -252,7 +250,7 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
     if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
-            sampling = Sampling(run, "teacher", model, "unstacked")
+            sampling = Sampling(run, "teacher", model)
             for program in sampling.programs(share / len(run.teachers)):
                 yield replace(program, name=f"{program.name} by {name}" if name else program.name)
 
@@ -275,7 +273,7 @@ def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
     hidden = tuple(shaped((*shape, model.d_model), dtype, at) for model in models)
     heads: tuple[Any, ...] | None = None
     if c.distill.signal != "hidden":
-        heads = tuple(head(run.teacher_params(model)) for model in models)
+        heads = tuple(head(run.params("teacher", model)) for model in models)
     ids = None
     if c.distill.signal == "student_topk":
         ids = shaped((*shape, c.distill.top_k), jnp.int32, at)
@@ -291,12 +289,11 @@ def reference(run: AbstractRun) -> Iterator[Program]:
     c = run.config
     parts = c.reference.num_microbatches
     model = run.setting.reference
-    params = run.params("reference", model, c.reference.compute_dtype, "stacked")
     jitted = reference_program(
         model, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
     )
     rows = run.scored("reference", model, parts)
-    given = (params, run.sequences("reference", *rows))
+    given = (run.params("reference", model), run.sequences("reference", *rows))
     yield Program("reference", "score", jitted, given, ("score",), calls=parts)
 
 
@@ -306,7 +303,7 @@ def reward(run: AbstractRun) -> Iterator[Program]:
     if model is None:
         return
     longest = c.max_tokens or run.setting.width + TEMPLATE_TOKENS
-    params = run.params("reward", model, c.compute_dtype, "stacked")
+    params = run.params("reward", model)
     head = shaped((model.d_model,), jnp.float32, run.everywhere("reward"))
     batch = _batch(run, "reward", min(longest, model.max_positions), c.batch_tokens)
     given = (model, run.meshes["reward"], params, head, *batch)

@@ -16,7 +16,6 @@ from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.pages import PAGE, Pages
-from jaxrl.models.parameters import Layout
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.sampling import EVALUATIONS, asked, evaluated, prefill_rows
 from jaxrl.process.plain import Keywords
@@ -33,9 +32,9 @@ class Sampling:
     """The sampling engine of a role, and its programs: prefill of a batch of prompts, the copy of
     their keys and values into slots, launches of decode steps, and changes of the cache's size."""
 
-    def __init__(self, run: AbstractRun, role: str, model: DecoderConfig, layout: Layout):
+    def __init__(self, run: AbstractRun, role: str, model: DecoderConfig):
         c = run.config
-        self.run, self.role, self.layout = run, role, layout
+        self.run, self.role, self.layout = run, role, run.setting.layout(role)
         self.most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
         self.longest = max(self.most, c.eval.max_new_tokens or 0)
         self.engine = Engine(
@@ -49,7 +48,7 @@ class Sampling:
             episodes=role == "rollout" and c.environment.name is not None,
         )
         self.dtype = jnp.dtype(c.roles[role].compute_dtype)
-        self.params = run.params(role, model, self.dtype, layout)
+        self.params = run.params(role, model)
         self.width = run.setting.prompts(role)
 
     def programs(self, share: float) -> Iterator[Program]:
