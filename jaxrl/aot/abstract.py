@@ -38,7 +38,7 @@ class Program:
     name: str
     jitted: Any
     args: tuple[Any, ...]
-    phases: tuple[str, ...]
+    phases: tuple[str, ...] = ()
     """Phases of the role in the plan (`plan.memory.Account`) that this program covers. () if the
     plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,12 @@ class AbstractRun:
     def everywhere(self, role: str) -> NamedSharding:
         return NamedSharding(self.meshes[role], PartitionSpec())
 
-    def params(self, role: str, model: DecoderConfig, dtype: Any, layout: Layout) -> Params:
+    def params(
+        self, role: str, model: DecoderConfig, dtype: Any = None, layout: Layout | None = None
+    ) -> Params:
+        """Weights of a model, in the dtype and layout of the role unless others are given."""
+        dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
+        layout = layout or self.setting.layout(role)
         abstract = abstract_params(model, jnp.dtype(dtype), layout)
         shardings = param_shardings(model, self.meshes[role], layout)
         return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, s), abstract, shardings)
@@ -197,6 +202,11 @@ class AbstractRun:
         models = self.setting.inputs.teachers
         return list(zip(self.config.teachers or ("",), models, strict=True))
 
+    @property
+    def teacher_bytes(self) -> dict[str, int]:
+        """Name -> bytes of the weights of each teacher on one device."""
+        return {name: local_bytes(self.params("teacher", model)) for name, model in self.teachers}
+
     def score(
         self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
     ) -> tuple[Any, tuple[Any, ...]]:
@@ -207,8 +217,6 @@ class AbstractRun:
         """
         c, m, role = self.config, self.setting, "teacher"
         _, model = teacher
-        layout: Layout = "unstacked" if m.teacher_samples else "stacked"
-        params = self.params(role, model, c.teacher.compute_dtype, layout)
         vocab = model.vocab_size if m.aligned else m.vocab
         projection = Projection.of(c, self.meshes[role], vocab)
         ids, at = None, self.rows(role)
@@ -225,5 +233,5 @@ class AbstractRun:
             projection = replace(projection, distill=distill)
         elif c.distill.signal == "student_topk":
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
-        given = (params, self.sequences(role, rows, group), ids, *aligned)
+        given = (self.params("teacher", model), self.sequences(role, rows, group), ids, *aligned)
         return score_program(model, projection), given

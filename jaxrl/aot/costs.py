@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
-from jaxrl.data.stream import PromptStream
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
@@ -88,22 +88,6 @@ class Links:
         return self.inside if len(hosts) == 1 else self.between
 
 
-@dataclass(frozen=True)
-class _Model:
-    config: DecoderConfig
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A run as `profile.stages.step_work` wants it."""
-
-    config: Config
-    student: _Model
-    teachers: Mapping[str, _Model]
-    vocab_size: int
-    train: PromptStream | None = None
-
-
 def stage_costs(
     config: Config,
     inputs: PlanInputs,
@@ -122,13 +106,16 @@ def stage_costs(
     """
     m = Setting(config, inputs, axes)
     known = inputs.teachers if "teacher" in axes else ()
-    teachers = {str(number): _Model(model) for number, model in enumerate(known)}
-    run: Any = _Described(config, _Model(m.student), teachers, m.vocab)
+    teachers = {number: SimpleNamespace(config=model) for number, model in enumerate(known)}
+    student = SimpleNamespace(config=m.student)
+    # A `profile.stages.Profiled` without data.
+    run: Any = SimpleNamespace(
+        config=config, student=student, teachers=teachers, vocab_size=m.vocab
+    )
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    caches = forms(m, "rollout", m.sampled, stacked=config.rollout.layout == "stacked")
-    shared = caches[""].rows > 0
+    shared = forms(m, "rollout")[""].rows > 0
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
     work = step_work(run, axes, [batch])
     forward = work["actor", "update"][0]
@@ -148,14 +135,10 @@ def stage_costs(
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
     found["rollout", "generate"] *= (share := sampled_share(config))
     if share:
-        roles = inputs.placement.roles
-        both = (*roles["actor"].devices, *roles["rollout"].devices)
-        found["actor", "publish"] = _sync(m, "rollout", links.of(both, host_size))
+        found["actor", "publish"] = _sync(m, "rollout", links, host_size)
         found["rollout", "load"] = 0.0  # in its queue: what is sampled next waits for it
     if config.teacher_follows and "teacher" in axes:
-        roles = inputs.placement.roles
-        both = (*roles["actor"].devices, *roles["teacher"].devices)
-        found["actor", "publish_to_teacher"] = _sync(m, "teacher", links.of(both, host_size))
+        found["actor", "publish_to_teacher"] = _sync(m, "teacher", links, host_size)
         found["teacher", "load"] = 0.0
     return found
 
@@ -180,11 +163,13 @@ def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     return steps * (layers * KERNELS * LAUNCH_S + latency)
 
 
-def _sync(m: Setting, role: str, link: float) -> float:
+def _sync(m: Setting, role: str, links: Links, host_size: int) -> float:
     """Seconds of sending the weights from the actor's devices to a role's."""
-    if m.inputs.same_mesh("actor", role, m.axes):
+    if m.on_actors_mesh(role):
         return 0.0
     size = trained_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
+    roles = m.inputs.placement.roles
+    link = links.of((*roles["actor"].devices, *roles[role].devices), host_size)
     return size / (link * LINKS * m.axes["actor"].size)
 
 
@@ -247,24 +232,21 @@ def _generate(m: Setting) -> Sent:
     return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
 
 
-def _score(role: str) -> Callable[[Setting], Sent]:
-    def moved(m: Setting) -> Sent:
-        models = m.inputs.teachers if role == "teacher" else (m.student,)
-        section: Any = m.config.roles[role]
-        width = m.prompts(role) + m.new_tokens
-        tokens = m.rows(role, m.sequences) * width // m.axes[role].context
-        gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
-        share = 1 / len(models) if m.config.mixture is None else 1.0
-        each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
-        return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
-
-    return moved
+def _score(role: str, m: Setting) -> Sent:
+    models = m.inputs.teachers if role == "teacher" else (m.student,)
+    section: Any = m.config.roles[role]
+    width = m.prompts(role) + m.new_tokens
+    tokens = m.rows(role, m.sequences) * width // m.axes[role].context
+    gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
+    share = 1 / len(models) if m.config.mixture is None else 1.0
+    each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
+    return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
 
 
 _COLLECTIVES: dict[str, Callable[[Setting], Sent]] = {
     "actor": _update,
     "rollout": _generate,
-    "teacher": _score("teacher"),
-    "reference": _score("reference"),
+    "teacher": partial(_score, "teacher"),
+    "reference": partial(_score, "reference"),
 }
 """Role -> the bytes that a device sends in a step."""

@@ -8,30 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-)
-SIZES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
-"""Bytes of a number, by its name in HLO."""
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+ARRAY = re.compile(r"\b(?:pred|[suf]|bf)(\d*)\w*\[([\d,]*)\]")
+"""An array in the text of a shape: the bits of a number (none: a byte for a boolean), and dims."""
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 CALLED = re.compile(r"(?:body|condition|calls|to_apply|async_execution_thread)=%?([\w.\-]+)")
@@ -116,16 +95,9 @@ def read(text: str) -> Compiled:
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
     kernels = set(TARGET.findall(text))
-    attention = next(
-        (
-            label
-            for start, label in ATTENTION.items()
-            if any(kernel.startswith(start) for kernel in kernels)
-        ),
-        None,
-    )
+    known = (name for start, name in ATTENTION.items() if any(k.startswith(start) for k in kernels))
     collectives = {kind: Collective(*each) for kind, each in sorted(found.items())}
-    return Compiled(collectives, gathers, attention)
+    return Compiled(collectives, gathers, next(known, None))
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
@@ -194,9 +166,8 @@ def _larger(line: Instruction, held: dict[str, int]) -> int:
 
 def _arrays(shapes: str) -> Iterator[int]:
     """Bytes of each array in the text of a shape."""
-    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-        if dtype in SIZES:
-            yield SIZES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+    for bits, dims in ARRAY.findall(shapes):
+        yield int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
 
 
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)")

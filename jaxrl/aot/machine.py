@@ -97,38 +97,6 @@ TPUS = {
     "v5p": Tpu(round(95.74 * GIB), 600, (16, 20, 28)),
     "v6e": Tpu(round(31.25 * GIB), 448, (16, 16)),
 }
-TEXT = """\
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {shared}
-  threads_per_core_limit: {threads}
-  core_count: {cores}
-  fpus_per_core: {lanes}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: {l2}
-  clock_rate_ghz: {clock}
-  device_memory_size: {memory}
-  shared_memory_per_block_optin: {optin}
-  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  driver_version: "12.9.0"
-  runtime_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0"
-  dnn_version: "9.10.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "{kind}"
-"""
-"""XLA's `GpuTargetConfigProto`. Without a driver's version no command buffers (CUDA graphs) are
-made."""
 
 
 @dataclass(frozen=True)
@@ -181,26 +149,47 @@ def _gpus(name: str, chip: Gpu, count: int) -> Machine:
             f"--compile {name}: {count} GPUs; allowed are 1 to {HOST_GPUS} on one host, and several"
             f" hosts of {HOST_GPUS}, that is multiples of {HOST_GPUS} up to {MOST_GPUS}"
         )
-    accelerated = "feature_extension: ACCELERATED_FEATURES" if chip.capability >= (9, 0) else ""
-    text = TEXT.format(
-        shared=chip.shared_kib * 1024,
-        threads=chip.threads,
-        cores=chip.cores,
-        lanes=chip.lanes,
-        bandwidth=chip.bandwidth_gbs * 10**9,
-        l2=chip.l2_mib * 2**20,
-        clock=chip.clock_ghz,
-        memory=chip.memory,
-        optin=(chip.shared_kib - (chip.capability >= (8, 0))) * 1024,
-        major=chip.capability[0],
-        minor=chip.capability[1],
-        feature=accelerated,
-        kind=chip.kind,
-    )
     topology = f"1x{hosts}x{count // hosts}"  # slices, hosts, GPUs of each
-    devices = _described(name, "cuda", target_config=text, topology=topology)
+    devices = _described(name, "cuda", target_config=_target_config(chip), topology=topology)
     link = chip.link_gbs if hosts == 1 else min(chip.link_gbs, HOST_LINK_GBS)
     return Machine(name, devices, chip.memory, chip.link_gbs * 1e9, link * 1e9, hosts)
+
+
+def _target_config(chip: Gpu) -> str:
+    """XLA's `GpuTargetConfigProto`. Without a driver's version no command buffers (CUDA graphs) are
+    made."""
+    major, minor = chip.capability
+    feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {chip.shared_kib * 1024}
+  threads_per_core_limit: {chip.threads}
+  core_count: {chip.cores}
+  fpus_per_core: {chip.lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {chip.bandwidth_gbs * 10**9}
+  l2_cache_size: {chip.l2_mib * 2**20}
+  clock_rate_ghz: {chip.clock_ghz}
+  device_memory_size: {chip.memory}
+  shared_memory_per_block_optin: {(chip.shared_kib - (major >= 8)) * 1024}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  driver_version: "12.9.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{chip.kind}"
+"""
 
 
 def _tpus(name: str, chip: str, shape: str) -> Machine:

@@ -17,17 +17,13 @@ from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.aot.abstract import AbstractRun, Program, local_bytes, shaped
-from jaxrl.aot.sampling import sampling
+from jaxrl.aot.sampling import Sampling
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.lora import frozen_and_trained, join
-from jaxrl.models.parameters import Layout, Params, head
+from jaxrl.models.parameters import Params, head
 from jaxrl.models.rules import head_sharding
-from jaxrl.plan.roles import (
-    TEMPLATE_TOKENS,
-    TO_TEACHER,
-    UPDATE_PHASES,
-)
+from jaxrl.plan.roles import TEMPLATE_TOKENS, TO_TEACHER, UPDATE_PHASES
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
@@ -106,7 +102,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
         given = (policy, TrainBatch(sequences), place, group)
         held = local_bytes((state.opt_state, state.ema, frozen, batch))
         held -= local_bytes((sequences, base))
-        yield Program("actor", "log-probs before", programs.old, given, (), beside=held)
+        yield Program("actor", "log-probs before", programs.old, given, beside=held)
     yield from _published(run, programs, state.params, "rollout", own)
     if c.teacher_follows:
         yield from _published(run, programs, state.ema or state.params, "teacher", own)
@@ -124,8 +120,8 @@ def _before_updates(
 
     def one(name: str, jitted: Any, *given: Any, start: bool = False) -> Program:
         if start:
-            return Program("actor", name, jitted, given, (), calls=0, otherwise="start")
-        return Program("actor", name, jitted, given, (), beside=own - local_bytes(given))
+            return Program("actor", name, jitted, given, calls=0, otherwise="start")
+        return Program("actor", name, jitted, given, beside=own - local_bytes(given))
 
     yield one("optimizer state", programs.start, state.params, start=True)
     if state.ema is not None:
@@ -163,20 +159,15 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
     xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
-    models = (run.params("teacher", m, section.compute_dtype, "stacked") for _, m in run.teachers)
-    targets = [run.rows("actor")] * len(xs)
-    yield from _moves(
-        run, "signal", ("teacher", "actor"), xs, targets, (sum(map(local_bytes, models)), own)
-    )
+    targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
+    yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 
 
 def _published(
     run: AbstractRun, programs: ActorPrograms, given: Params, role: str, own: int
 ) -> Iterator[Program]:
     """How weights of the actor come to another role: their conversion, and their way."""
-    c, samples = run.config, role == "rollout" or run.setting.teacher_samples
-    dtype = jnp.dtype(c.roles[role].compute_dtype)
-    layout = c.rollout.layout if role == "rollout" else "unstacked" if samples else "stacked"
+    dtype, layout = jnp.dtype(run.config.roles[role].compute_dtype), run.setting.layout(role)
     phase, name = (
         ("publish", "convert") if role == "rollout" else (TO_TEACHER, "convert for the teacher")
     )
@@ -214,30 +205,26 @@ def _moves(
         if mine:
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
             title = f"{name}: {verb}"
-            yield Program(role, title, jitted, (pieces,), (), beside=beside, calls=len(mine))
+            yield Program(role, title, jitted, (pieces,), beside=beside, calls=len(mine))
 
 
 def rollout(run: AbstractRun) -> Iterator[Program]:
-    c = run.config
-    dtype, layout = c.rollout.compute_dtype, c.rollout.layout
-    model = run.setting.sampled
+    c, model = run.config, run.setting.sampled("rollout")
     base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
-    for program in sampling(
-        run, "rollout", model, dtype, layout, sampled_share(c), c.data.eval is not None
-    ):
+    for program in Sampling(run, "rollout", model).programs(sampled_share(c)):
         yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
-        under, _ = frozen_and_trained(run.params("rollout", run.student, dtype, "stacked"))
-        _, adapters = frozen_and_trained(run.params("rollout", run.student, dtype, layout))
-        jitted = merge_adapters_program(run.student, run.meshes["rollout"], layout)
+        under, _ = frozen_and_trained(run.params("rollout", run.student, layout="stacked"))
+        _, adapters = frozen_and_trained(run.params("rollout", run.student))
+        jitted = merge_adapters_program(run.student, run.meshes["rollout"], c.rollout.layout)
         shared = local_bytes(under) - base
         given = (under, adapters)
         yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)
     if c.distill.signal == "student_topk" and run.setting.signal is not None:
         projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
         jitted = topk_program(projection, model)
-        params = run.params("rollout", model, dtype, layout)
-        given = (params, run.sequences("rollout", run.setting.padded_rows))
+        sequences = run.sequences("rollout", run.setting.padded_rows)
+        given = (run.params("rollout", model), sequences)
         yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
 
 
@@ -246,10 +233,7 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
     c, m = run.config, run.setting
     parts = c.teacher.num_microbatches
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
-    weights = {
-        name: local_bytes(run.params("teacher", model, c.teacher.compute_dtype, "stacked"))
-        for name, model in run.teachers
-    }
+    weights = run.teacher_bytes
     each = [run.scored("teacher", model, parts) for _, model in run.teachers]
     for one, (rows, group) in zip(run.teachers, each, strict=True):
         name, _ = one
@@ -266,28 +250,19 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
     if m.teacher_samples:
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
-            share_of_one = share / len(run.teachers)
-            evaluates = c.eval.teacher and c.data.eval is not None
-            for program in sampling(
-                run, "teacher", model, c.teacher.compute_dtype, "unstacked", share_of_one, evaluates
-            ):
+            sampling = Sampling(run, "teacher", model)
+            for program in sampling.programs(share / len(run.teachers)):
                 yield replace(program, name=f"{program.name} by {name}" if name else program.name)
 
 
 def _merging(run: AbstractRun, rows: int, parts: int) -> Program:
     """What puts a teacher's rows among those of the teachers before it."""
-    signal, models = run.signal("teacher", rows), [model for _, model in run.teachers]
-    dtype = run.config.teacher.compute_dtype
-    weights = sum(local_bytes(run.params("teacher", m, dtype, "stacked")) for m in models)
-    mine = shaped((rows,), bool, run.rows("teacher"))
-    width = max(model.d_model for model in models)
-    jitted = merge_program(
-        Projection.of(run.config, run.meshes["teacher"], run.setting.vocab), width
-    )
-    calls = parts * len(models)
-    return Program(
-        "teacher", "merge", jitted, (signal, signal, mine), (), beside=weights, calls=calls
-    )
+    signal, mine = run.signal("teacher", rows), shaped((rows,), bool, run.rows("teacher"))
+    projection = Projection.of(run.config, run.meshes["teacher"], run.setting.vocab)
+    jitted = merge_program(projection, max(run.setting.teacher_widths))
+    beside, calls = sum(run.teacher_bytes.values()), parts * len(run.teachers)
+    given = (signal, signal, mine)
+    return Program("teacher", "merge", jitted, given, beside=beside, calls=calls)
 
 
 def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
@@ -296,17 +271,15 @@ def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
     dtype, models = c.teacher.compute_dtype, [model for _, model in run.teachers]
     shape = (rows, m.new_tokens)
     hidden = tuple(shaped((*shape, model.d_model), dtype, at) for model in models)
-    layout: Layout = "unstacked" if m.teacher_samples else "stacked"
     heads: tuple[Any, ...] | None = None
     if c.distill.signal != "hidden":
-        heads = tuple(head(run.params("teacher", model, dtype, layout)) for model in models)
+        heads = tuple(head(run.params("teacher", model)) for model in models)
     ids = None
     if c.distill.signal == "student_topk":
         ids = shaped((*shape, c.distill.top_k), jnp.int32, at)
     weights = shaped((rows, len(models)), jnp.float32, at)
     given = (hidden, heads, weights, run.sequences("teacher", rows), ids)
-    params = (run.params("teacher", model, dtype, layout) for model in models)
-    beside = sum(map(local_bytes, params)) - local_bytes(heads)
+    beside = sum(run.teacher_bytes.values()) - local_bytes(heads)
     softcaps = [model.final_softcap for model in models]
     jitted = mixture_program(Projection.of(c, mesh, m.vocab), softcaps)
     return Program("teacher", "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
@@ -316,12 +289,11 @@ def reference(run: AbstractRun) -> Iterator[Program]:
     c = run.config
     parts = c.reference.num_microbatches
     model = run.setting.reference
-    params = run.params("reference", model, c.reference.compute_dtype, "stacked")
     jitted = reference_program(
         model, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
     )
     rows = run.scored("reference", model, parts)
-    given = (params, run.sequences("reference", *rows))
+    given = (run.params("reference", model), run.sequences("reference", *rows))
     yield Program("reference", "score", jitted, given, ("score",), calls=parts)
 
 
@@ -331,7 +303,7 @@ def reward(run: AbstractRun) -> Iterator[Program]:
     if model is None:
         return
     longest = c.max_tokens or run.setting.width + TEMPLATE_TOKENS
-    params = run.params("reward", model, c.compute_dtype, "stacked")
+    params = run.params("reward", model)
     head = shaped((model.d_model,), jnp.float32, run.everywhere("reward"))
     batch = _batch(run, "reward", min(longest, model.max_positions), c.batch_tokens)
     given = (model, run.meshes["reward"], params, head, *batch)
@@ -376,7 +348,7 @@ class RunPrograms(AbstractRun):
 
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
-            for program in MAKERS[role](self) if role in MAKERS else ():
+            for program in MAKERS[role](self):
                 more = self.setting.in_flight if role == "teacher" else 0
                 more -= self.setting.counted_as_the_actors(role)
                 yield replace(program, beside=program.beside + more)

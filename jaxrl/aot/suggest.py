@@ -19,7 +19,7 @@ from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
 from jaxrl.plan.advice import REMATS, Change, set_key
 from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import GB, PlanInputs, parallel
+from jaxrl.plan.inputs import GB, PlanInputs
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
@@ -89,10 +89,7 @@ class Search:
         whole, _ = with_choices(config, inputs)
         machine = (self.ceilings, self.links, self.host_size)
         stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.compiled)
-        names = {
-            role: inputs.placement.pools[where.pool].name
-            for role, where in inputs.placement.roles.items()
-        }
+        names = {role: inputs.placement.pool_of(role).name for role in inputs.placement.roles}
         pools = pool_peaks(inputs, whole)
         return Candidate(
             config,
@@ -125,7 +122,7 @@ class Search:
         these are the same axes."""
         config, inputs = found.config, found.inputs
         for role in self.inputs.roles:
-            own = _with_axes(config, role, parallel(self.config, role).model_dump())
+            own = _with_axes(config, role, self.config.roles[role].parallel.model_dump())
             with suppress(UserError):
                 now, then = (inputs.axes(with_choices(each, inputs)[0]) for each in (config, own))
                 config = own if now == then else config
@@ -197,7 +194,7 @@ def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, i
     no copies of what is trained. What does not divide the model's widths or heads is left out:
     those weights would be whole on each device."""
     n, model = len(inputs.placement.roles[role].devices), inputs.model(role)
-    long = isinstance(parallel(config, role), LongParallelConfig)
+    long = isinstance(config.roles[role].parallel, LongParallelConfig)
     long = long and sum(inputs.widths(config)) >= LONG
     splits = [c for c in (1, 2, 4, 8) if n % c == 0 and (c == 1 or long)]
     for context, tensor in product(splits, range(1, n + 1)):
@@ -220,9 +217,7 @@ def _straddles(devices: Sequence[int], host_size: int) -> bool:
 
 
 def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Config:
-    for axis in type(parallel(config, role)).model_fields:
-        config = set_key(config, f"{role}.parallel.{axis}", axes.get(axis))
-    return config
+    return set_key(config, f"{role}.parallel", type(config.roles[role].parallel)(**axes))
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxrl.config import keys as config_keys
-from jaxrl.config import paths as config_paths
+from jaxrl.config.paths import CODE, without_folders
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, short
@@ -52,7 +52,7 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
             before, now = _teachers(before, run_dir), _teachers(now, run_dir)
         if before == now or FREE.fullmatch(key.path):
             continue
-        if key.path in config_paths.CODE and config_paths.same_code(before, now):
+        if key.path in CODE and without_folders(before) == without_folders(now):
             continue
         changed = f"{_shown(_apart(before, now))} there, {_shown(_apart(now, before))} now"
         line = f"{key.path}: {changed}"

@@ -104,8 +104,7 @@ def called_as(module: str) -> str:
     return f"python -m {module}"
 
 
-def run_parser(module: str, description: str) -> Parser:
-    """The parser of commands that take a whole config; a command may add options of its own."""
+def _run_parser(module: str, description: str) -> Parser:
     parser = Parser(module, description)
     parser.add_argument(
         "--config",
@@ -155,12 +154,13 @@ def run_parser(module: str, description: str) -> Parser:
     return parser
 
 
-def run_arguments(arguments: argparse.Namespace) -> RunArguments:
-    """The config that parsed arguments describe.
+def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
+    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order.
 
     Raises:
         UserError: an option and an override give one key two values, or a key is wrong.
     """
+    arguments = _run_parser(module, description).parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):
         value = getattr(arguments, key)
@@ -188,11 +188,6 @@ def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:
             raise UserError(
                 f"--{key} {value} and {override} set the key {key} to two values: leave one out"
             )
-
-
-def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
-    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order."""
-    return run_arguments(run_parser(module, description).parse(argv))
 
 
 def run(command: Command, argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,11 @@ KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
 """Keys whose values may be paths of what a run reads."""
 
 
-def beside(mapping: JsonObject, folder: Path) -> JsonObject:
-    """A config file's mapping, in which paths that exist in its folder are absolute."""
-    for key in KEYS:
+def beside(mapping: JsonObject, folder: Path, keys: Sequence[str] = KEYS) -> JsonObject:
+    """A config's mapping, in which paths that exist in the folder are absolute."""
+    for key in keys:
         mapping = changed(mapping, key, lambda text: _absolute(text, folder))
     return mapping
-
-
-def code_here(mapping: JsonObject) -> JsonObject:
-    """With the paths of the user's code absolute, so that a run can be resumed from any folder."""
-    for key in CODE:
-        mapping = changed(mapping, key, lambda text: _absolute(text, Path.cwd()))
-    return mapping
-
-
-def same_code(before: object, now: object) -> bool:
-    """Whether two values of a key in `CODE` differ in the folders of their files alone."""
-    return without_folders(before) == without_folders(now)
 
 
 def without_folders(value: object) -> object:

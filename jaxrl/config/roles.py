@@ -23,7 +23,6 @@ from jaxrl.config.section import (
     OneOrMore,
     Positive,
     PositiveNumber,
-    Rule,
     Section,
     Words,
 )
@@ -58,14 +57,13 @@ class LoraConfig(Section):
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""
 
-    def _rules(self) -> Iterator[Rule]:
-        for key, field in type(self).model_fields.items():
-            given = getattr(self, key)
-            yield (
-                self.rank is None and given != field.default,
-                f"{key}={given} is about adapters, and rank=null has none: set rank, or leave {key}"
-                " out",
-            )
+    def _rules(self) -> Iterator[str]:
+        for key, given in self:
+            if self.rank is None and given != type(self).model_fields[key].default:
+                yield (
+                    f"{key}={given} is about adapters, and rank=null has none: set rank, or leave"
+                    f" {key} out"
+                )
 
 
 class StudentConfig(Section):
@@ -75,8 +73,7 @@ class StudentConfig(Section):
     """Weights to start from: a Hugging Face folder, a folder of adapters (PEFT), a GGUF file, a run
     directory, `package:NAME`, `builtin:student`, or the id of a model on the hub, as in
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
-    lora: LoraConfig = Field(default_factory=LoraConfig)
-    """Adapters."""
+    lora: LoraConfig = LoraConfig()
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
     """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
     null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
@@ -87,12 +84,12 @@ class StudentConfig(Section):
     prompts too). It is a product of two means over the micro-batch: how a minibatch is cut into
     micro-batches changes it."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.lora.rank is None and self.base_dtype is not None,
-            f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null, or"
-            " set lora.rank (the dtype of trained weights is actor.param_dtype)",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.lora.rank is None and self.base_dtype is not None:
+            yield (
+                f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null,"
+                " or set lora.rank (the dtype of trained weights is actor.param_dtype)"
+            )
 
 
 class ParallelConfig(Section):
@@ -112,15 +109,14 @@ class ParallelConfig(Section):
     """Expert parallelism, for mixtures of experts: shards of the experts and of the sequences. The
     other weights are copied to each device, unless fsdp divides them. null: 1."""
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[str]:
         sizes = {name: size for name, size in self if size is not None}
         for name, size in sizes.items():
-            yield (
-                size < 1 and size != -1,
-                f"{name}={size}: an axis is at least 1, or -1 for the rest",
-            )
+            if size < 1 and size != -1:
+                yield f"{name}={size}: an axis is at least 1, or -1 for the rest"
         rest = [name for name, size in sizes.items() if size == -1]
-        yield len(rest) > 1, f"{' and '.join(rest)} are both -1: one axis may take the rest"
+        if len(rest) > 1:
+            yield f"{' and '.join(rest)} are both -1: one axis may take the rest"
 
 
 class LongParallelConfig(ParallelConfig):
@@ -135,8 +131,7 @@ class LongParallelConfig(ParallelConfig):
 class RoleConfig(Section):
     """Keys that every role has: devices, mesh and compute dtype."""
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """Mesh axes of the role."""
+    parallel: ParallelConfig = ParallelConfig()
     devices: str | None = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
@@ -175,8 +170,7 @@ class FrozenConfig(RoleConfig):
 class TeacherConfig(FrozenConfig):
     """The model to learn from; it never trains."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
     `policy`: the policy itself (self-distillation; `teacher.prompt` then gives it another prompt, a
@@ -229,46 +223,44 @@ class TeacherConfig(FrozenConfig):
     where every batch is such a batch. Beside `teacher.model`, which then scores the student's
     samples only."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.cache is not None and self.address is not None,
-            f"cache={self.cache} and address={self.address}: a cache stands alone, or beside model;"
-            " set one of them to null",
-        )
-        yield (
-            self.cache is not None and self.prompt is not None,
-            f"cache={self.cache} has scores of the student's prompts: set prompt=null, or"
-            " cache=null",
-        )
-        yield (
-            self.cache is not None and self.model == POLICY,
-            f"cache={self.cache} has the scores of another model: set model or cache to null",
-        )
-        yield (
-            self.ema > 0 and self.model != POLICY,
-            f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.cache is not None and self.address is not None:
+            yield (
+                f"cache={self.cache} and address={self.address}: a cache stands alone, or beside"
+                " model; set one of them to null"
+            )
+        if self.cache is not None and self.prompt is not None:
+            yield (
+                f"cache={self.cache} has scores of the student's prompts: set prompt=null, or"
+                " cache=null"
+            )
+        if self.cache is not None and self.model == POLICY:
+            yield f"cache={self.cache} has the scores of another model: set model or cache to null"
+        if self.ema > 0 and self.model != POLICY:
+            yield (
+                f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0"
+            )
         own = self.tokenizer == "own"
-        yield (
-            self.max_prompt_tokens is not None and self.prompt is None and not own,
-            f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
-            " makes: set prompt, or max_prompt_tokens=null",
-        )
-        yield (
-            self.max_new_tokens is not None and not own,
-            f"max_new_tokens={self.max_new_tokens} limits completions in the tokens of another"
-            " tokenizer: set tokenizer=own, or max_new_tokens=null",
-        )
-        yield (
-            own and (self.model in (None, POLICY) or self.cache is not None),
-            f"tokenizer=own is for a teacher of the run, with model set to another model than"
-            f" {POLICY} and without cache: set tokenizer=student, or model",
-        )
-        yield (
-            self.address is not None and self.prompt is not None,
-            f"prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
-            f" {self.address} reads the student's prompts)",
-        )
+        if self.max_prompt_tokens is not None and self.prompt is None and not own:
+            yield (
+                f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
+                " makes: set prompt, or max_prompt_tokens=null"
+            )
+        if self.max_new_tokens is not None and not own:
+            yield (
+                f"max_new_tokens={self.max_new_tokens} limits completions in the tokens of another"
+                " tokenizer: set tokenizer=own, or max_new_tokens=null"
+            )
+        if own and (self.model in (None, POLICY) or self.cache is not None):
+            yield (
+                "tokenizer=own is for a teacher of the run, with model set to another model than"
+                f" {POLICY} and without cache: set tokenizer=student, or model"
+            )
+        if self.address is not None and self.prompt is not None:
+            yield (
+                "prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
+                f" {self.address} reads the student's prompts)"
+            )
         yield from _rules_of_server(self)
 
     @field_validator("prompt")
@@ -294,31 +286,28 @@ class NamedTeacherConfig(Section):
     weight: PositiveNumber | None = None
     """Its share in the mixture of all teachers, relative to theirs; null: 1."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield self.model is None and self.address is None, "set model, or address"
+    def _rules(self) -> Iterator[str]:
+        if self.model is None and self.address is None:
+            yield "set model, or address"
         yield from _rules_of_server(self)
 
 
-def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[Rule]:
+def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
     """Of the keys that say where a teacher is served."""
     if one.address is None:
-        yield one.api != "jaxrl", f"api={one.api} needs a server: set address"
-        yield one.api_model is not None, f"api_model={one.api_model} needs a server: set address"
+        if one.api != "jaxrl":
+            yield f"api={one.api} needs a server: set address"
+        if one.api_model is not None:
+            yield f"api_model={one.api_model} needs a server: set address"
         return
-    yield (
-        one.model is not None,
-        f"model={one.model} and address={one.address} are two teachers: set one to null",
-    )
-    yield (
-        one.api == "jaxrl" and one.api_model is not None,
-        f"api_model={one.api_model} is for api=openai: set it to null",
-    )
+    if one.model is not None:
+        yield f"model={one.model} and address={one.address} are two teachers: set one to null"
+    if one.api == "jaxrl" and one.api_model is not None:
+        yield f"api_model={one.api_model} is for api=openai: set it to null"
     url = one.address if "://" in one.address else f"http://{one.address}"
     form = "http://host:port/v1" if one.api == "openai" else "host:port, or https://host:port"
-    yield (
-        not _is_server(url) or (one.api == "openai" and url != one.address),
-        f"address={one.address} is no server's address: write {form}",
-    )
+    if not _is_server(url) or (one.api == "openai" and url != one.address):
+        yield f"address={one.address} is no server's address: write {form}"
 
 
 def _is_server(url: str) -> bool:
@@ -337,8 +326,7 @@ def _is_server(url: str) -> bool:
 class ActorConfig(RoleConfig):
     """The role that trains the policy."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     param_dtype: DType = "float32"
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
     memory, with stochastic rounding, so that small updates are not lost on average."""
@@ -393,8 +381,7 @@ class ReferenceConfig(FrozenConfig):
     """A frozen copy of the policy before training, for `policy.kl_coef` and
     `policy.reward_kl_coef`."""
 
-    parallel: LongParallelConfig = Field(default_factory=LongParallelConfig)
-    """Mesh axes of the role."""
+    parallel: LongParallelConfig = LongParallelConfig()
     num_microbatches: Positive = 1
     """Number of micro-batches in which the reference scores a batch; a larger number needs less
     activation memory."""
@@ -446,11 +433,9 @@ class GrouperConfig(FrozenConfig):
     """method=agglomerative_silhouette: if the best silhouette is below this, all completions of the
     prompt are one cluster."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.use == "blend" and self.alpha > 1,
-            f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.use == "blend" and self.alpha > 1:
+            yield f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1"
 
 
 class RewardConfig(FrozenConfig):
@@ -505,18 +490,16 @@ class RewardConfig(FrozenConfig):
     """Completions that end at `max_new_tokens`. keep: trained on like any other. mask: compared
     with the others of their prompt, but not trained on."""
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[str]:
         given, functions = self.weights_of_functions, len(self.functions)
-        yield (
-            len(given) != functions,
-            f"weights has {len(given)} numbers for the {functions} functions: give one for each,"
-            " or null",
-        )
+        if len(given) != functions:
+            yield (
+                f"weights has {len(given)} numbers for the {functions} functions: give one for"
+                " each, or null"
+            )
         every = [*given, *([self.model_weight] if self.model else [])]
-        yield (
-            bool(every) and not any(every),
-            "every weight is 0: nothing would be learned; give one another value",
-        )
+        if every and not any(every):
+            yield "every weight is 0: nothing would be learned; give one another value"
 
     @property
     def weights_of_functions(self) -> tuple[float, ...]:

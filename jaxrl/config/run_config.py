@@ -21,7 +21,6 @@ from jaxrl.config.roles import (
     TeacherConfig,
 )
 from jaxrl.config.section import (
-    NAMED,
     POLICY,
     ROLES,
     Count,
@@ -32,6 +31,7 @@ from jaxrl.config.section import (
     Positive,
     Quantisation,
     Section,
+    check_names,
 )
 from jaxrl.config.settings import (
     CheckpointConfig,
@@ -57,9 +57,7 @@ def _named_teachers(value: object) -> object:
     """Checks the names of teachers; a string stands for a model."""
     if not isinstance(value, dict):
         return value
-    for name in value:
-        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
-            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+    check_names(value)
     return {name: {"model": t} if isinstance(t, str) else t for name, t in value.items()}
 
 

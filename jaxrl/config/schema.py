@@ -21,7 +21,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.base import Base, Overrides, base_of
 from jaxrl.config.rules import rules
 from jaxrl.config.run_config import RunConfig
-from jaxrl.config.section import Rule, Section
+from jaxrl.config.section import Section
 from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
 
@@ -45,7 +45,7 @@ class _Parsed(type(Section)):  # type: ignore[misc]
 class Config(RunConfig, metaclass=_Parsed):
     """A run: what is trained, on what, where and how."""
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[str]:
         return rules(self)
 
     @classmethod
@@ -75,7 +75,9 @@ class Config(RunConfig, metaclass=_Parsed):
             )
         base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
-            return cls.parse(config_paths.code_here(base.mapping)), base
+            # So that a run can be resumed from any folder.
+            mapping = config_paths.beside(base.mapping, Path.cwd(), config_paths.CODE)
+            return cls.parse(mapping), base
 
     @classmethod
     def parse(cls, mapping: JsonObject) -> Self:

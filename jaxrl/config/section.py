@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -28,11 +28,16 @@ Quantisation = Literal["int8", "nf4"]
 Api = Literal["jaxrl", "openai"]
 NAMED = re.compile(r"[A-Za-z0-9_.-]+")
 """Names of the user's choice that become parts of metric names."""
-Rule = tuple[bool, str]
-"""(whether the rule is broken, the error message for that case)."""
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Words = Annotated[tuple[str, ...], OneOrMore]
 """A list of strings; a single string stands for a list of one."""
+
+
+def check_names(names: Iterable[object]) -> None:
+    """Raises ValueError for the first that is not `NAMED`."""
+    for name in names:
+        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
+            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
 
 
 class Section(BaseModel):
@@ -46,8 +51,8 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
     )
 
-    def _rules(self) -> Iterator[Rule]:
-        """Conditions on several keys of a section; the first one that is broken is the error."""
+    def _rules(self) -> Iterator[str]:
+        """Error messages of the conditions on several keys that are broken; the first is raised."""
         return iter(())
 
     @model_validator(mode="before")
@@ -57,7 +62,6 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        for broken, message in self._rules():
-            if broken:
-                raise ValueError(message)
+        for message in self._rules():
+            raise ValueError(message)
         return self

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from jaxrl.config.section import (
-    NAMED,
     Count,
     Decay,
     Flag,
@@ -20,9 +19,9 @@ from jaxrl.config.section import (
     OneOrMore,
     Positive,
     PositiveNumber,
-    Rule,
     Section,
     Words,
+    check_names,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.plain import Keywords
@@ -34,9 +33,8 @@ def _named_sets(value: object) -> object:
         return value
     if not value:
         raise ValueError("the mapping should not be empty")
+    check_names(value)
     for name, sources in value.items():
-        if not isinstance(name, str) or NAMED.fullmatch(name) is None:
-            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
         each = [sources] if isinstance(sources, str) else sources
         texts = isinstance(each, list | tuple) and all(isinstance(one, str) for one in each)
         if not texts or not each:
@@ -108,13 +106,13 @@ class DataConfig(Section):
     """Name of the verifier that judges completions in evaluations (docs/data.md lists them). auto:
     the one that the source defines."""
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[str]:
         given, sources = len(self.weights or ()), len(self.train)
-        yield (
-            self.weights is not None and given != sources,
-            f"weights has {given} numbers for the {sources} sources of train: give one for each,"
-            " or null",
-        )
+        if self.weights is not None and given != sources:
+            yield (
+                f"weights has {given} numbers for the {sources} sources of train: give one for"
+                " each, or null"
+            )
 
 
 class SamplingConfig(Section):
@@ -184,30 +182,30 @@ class DistillConfig(Section):
     lean: Flag = False
     """Recompute the loss's logits in the backward pass: less memory, more time."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.seq_kd and self.on_policy_fraction == 1,
-            "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
-            " set on_policy_fraction below 1",
-        )
-        yield (
-            self.signal == "student_topk" and self.on_policy_fraction < 1,
-            "signal=student_topk asks about the samples of the policy that made them: it needs"
-            f" on_policy_fraction=1, got {self.on_policy_fraction:g}",
-        )
-        yield (
-            self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k,
-            f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k},"
-            " all that signal topk sends",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.seq_kd and self.on_policy_fraction == 1:
+            yield (
+                "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
+                " set on_policy_fraction below 1"
+            )
+        if self.signal == "student_topk" and self.on_policy_fraction < 1:
+            yield (
+                "signal=student_topk asks about the samples of the policy that made them: it needs"
+                f" on_policy_fraction=1, got {self.on_policy_fraction:g}"
+            )
+        if self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k:
+            yield (
+                f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k}, all that signal"
+                " topk sends"
+            )
         for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
             known = key == "on_policy_fraction" and self.seq_kd  # as the teacher's samples have it
-            yield (
-                self.signal == "sampled" and getattr(self, key) != 1 and not known,
-                "signal=sampled estimates KL(student||teacher) on samples whose log-probs are"
-                f" known: it needs {key}=1, got {getattr(self, key):g}"
-                + (" (or seq_kd=true)" if key == "on_policy_fraction" else ""),
-            )
+            if self.signal == "sampled" and getattr(self, key) != 1 and not known:
+                yield (
+                    "signal=sampled estimates KL(student||teacher) on samples whose log-probs are"
+                    f" known: it needs {key}=1, got {getattr(self, key):g}"
+                    + (" (or seq_kd=true)" if key == "on_policy_fraction" else "")
+                )
 
 
 class OptimizerConfig(Section):
@@ -235,12 +233,12 @@ class OptimizerConfig(Section):
     clip_norm: PositiveNumber | None = 1.0
     """Gradients whose global norm exceeds this are scaled down to it. null: never."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.weight_decay > 0 and self.name in ("adam", "sgd"),
-            f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to 0,"
-            " or name=adamw",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.weight_decay > 0 and self.name in ("adam", "sgd"):
+            yield (
+                f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to"
+                " 0, or name=adamw"
+            )
 
 
 Corrections = Annotated[
@@ -348,12 +346,12 @@ class PolicyConfig(Section):
     and completions, in each layer, and let the learner's tokens pass the same ones. Rounding then
     cannot send a token elsewhere; the weights of its experts are the learner's own."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            self.bypass and self.correction not in (None, ("none",)),
-            f"bypass=true with correction={','.join(self.correction or ())} would correct twice:"
-            " set correction=none, or bypass=false",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.bypass and self.correction not in (None, ("none",)):
+            yield (
+                f"bypass=true with correction={','.join(self.correction or ())} would correct"
+                " twice: set correction=none, or bypass=false"
+            )
 
 
 class EnvironmentConfig(Section):
@@ -397,15 +395,13 @@ class EnvironmentConfig(Section):
     """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
     ends."""
 
-    def _rules(self) -> Iterator[Rule]:
-        yield (
-            bool(self.arguments) and self.name is None,
-            f"arguments={self.arguments} are those of an environment: set environment.name too",
-        )
-        yield (
-            not all(name.isidentifier() for name in self.arguments),
-            f"arguments={self.arguments}: each name must be that of an argument in Python",
-        )
+    def _rules(self) -> Iterator[str]:
+        if self.arguments and self.name is None:
+            yield (
+                f"arguments={self.arguments} are those of an environment: set environment.name too"
+            )
+        if not all(name.isidentifier() for name in self.arguments):
+            yield f"arguments={self.arguments}: each name must be that of an argument in Python"
 
 
 class OffloadConfig(Section):
@@ -449,18 +445,18 @@ class EvalConfig(Section):
     """Evaluate the teacher once, before the first step: the accuracy that the student should
     reach."""
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[str]:
         greedy = self.temperature == 0
-        yield (
-            greedy and self.samples > 1,
-            f"samples={self.samples} greedy completions of a prompt are all the same:"
-            " set temperature above 0, or samples=1",
-        )
-        yield (
-            greedy and (self.top_k > 0 or self.top_p < 1),
-            f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions:"
-            " set temperature above 0, or top_k=0 top_p=1",
-        )
+        if greedy and self.samples > 1:
+            yield (
+                f"samples={self.samples} greedy completions of a prompt are all the same: set"
+                " temperature above 0, or samples=1"
+            )
+        if greedy and (self.top_k > 0 or self.top_p < 1):
+            yield (
+                f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions: set"
+                " temperature above 0, or top_k=0 top_p=1"
+            )
 
 
 class CheckpointConfig(Section):

@@ -5,15 +5,12 @@ Made before any weight is read.
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
@@ -37,7 +34,7 @@ from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_by
 from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.sampling import pool_note
 from jaxrl.plan.setting import Setting
-from jaxrl.plan.table import plan_table
+from jaxrl.plan.table import plan_table, table_lines
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.plain import Keywords
@@ -55,7 +52,6 @@ PROCESS_BYTES = 600_000_000
 compiled programs, buffers of the allocator. Measured on the quickstart."""
 SLACK = 1.25
 """How much too high a plan is allowed to be before it refuses a run."""
-WIDTH = 132
 HAVE_MODELS = ("student", "teacher", "reward", "grouper")
 """Sections with a key `model`."""
 
@@ -121,18 +117,11 @@ class Plan:
         accounted = self.accounts
         return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
-    def text(self, width: int = WIDTH) -> str:
+    def text(self) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
-        out = io.StringIO()
-        console = Console(
-            file=out, width=width, color_system=None, highlight=False, force_jupyter=False
-        )
-        console.print(
-            plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
-        )
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        lines += [*self.notes, *self.verdict, *self.advice, *self.refusals]
-        return "\n".join(lines) + "\n"
+        table = plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+        more = (*self.notes, *self.verdict, *self.advice, *self.refusals)
+        return "\n".join([*table_lines(table), *more]) + "\n"
 
 
 def make_plan(
@@ -158,7 +147,7 @@ def make_plan(
     student = model_config(config.student.model)
     student = replace(student, lora=lora_of(config), quantised=config.quantised)
     teachers = tuple(model_config(model) for model in config.teacher_models.values())
-    teacher = max(teachers, key=_size, default=None)
+    teacher = max(teachers, key=lambda t: weight_bytes(t, Axes(), "float32"), default=None)
     if teacher is None and config.teacher.cache is not None:
         teacher = ScoreCache(config.teacher.cache).config
     seen = Visible((), None) if visible is None else visible(placement.n_devices)
@@ -176,10 +165,6 @@ def make_plan(
         frozen["adapted"] = resolve_model(config.student.model).adapter is not None
     mapped = mapped_bytes(config) if seen.emulated else 0
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
-
-
-def _size(model: DecoderConfig) -> int:
-    return weight_bytes(model, Axes(), "float32")
 
 
 def services(config: Config) -> dict[str, str]:
@@ -355,7 +340,7 @@ def _share_notes(seen: Visible) -> list[str]:
 
 def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
     """What was chosen for the roles of the run, and what is slower than it looks."""
-    wanted = {r: asked.roles[r].dtype for r in inputs.roles if r in asked.roles}
+    wanted = {r: asked.roles[r].dtype for r in inputs.roles}
     chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
         dtype = default_dtype(inputs.target)

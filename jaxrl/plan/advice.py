@@ -14,7 +14,7 @@ from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
-from jaxrl.plan.inputs import PlanInputs, parallel
+from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.roles import micro_batches, pool_peaks
 from jaxrl.plan.setting import Setting
 from jaxrl.sharding.placement import Pool
@@ -218,12 +218,11 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
         asked = config.offload.model_dump()
         yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
     for role in roles:
-        now = inputs.axes(config)[role]
+        now, given = inputs.axes(config)[role], config.roles[role].parallel
         whole_vocabulary = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
-        if parallel(config, role).tensor is None and not whole_vocabulary:
+        if given.tensor is None and not whole_vocabulary:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
-        given = parallel(config, role)
         if isinstance(given, LongParallelConfig) and given.context is None:
             sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0]
             yield [(f"{role}.parallel.context", c) for c in sizes if _is_long(config, inputs, role)]

@@ -10,11 +10,9 @@ many slots as do, and each takes the next sequence when its own has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jaxrl.config.schema import Config
 from jaxrl.plan.advice import fractions, set_key
-from jaxrl.plan.inputs import GB, PlanInputs, parallel
+from jaxrl.plan.inputs import GB, PlanInputs
 from jaxrl.plan.roles import pool_peaks
 from jaxrl.sharding.axes import Axes
 
@@ -29,7 +27,7 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     """
     notes: list[str] = []
     for role in ("rollout", *FROZEN):
-        given = parallel(config, role).model_dump(exclude_none=True)
+        given = config.roles[role].parallel.model_dump(exclude_none=True)
         if role in inputs.roles and inputs.placement.roles[role].devices and not given:
             config = _with_own_axes(config, inputs, role, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:
@@ -42,12 +40,15 @@ def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[st
     limit, before = inputs.limits[pool], inputs.axes(config)[role]
     if limit is None or before.size == 1:
         return config
-    tried = []
+    n, heads, tried = before.size, inputs.model(role).n_heads, []
     whole_vocabulary = config.teacher.tokenizer == "own" and role == "teacher"
-    for axes in _candidates(inputs, role, 1 if whole_vocabulary else before.size, before.size):
-        choice = set_key(config, f"{role}.parallel.data", axes.data)
-        choice = set_key(choice, f"{role}.parallel.tensor", axes.tensor)
-        tried.append((pool_peaks(inputs, choice)[pool].bytes, axes, choice))
+    # Whole copies first, then ever smaller pieces.
+    for tensor in range(1, 2 if whole_vocabulary else n + 1):
+        if n % tensor == 0 and heads % tensor == 0:
+            choice = set_key(config, f"{role}.parallel.data", n // tensor)
+            choice = set_key(choice, f"{role}.parallel.tensor", tensor)
+            size = pool_peaks(inputs, choice)[pool].bytes
+            tried.append((size, Axes(n // tensor, 1, tensor), choice))
     whole = tried[0][0]
     fitting = [item for item in tried if item[0] <= limit]
     if not fitting and role in FROZEN:  # as it is, and the advice names what would help
@@ -82,10 +83,3 @@ def _with_slots(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
             )
             return choice
     return config
-
-
-def _candidates(inputs: PlanInputs, role: str, most: int, n: int) -> Iterator[Axes]:
-    """Whole copies first, then ever smaller pieces, `most` of them."""
-    heads = inputs.model(role).n_heads
-    for tensor in (t for t in range(1, most + 1) if n % t == 0 and heads % t == 0):
-        yield Axes(n // tensor, 1, tensor)

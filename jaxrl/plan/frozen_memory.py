@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from jaxrl.config.roles import GrouperConfig, RewardConfig
 from jaxrl.config.section import DType
@@ -33,10 +33,7 @@ def grouper_account(
         longest: tokens of the longest text, in the encoder's own; what its limit cuts may be more.
     """
     dtype = section.compute_dtype
-
-    def work(rows: int, width: int) -> int:
-        return encoder_work(model, axes, rows, width, dtype, target)
-
+    work = partial(encoder_work, model, axes, dtype=dtype, target=target)
     most = _fullest(work, section.batch_tokens, min(longest, model.max_tokens))
     return _account("grouper", encoder_bytes(model, axes, dtype), most, "embed")
 
@@ -51,10 +48,7 @@ def reward_account(
         longest: tokens of the longest sequence, in the model's own.
     """
     dtype = section.compute_dtype
-
-    def work(rows: int, width: int) -> int:
-        return reward_work(model, axes, rows, width, dtype, target)
-
+    work = partial(reward_work, model, axes, dtype=dtype, target=target)
     most = _fullest(work, section.batch_tokens, min(longest, model.max_positions))
     weights = weight_bytes(model, axes, dtype) + model.d_model * F32
     return _account("reward", weights, most, "score")

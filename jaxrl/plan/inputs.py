@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.config.roles import LongParallelConfig, ParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import round_up
@@ -130,15 +129,14 @@ class PlanInputs:
         """
         found = {}
         for role in self.roles:
-            p = parallel(config, role)
             n = len(self.placement.roles[role].devices)
-            context = p.context if isinstance(p, LongParallelConfig) else None
-            found[role] = resolve_axes(role, n, p.data, p.fsdp, p.tensor, context, p.expert)
+            axes = resolve_axes(role, n, **config.roles[role].parallel.model_dump())
             if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
-                _check_whole(role, found[role])
+                _check_whole(role, axes)
             for model in self.teachers if role == "teacher" else (self.model(role),):
-                _check_heads(role, model, found[role])
-                _check_experts(role, model, found[role])
+                _check_heads(role, model, axes)
+                _check_experts(role, model, axes)
+            found[role] = axes
         balances = config.student.router_aux_loss_coef
         if balances and self.student.experts is None:
             raise UserError(
@@ -184,15 +182,6 @@ class PlanInputs:
     def together(self, a: str, b: str) -> bool:
         """Whether two roles share a worker."""
         return self.placement.roles[a].pool == self.placement.roles[b].pool
-
-    def same_mesh(self, a: str, b: str, axes: Mapping[str, Axes]) -> bool:
-        where = self.placement.roles
-        return where[a].devices == where[b].devices and axes[a] == axes[b]
-
-
-def parallel(config: Config, role: str) -> ParallelConfig:
-    section = config.roles.get(role)
-    return ParallelConfig() if section is None else section.parallel
 
 
 def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:

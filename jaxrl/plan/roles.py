@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxrl.config.schema import Config
-from jaxrl.config.section import DType
 from jaxrl.models.activations import F32, Pass, logits, split, whole_rows
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, TPU
@@ -96,7 +95,9 @@ def actor(m: Setting) -> Iterable[Entry]:
         run = replace(run, shared=(m.shared_group, m.prompt_tokens))
     own = [s.size for s in trained_shards(m.student, axes) if s.path.startswith("layers")]
     layers = run.itemsize * sum(own)
-    table = 0 if m.student.lora is not None else _table(m)
+    # Elements of the embedding while it is gathered.
+    table = whole_rows(m.student.vocab_size, m.student.embedded, axes, 1)
+    table = 0 if m.student.lora is not None else table
     # The embedding's gradient is summed in float32, whatever the dtype, once the layers are done.
     read = computed + table * (F32 - run.itemsize) // axes.weights
     # Of several micro-batches, the sum: in float32 from the first of them on.
@@ -115,8 +116,8 @@ def actor(m: Setting) -> Iterable[Entry]:
     clipped = a.compute_dtype if as_is else a.moment_dtype
     scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
     entries = [
-        Entry("weights", "parameters", weights - m.shared_bytes),
-        Entry("weights", SHARED, m.shared_bytes),
+        Entry("weights", "parameters", weights - m.shared_bytes("rollout")),
+        Entry("weights", SHARED, m.shared_bytes("rollout")),
         Entry("weights", BASE, m.base_bytes("actor")),
         Entry("optimizer", "optimizer state", state),
         *(Entry("activations", "teacher's signal", signal, p) for p in UPDATE_PHASES),
@@ -133,7 +134,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         *(Entry("activations", LANED, _laned(m, state), p) for p in UPDATE_PHASES),
         Entry("gradients", "gradients", summed or read, STEP),
         Entry("activations", "scratch", scratch, STEP),
-        Entry("activations", "copy for the rollout", _published(m), "publish"),
+        Entry("activations", "copy for the rollout", _published(m, "rollout"), "publish"),
     ]
     # After the layers: the embedding's gradient, whole, which a TPU reduces into another array;
     # then the terms of the sum in float32, which fit where the others were only on a single GPU.
@@ -151,7 +152,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         average = weight_bytes(m.student, axes, "float32")
         entries.append(Entry("optimizer", AVERAGE, average))
     if m.config.teacher_follows:
-        sent = _published_to_teacher(m)
+        sent = _published(m, "teacher")
         entries.append(Entry("activations", "copy for the teacher", sent, TO_TEACHER))
     copies = layers * mixed
     if m.student.lora is not None and m.config.base_dtype != a.compute_dtype:
@@ -164,11 +165,6 @@ def actor(m: Setting) -> Iterable[Entry]:
         size *= ITEMSIZE[m.config.teacher.compute_dtype]
         entries.append(Entry("weights", "teacher's LM head", size))
     return entries
-
-
-def _table(m: Setting) -> int:
-    """Elements of the embedding that a device of the actor has while it is gathered."""
-    return whole_rows(m.student.vocab_size, m.student.embedded, m.axes["actor"], 1)
 
 
 def _laned(m: Setting, state: int) -> int:
@@ -252,29 +248,17 @@ def _turned(m: Setting, several: bool) -> int:
     return theirs + turned_bytes(m.student, axes, c.actor.param_dtype, tables=True)
 
 
-def _published(m: Setting) -> int:
-    """Bytes of the temporary copy, on the actor's mesh, of the policy in the rollout's dtype and
-    layout. 0 if the rollout is on the same mesh, where the copy is the rollout's own weights.
-    Arrays that need no conversion are not copied.
+def _published(m: Setting, role: str) -> int:
+    """Bytes of the temporary copy, on the actor's mesh, of the policy in a role's dtype and layout.
+    0 if the role is on the same mesh, where the copy is the role's own weights. Arrays that need no
+    conversion are not copied.
     """
-    rollout = m.config.rollout
-    same = rollout.compute_dtype == m.config.actor.param_dtype
-    if m.one_mesh or (same and rollout.layout == "stacked"):
+    dtype = m.config.roles[role].compute_dtype
+    same = dtype == m.published_dtype(role)
+    if m.on_actors_mesh(role) or (same and m.stacked(role)):
         return 0
     if m.student.lora is not None:
-        return trained_bytes(m.student, m.axes["actor"], rollout.compute_dtype)
-    size = layer_bytes if same else weight_bytes
-    return size(m.student, m.axes["actor"], rollout.compute_dtype)
-
-
-def _published_to_teacher(m: Setting) -> int:
-    """As `_published`, of the weights for a teacher that follows the policy."""
-    config, dtype = m.config, m.config.teacher.compute_dtype
-    if m.inputs.same_mesh("actor", "teacher", m.axes):
-        return 0
-    same = dtype == ("float32" if config.keeps_ema else config.actor.param_dtype)
-    if same and not m.teacher_samples:
-        return 0
+        return trained_bytes(m.student, m.axes["actor"], dtype)
     size = layer_bytes if same else weight_bytes
     return size(m.student, m.axes["actor"], dtype)
 
@@ -282,24 +266,22 @@ def _published_to_teacher(m: Setting) -> int:
 def rollout(m: Setting) -> Iterable[Entry]:
     """Sampling: the policy in its compute dtype, the next version while it arrives, and the
     cache."""
-    whole = trained_bytes(m.student, m.axes["rollout"], m.config.rollout.compute_dtype)
+    dtype = m.config.rollout.compute_dtype
+    whole = trained_bytes(m.student, m.axes["rollout"], dtype)
     if m.config.rollout.merge:
-        whole = weight_bytes(m.student.plain, m.axes["rollout"], m.config.rollout.compute_dtype)
-    stacked = m.config.rollout.layout == "stacked"
+        whole = weight_bytes(m.student.plain, m.axes["rollout"], dtype)
     apart = 0 if m.inputs.together("actor", "rollout") else whole
     entries = [
-        Entry("weights", "parameters", whole - m.shared_bytes),
+        Entry("weights", "parameters", whole - m.shared_bytes("rollout")),
         Entry("weights", BASE, m.base_bytes("rollout")),
         Entry("activations", "next version", apart, "weight sync"),
         Entry("activations", "kernels in float32", _merging(m), "weight sync"),
-        *sampling_entries(m, "rollout", m.sampled, stacked=stacked),
+        *sampling_entries(m, "rollout"),
     ]
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
-        run = replace(m.run("rollout", m.sampled, rows, m.width), packed=True)
-        work = _scoring(
-            m, run, m.chunk(rows), 2, m.config.rollout.compute_dtype, stacked=stacked
-        )  # only token ids are sent
+        run = replace(m.run("rollout", m.sampled("rollout"), rows, m.width), packed=True)
+        work = _scoring(m, "rollout", run, m.chunk(rows), 2)  # only token ids are sent
         entries.append(Entry("activations", "top-k of the policy", work, "score"))
     return entries
 
@@ -312,16 +294,14 @@ def _merging(m: Setting) -> int:
     return F32 * max(s.size for s in sizes if s.path.endswith("kernel"))
 
 
-def _scoring(
-    m: Setting, run: Pass, tokens: int, arrays: int, dtype: DType, *, stacked: bool
-) -> int:
-    """Bytes of a forward pass and of the logits computed from its hidden states.
+def _scoring(m: Setting, role: str, run: Pass, tokens: int, arrays: int) -> int:
+    """Bytes of a role's forward pass and of the logits computed from its hidden states.
 
     Args:
         tokens: completion tokens projected onto the vocabulary at once.
         arrays: float32 arrays [tokens, V] alive at once; 0 if the hidden states are the result.
     """
-    axes, config = run.axes, run.config
+    axes, config, stacked = run.axes, run.config, m.stacked(role)
     work = run.forward(stacked)
     read = logits(tokens, config.vocab_size if m.aligned else m.vocab, axes.tensor, arrays)
     if axes.weights == 1:
@@ -330,7 +310,7 @@ def _scoring(
     head = whole_rows(config.vocab_size, config.d_model, axes, run.itemsize) if arrays else 0
     if stacked and m.inputs.target.platform in GPU:  # which gathers the head after the layers
         shard = head // axes.weights
-        turned = turned_bytes(config, axes, dtype)
+        turned = turned_bytes(config, axes, m.config.roles[role].compute_dtype)
         looked_up = table + table // axes.weights
         return shard + max(turned + max(work, looked_up), head + read)
     if stacked:  # the gathered embedding is freed after the look-up, each layer after it ran
@@ -345,20 +325,17 @@ def teacher(m: Setting) -> Iterable[Entry]:
     several, slices = m.inputs.several, c.teacher.num_microbatches
     run = m.scored("teacher", config, slices)
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
-    samples = m.teacher_samples
     # A teacher with other tokens sends log-probs beside hidden states.
     arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, SCORE_ARRAYS)
     combines = several and c.mixture is not None and c.distill.signal != "hidden"
     chunk = m.chunk(run.rows, "teacher")
-    work = _scoring(
-        m, run, chunk, 0 if combines else arrays, c.teacher.compute_dtype, stacked=not samples
-    )
+    work = _scoring(m, "teacher", run, chunk, 0 if combines else arrays)
     each = [weight_bytes(model, axes, c.teacher.compute_dtype) for model in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
     # The next version arrives beside the old one where the actor is another worker's.
     arrives = c.teacher_follows and not m.inputs.together("actor", "teacher")
     entries = [
-        Entry("weights", "parameters", weights - m.teacher_shared_bytes),
+        Entry("weights", "parameters", weights - m.shared_bytes("teacher")),
         Entry("activations", "next version", weights * arrives, "weight sync"),
         Entry("activations", "signals in flight", m.in_flight),
         Entry("activations", "signal", signal, "score"),
@@ -371,8 +348,8 @@ def teacher(m: Setting) -> Iterable[Entry]:
         entries.append(Entry("activations", "signal, put together", 2 * signal, "end of score"))
     if several:
         entries += _combining(m, run, arrays if combines else 0)
-    if samples:
-        entries += sampling_entries(m, "teacher", config)
+    if m.teacher_samples:
+        entries += sampling_entries(m, "teacher")
     return entries
 
 
@@ -401,7 +378,7 @@ def reference(m: Setting) -> Iterable[Entry]:
     section = m.config.reference
     model = m.reference
     run = m.scored("reference", model, section.num_microbatches)
-    work = _scoring(m, run, m.chunk(run.rows), 2, section.compute_dtype, stacked=True)
+    work = _scoring(m, "reference", run, m.chunk(run.rows), 2)
     weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
     if m.student.lora is not None:
         weights = m.base_bytes("reference")

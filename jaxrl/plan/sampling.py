@@ -54,14 +54,15 @@ class Slots(NamedTuple):
     """Positions of the longest sequence, where one is read again after it had to wait."""
 
 
-def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[str, Slots]:
+def forms(m: Setting, role: str) -> dict[str, Slots]:
     """The caches of a run: that of training, and that of evaluations (`EVALUATIONS`) if only one of
     the two has prompts that slots share. A role that samples for evaluations alone has one."""
     c, axes = m.config, m.axes[role]
     width, multiple = m.prompts(role), m.inputs.target.width_multiple
     count = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // axes.rows
-    evaluated = c.eval.max_new_tokens if c.data.eval is not None else None
-    most = max(c.teacher_new_tokens if role == "teacher" else c.max_new_tokens, evaluated or 0)
+    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+    if c.data.eval is not None:
+        most = max(most, c.eval.max_new_tokens or 0)
     episodes = role == "rollout" and c.environment.name is not None
     beyond = ANSWER_TOKENS[1] * episodes
     copied = Slots(count, round_up(width + most + beyond, multiple))
@@ -69,12 +70,12 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     found = {}
     for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c, role), strict=False):
         why = why_not_shared(
-            config,
+            m.sampled(role),
             m.inputs.target,
             c.roles[role].compute_dtype,
             samples=samples,
             prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
-            stacked=stacked,
+            stacked=m.stacked(role),
             episodes=episodes,
             paged=tokens is not None,
         )
@@ -90,18 +91,15 @@ def forms(m: Setting, role: str, config: DecoderConfig, stacked: bool) -> dict[s
     return found
 
 
-def sampling_entries(
-    m: Setting, role: str, config: DecoderConfig, *, stacked: bool = False
-) -> Iterator[Entry]:
+def sampling_entries(m: Setting, role: str) -> Iterator[Entry]:
     """Memory that the sampling engine allocates in `generate`."""
-    for suffix, slots in forms(m, role, config, stacked).items():
-        yield from _entries(m, role, config, slots, suffix, stacked)
+    for suffix, slots in forms(m, role).items():
+        yield from _entries(m, role, slots, suffix)
 
 
-def _entries(
-    m: Setting, role: str, config: DecoderConfig, of: Slots, suffix: str, stacked: bool
-) -> Iterator[Entry]:
+def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    config, stacked = m.sampled(role), m.stacked(role)
     width, slots, positions = m.prompts(role), of.slots, of.positions
     prompts = prefill_rows(c, role, width, axes)
     run = m.run(role, config, -(-prompts // axes.rows), width)
@@ -192,7 +190,7 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
             " it to null"
         )
     axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
-    of = max(forms(m, "rollout", model, stacked=False).values())
+    of = max(forms(m, "rollout").values())
     sizes = ((of.pages, PAGE), (of.slots, of.positions))
     pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
     room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
@@ -208,13 +206,16 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
 def asked(config: Config, role: str) -> list[tuple[int, int]]:
     """Prompts, and samples of each, for which a role is asked at once: those of training batches,
     where it samples any, and of evaluations, where it does so for them."""
-    trains = sampled_share(config) > 0
-    evaluates = config.data.eval is not None
+    trains, evaluates = sampled_share(config) > 0, evaluated(config, role)
     if role == "teacher":
         trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
-        evaluates = evaluates and config.eval.teacher
     found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
     return found + [(config.eval.prompts, config.eval.samples)] * evaluates
+
+
+def evaluated(config: Config, role: str) -> bool:
+    """Whether a role that samples is evaluated."""
+    return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
 
 
 def prefill_rows(config: Config, role: str, width: int, axes: Axes) -> int:
@@ -222,4 +223,4 @@ def prefill_rows(config: Config, role: str, width: int, axes: Axes) -> int:
     whole mesh."""
     slots = config.rollout.slots or config.batch_size * config.group_size
     each = asked(config, role)
-    return max(prefill_batch(slots, n, prompts, width, axes.rows) for prompts, n in each)
+    return max(prefill_batch(slots, prompts, n, width, axes.rows) for prompts, n in each)

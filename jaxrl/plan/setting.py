@@ -10,11 +10,13 @@ from functools import cached_property
 
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
 from jaxrl.losses.cells import WORDS
 from jaxrl.models.activations import F32, Pass
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses
+from jaxrl.models.parameters import Layout
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.roles.microbatch import scored_group, shares
@@ -31,7 +33,6 @@ class Setting:
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
-        self.one_mesh = inputs.same_mesh("actor", "rollout", axes)
         self.signal: str | None = None
         self.signal_bytes = 0  # bytes that the teacher sends per completion token
         self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
@@ -43,9 +44,17 @@ class Setting:
         # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
 
-    @property
-    def sampled(self) -> DecoderConfig:
-        """The policy as the rollout has it."""
+    def on_actors_mesh(self, role: str) -> bool:
+        """Whether a role has the actor's devices and axes."""
+        where = self.inputs.placement.roles
+        same = where["actor"].devices == where[role].devices
+        return same and self.axes["actor"] == self.axes[role]
+
+    def sampled(self, role: str) -> DecoderConfig:
+        """The model that a role samples from."""
+        if role == "teacher":
+            assert self.teacher is not None
+            return self.teacher
         return self.student.plain if self.config.rollout.merge else self.student
 
     @property
@@ -68,16 +77,32 @@ class Setting:
         """Of the hidden states of each teacher."""
         return tuple(model.d_model for model in self.inputs.teachers)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the policy on one device in arrays that actor and rollout share."""
-        rollout, dtype = self.config.rollout, self.config.actor.param_dtype
-        if not self.one_mesh or rollout.compute_dtype != dtype:
+    def layout(self, role: str) -> Layout:
+        """Layout of a role's weights."""
+        if role == "rollout":
+            return self.config.rollout.layout
+        return "unstacked" if role == "teacher" and self.teacher_samples else "stacked"
+
+    def stacked(self, role: str) -> bool:
+        """Whether all layers of a role's model are one array."""
+        return self.layout(role) == "stacked"
+
+    def published_dtype(self, role: str) -> DType:
+        """Dtype in which the actor holds the weights that it publishes to a role."""
+        averaged = role == "teacher" and self.config.keeps_ema
+        return "float32" if averaged else self.config.actor.param_dtype
+
+    def shared_bytes(self, role: str) -> int:
+        """Bytes on one device of the policy's trained weights in arrays that the rollout, or a
+        teacher that follows the policy, shares with the actor."""
+        c, dtype = self.config, self.config.roles[role].compute_dtype
+        own = c.rollout.merge  # or, of a teacher, where each gets arrays of its own from the host
+        if role == "teacher":
+            own = not c.teacher_follows or c.offloads_follower
+        if own or not self.on_actors_mesh(role) or dtype != self.published_dtype(role):
             return 0
         whole = trained_bytes(self.student, self.axes["actor"], dtype)
-        if rollout.merge:
-            return 0
-        if rollout.layout == "stacked":
+        if self.stacked(role):
             return whole
         if self.student.lora is not None:  # adapters are in the layers
             return 0
@@ -100,37 +125,18 @@ class Setting:
         """Whether the weights under adapters are arrays of the actor's."""
         if role == "reference" and self.inputs.adapted:
             return False
-        dtype, stacked = self.config.roles[role].compute_dtype, role != "rollout"
-        rollout = self.config.rollout
-        stacked = stacked or rollout.merge or rollout.layout == "stacked"
-        same = dtype == self.config.base_dtype and stacked and not self.config.offload.params
-        return same and self.inputs.same_mesh("actor", role, self.axes)
+        c, stacked = self.config, self.config.rollout.merge or self.stacked(role)
+        same = c.roles[role].compute_dtype == c.base_dtype and stacked and not c.offload.params
+        return same and self.on_actors_mesh(role)
 
     def counted_as_the_actors(self, role: str) -> int:
         """Bytes of the arrays of a role on one device that are among the actor's entries."""
-        shared = {"rollout": self.shared_bytes, "teacher": self.teacher_shared_bytes}.get(role, 0)
+        shared = self.shared_bytes(role) if role in ("rollout", "teacher") else 0
         reads = ("reference",) if self.config.rollout.merge else ("reference", "rollout")
         if self.student.lora is not None and role in reads:
             base, dtype = self.student.base, self.config.base_dtype
             shared += self._shares_base(role) * weight_bytes(base, self.axes[role], dtype)
         return shared
-
-    @property
-    def teacher_shared_bytes(self) -> int:
-        """Bytes of the weights of a teacher that follows the policy, on one device, in arrays that
-        it shares with the actor."""
-        config = self.config
-        if not config.teacher_follows or not self.inputs.same_mesh("actor", "teacher", self.axes):
-            return 0
-        if config.offloads_follower:  # from the host each gets arrays of its own
-            return 0
-        given = "float32" if config.keeps_ema else config.actor.param_dtype
-        dtype = config.teacher.compute_dtype
-        if dtype != given:
-            return 0
-        whole = weight_bytes(self.student, self.axes["actor"], dtype)
-        layers = layer_bytes(self.student, self.axes["actor"], dtype)
-        return whole - layers if self.teacher_samples else whole
 
     def prompts(self, role: str) -> int:
         """Width of the longest prompts that a role reads."""
@@ -156,7 +162,7 @@ class Setting:
         """Bytes of a batch's signal that stay on a device of the teacher while something else runs
         there."""
         waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
-        if not waits or self.inputs.same_mesh("actor", "teacher", self.axes):
+        if not waits or self.on_actors_mesh("teacher"):
             return 0
         return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
 

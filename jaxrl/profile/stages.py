@@ -6,7 +6,6 @@ that has to be done. A share of a ceiling is therefore never flattered by paddin
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,12 +14,12 @@ from typing import Protocol
 
 import jax.numpy as jnp
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
 from jaxrl.models.config import DecoderConfig
+from jaxrl.plan.table import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
     Work,
@@ -34,7 +33,6 @@ from jaxrl.profile.work import (
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
 
-WIDTH = 132
 TEXTS = ("stage", "pool")
 COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
 
@@ -135,11 +133,8 @@ class StageTable:
             table.add_column(name, no_wrap=True, justify="left" if name in TEXTS else "right")
         for row in self.stages:
             table.add_row(*_cells(row, self.step_seconds))
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None, highlight=False).print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
         idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
-        return "\n".join((*lines, f"idle: {idle}", *_ceiling_lines(self.ceilings)))
+        return "\n".join((*table_lines(table), f"idle: {idle}", *_ceiling_lines(self.ceilings)))
 
 
 def stage_rows(

@@ -367,7 +367,7 @@ class _Run:
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.seating = Seating(samples, engine.slots, shards, engine.launch_tokens, self.pool)
         width = self._width(prompts)
-        self.prefill_batch = prefill_batch(engine.slots, n, len(prompts), width, shards)
+        self.prefill_batch = prefill_batch(engine.slots, len(prompts), n, width, shards)
         self.held = range(0)
         """Indices of the prompts whose keys and values are held. Samples wait in the order of their
         prompts, so one prefilled batch is enough."""
@@ -729,15 +729,10 @@ class _Run:
         return bucket(longest, smallest=NARROWEST, multiple=multiple, most=most)
 
 
-def prefill_batch(slots: int, samples: int, prompts: int, width: int, shards: int) -> int:
-    """Number of prompts in one prefill: enough to fill the slots with their samples, within
-    `PREFILL_TOKENS` for each data shard.
-
-    Args:
-        prompts: of the whole call.
-        width: tokens that they are padded to.
-    """
-    wanted = min(-(-slots // samples), prompts)
+def prefill_batch(slots: int, prompts: int, n: int, width: int, shards: int) -> int:
+    """Number of prompts of `width` tokens in one prefill over `shards` parts of the rows: enough to
+    fill the slots with the n samples of each, within `PREFILL_TOKENS`."""
+    wanted = min(-(-slots // n), prompts)
     allowed = max(1, PREFILL_TOKENS * shards // width)
     return round_up(min(bucket(wanted), bucket(allowed)), shards)
 

@@ -162,11 +162,10 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     assert config.teacher.model is not None, "the rules of a config with a teacher"
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
     source = source.for_length(longest_sequence(config, teacher=True))
-    known = parse(config.mesh).roles
-    seen = ensure_devices(len(known["teacher"].devices) if "teacher" in known else 1)
-    n = 1 if seen.emulated else len(seen.devices)
-    if "teacher" in known:
-        n = len(known["teacher"].devices)
+    placed = parse(config.mesh).roles.get("teacher")
+    asked = None if placed is None else len(placed.devices)
+    seen = ensure_devices(asked or 1)
+    n = asked or (1 if seen.emulated else len(seen.devices))
     placement = check_visible(place(f"teacher={n}", ("teacher",)), len(seen.devices))
     inputs = PlanInputs(
         placement, ("teacher",), student.config, source.config, (None,) * len(placement.pools), CPU

@@ -141,14 +141,6 @@ def test_help_lists_every_key_with_type_default_and_docstring(
     assert "actor.micro_batch_tokens int or null [default 16384]" in words
 
 
-def test_a_command_may_add_its_own_option() -> None:
-    parser = cli.run_parser(MODULE, "Evaluates.")
-    parser.add_argument("--model")
-    arguments = parser.parse(["seed=3", "--model", "x", "steps=4"])
-    assert arguments.model == "x"
-    assert cli.run_arguments(arguments).config.seed == 3
-
-
 def test_without_jax() -> None:
     """Help and errors answer at once: parsing must not load jax."""
     code = "import sys; import jaxrl.config.cli; print(int('jax' in sys.modules))"
