@@ -4,7 +4,6 @@ and compares the compiler's memory figures with the plan's.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import tempfile
@@ -20,7 +19,6 @@ from typing import Any
 
 import jax
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
@@ -35,13 +33,14 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
-from jaxrl.plan import WIDTH, Plan, make_plan
+from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
 from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
+from jaxrl.telemetry.screen import table_lines
 
 MB = 1e6
 PROCESSES = 2
@@ -142,20 +141,14 @@ class Report:
                 )
         return found
 
-    def text(self, width: int = WIDTH) -> str:
+    def text(self) -> str:
         """The plan, the table of programs and the notes below it, as they are printed."""
-        out = io.StringIO()
-        console = Console(
-            file=out, width=width, color_system=None, highlight=False, force_jupyter=False
-        )
-        console.print(_table(self))
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        lines += _notes(self)
+        lines = [*table_lines(_table(self)), *_notes(self)]
         if self.search:
             lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", _suggestion(self)]
         parts = [self.plan.text(), "\n".join(lines) + "\n"]
         if self.suggested is not None:
-            parts.append(self.suggested.text(width))
+            parts.append(self.suggested.text())
         return "\n".join(parts)
 
     def json(self) -> str:

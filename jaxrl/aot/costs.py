@@ -15,7 +15,6 @@ from typing import Any
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
-from jaxrl.data.stream import PromptStream
 from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
@@ -23,7 +22,7 @@ from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
 from jaxrl.plan.roles import micro_batches
 from jaxrl.plan.sampling import forms
 from jaxrl.plan.setting import Setting
-from jaxrl.profile.stages import StepBatch, step_work
+from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work
 from jaxrl.sharding.axes import Axes
@@ -88,22 +87,6 @@ class Links:
         return self.inside if len(hosts) == 1 else self.between
 
 
-@dataclass(frozen=True)
-class _Model:
-    config: DecoderConfig
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A run as `profile.stages.step_work` wants it."""
-
-    config: Config
-    student: _Model
-    teachers: Mapping[str, _Model]
-    vocab_size: int
-    train: PromptStream | None = None
-
-
 def stage_costs(
     config: Config,
     inputs: PlanInputs,
@@ -122,18 +105,16 @@ def stage_costs(
     """
     m = Setting(config, inputs, axes)
     known = inputs.teachers if "teacher" in axes else ()
-    teachers = {str(number): _Model(model) for number, model in enumerate(known)}
-    run: Any = _Described(config, _Model(m.student), teachers, m.vocab)
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
     caches = forms(m, "rollout", m.sampled, stacked=config.rollout.layout == "stacked")
     shared = caches[""].rows > 0
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
-    work = step_work(run, axes, [batch])
+    work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
-    if config.distill.signal == "student_topk" and teachers:
+    if config.distill.signal == "student_topk" and known:
         once = forward * (1 / config.actor.epochs_per_batch)
         work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
     found: dict[Stage, float] = {}

@@ -5,15 +5,12 @@ Made before any weight is read.
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
@@ -47,6 +44,7 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, serve
 from jaxrl.teacher.cache import ScoreCache
+from jaxrl.telemetry.screen import table_lines
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
@@ -55,7 +53,6 @@ PROCESS_BYTES = 600_000_000
 compiled programs, buffers of the allocator. Measured on the quickstart."""
 SLACK = 1.25
 """How much too high a plan is allowed to be before it refuses a run."""
-WIDTH = 132
 HAVE_MODELS = ("student", "teacher", "reward", "grouper")
 """Sections with a key `model`."""
 
@@ -121,18 +118,11 @@ class Plan:
         accounted = self.accounts
         return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
-    def text(self, width: int = WIDTH) -> str:
+    def text(self) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
-        out = io.StringIO()
-        console = Console(
-            file=out, width=width, color_system=None, highlight=False, force_jupyter=False
-        )
-        console.print(
-            plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
-        )
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        lines += [*self.notes, *self.verdict, *self.advice, *self.refusals]
-        return "\n".join(lines) + "\n"
+        table = plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
+        lines = (*self.notes, *self.verdict, *self.advice, *self.refusals)
+        return "\n".join((*table_lines(table), *lines)) + "\n"
 
 
 def make_plan(
