@@ -320,8 +320,6 @@ class Weights:
     receiver's mesh. Else: arrays on the actor's mesh, which arrive at the receiver as `Shards`."""
     nbytes: int
     """Bytes that are copied; leaves shared with the actor do not count."""
-    seconds: float
-    """Duration of cast, unstacking and transfer."""
 
 
 @dataclass(frozen=True)
