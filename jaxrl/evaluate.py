@@ -109,8 +109,8 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
+    from jaxrl.process.tables import WIDTH
     from jaxrl.run.held_out import table
-    from jaxrl.telemetry.screen import WIDTH
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(result))

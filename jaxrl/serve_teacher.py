@@ -190,10 +190,7 @@ def _written(path: Path, options: JsonObject, given: Namespace) -> Iterator[str]
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
     add = parser.add_argument
-    add(
-        "--model",
-        help="the only teacher: HF folder, hub id, .gguf file, run directory, builtin:teacher, ...",
-    )
+    add("--model", help="the only teacher: HF folder, hub id, .gguf file, run directory, ...")
     add(
         "--teacher",
         action="append",
@@ -201,28 +198,12 @@ def _parser() -> cli.Parser:
         metavar="NAME=MODEL",
         help="one of several teachers, at HOST:PORT/NAME; give the option once for each",
     )
-    add(
-        "--config",
-        metavar="FILE",
-        help="YAML file of these options, as in `port: 8790`, `teacher: {NAME: MODEL}`",
-    )
+    add("--config", metavar="FILE", help="YAML file: `port: 8790`, `teacher: {NAME: MODEL}`, ...")
     add("--host", default="localhost", help="address to listen at (default localhost)")
     add("--port", type=int, help="0 takes a free one and prints it")
-    add(
-        "--certificate",
-        metavar="FILE",
-        help="PEM file of a certificate (chain): the server speaks TLS",
-    )
-    add(
-        "--private-key",
-        metavar="FILE",
-        help="PEM file of its key (default: in the file of the certificate)",
-    )
-    add(
-        "--token-file",
-        metavar="FILE",
-        help="file of the secret (default: environment JAXRL_TEACHER_TOKEN)",
-    )
+    add("--certificate", metavar="FILE", help="PEM file of a certificate (chain), for TLS")
+    add("--private-key", metavar="FILE", help="PEM file of its key (default: the same file)")
+    add("--token-file", metavar="FILE", help="file of the secret (default: $JAXRL_TEACHER_TOKEN)")
     add("--devices", type=int, help="devices to use (default: all; 1 where there is none but CPU)")
     add("--fsdp", type=int, help="shards of weights and sequences (default: devices / tensor)")
     add("--tensor", type=int, default=1, help="shards of each layer (default 1)")

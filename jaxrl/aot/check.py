@@ -38,9 +38,9 @@ from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
+from jaxrl.process.tables import table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
-from jaxrl.telemetry.screen import table_lines
 
 MB = 1e6
 PROCESSES = 2

@@ -20,7 +20,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
 from jaxrl.config.schema import Config
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
@@ -321,11 +321,8 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The transformers tokenizer; None where the checkpoint has none."""
-        if self.source.tokenizer_path is None:
-            return None
-        from jaxrl.data.tokenizer import load_tokenizer
-
-        return load_tokenizer(self.source.tokenizer_path)
+        path = self.source.tokenizer_path
+        return None if path is None else load_tokenizer(path)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]

@@ -38,13 +38,13 @@ from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.plain import Keywords
+from jaxrl.process.tables import table_lines
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, serve
 from jaxrl.teacher.cache import ScoreCache
-from jaxrl.telemetry.screen import table_lines
 
 GPU_SIZES = (24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""

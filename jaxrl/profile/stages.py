@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.process.tables import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
     Work,
@@ -28,7 +29,6 @@ from jaxrl.profile.work import (
 )
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
-from jaxrl.telemetry.screen import table_lines
 
 TEXTS = ("stage", "pool")
 COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")

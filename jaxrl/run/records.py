@@ -115,11 +115,10 @@ class Records:
 
     def watch(self, worker_group: WorkerGroup) -> dict[str, Handle]:
         """The roles, their calls drawn in the timeline, and counted where they are profiled."""
-        handles = {
-            role: self._timeline.watch(role, worker_group.handle(role))
+        return {
+            role: self.profile.watch(role, self._timeline.watch(role, worker_group.handle(role)))
             for role in worker_group.roles
         }
-        return {role: self.profile.watch(role, handle) for role, handle in handles.items()}
 
     def finish_checkpoints(self) -> None:
         """Waits for what is still being written."""

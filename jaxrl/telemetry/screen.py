@@ -1,5 +1,4 @@
-"""Where the live display is drawn: over itself on a terminal, or in the output of a cell; and
-tables as lines of text.
+"""Where the live display is drawn: over itself on a terminal, or in the output of a cell.
 
 A cell has no cursor that could go back: its display is a piece of HTML, which rich makes, that is
 exchanged.
@@ -7,7 +6,6 @@ exchanged.
 
 from __future__ import annotations
 
-import io
 import time
 from typing import IO, TYPE_CHECKING, cast
 
@@ -21,8 +19,6 @@ from jaxrl.process.streams import Output
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
-WIDTH = 132
-"""Columns of a table where there is no terminal."""
 CELL_EVERY_S = 0.2
 """Shortest time between two drawings: each is sent to the browser whole."""
 
@@ -83,16 +79,6 @@ class Cell:
         else:
             self._handle.update(self._undrawn)
         self._undrawn, self._drawn_at = None, time.monotonic()
-
-
-def table_lines(table: Table) -> list[str]:
-    """The table as lines of plain text, without empty ones, for a file or a log."""
-    out = io.StringIO()
-    console = Console(
-        file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False
-    )
-    console.print(table)
-    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
 
 
 def in_notebook() -> bool:
