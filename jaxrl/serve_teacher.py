@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from argparse import Action, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxrl.teacher.service import ScoringService
 
 DTYPES = get_args(DType)
-FILES = ("certificate", "private_key", "token_file")
+FILES = {"certificate", "private_key", "token_file"}
 """Options that name files."""
 
 
@@ -122,7 +122,8 @@ def _parse(argv: Sequence[str]) -> Namespace:
         return given
     known = {each.dest: each for each in parser._actions if each.dest not in ("help", "config")}
     path = Path(given.config).expanduser()
-    return parser.parse([*_written(path, _read(path, known), given), *argv])
+    parser.set_defaults(**_defaults(path.absolute().parent, _read(path, known), given))
+    return parser.parse(argv)
 
 
 def _read(path: Path, known: Mapping[str, Action]) -> JsonObject:
@@ -161,30 +162,24 @@ def _wanted(option: Action, value: object) -> str | None:
     return None if isinstance(value, str) and value else "text"
 
 
-def _written(path: Path, options: JsonObject, given: Namespace) -> Iterator[str]:
-    """A file's options as they are on a command line, but for models in whose place that has
+def _defaults(folder: Path, options: JsonObject, given: Namespace) -> JsonObject:
+    """A file's options as defaults of the command line's, without models in whose place that has
     others. What exists beside the file is meant before what is in the working directory."""
-    folder = path.absolute().parent
+    found = {name: value for name, value in options.items() if value is not None}
     named = {each.partition("=")[0] for each in given.teacher}
 
     def local(model: str) -> str:
         return config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
 
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is None or value is False:
-            continue
-        if name == "model":
-            yield from () if given.model or named else [f"{option}={local(value)}"]
-        elif name == "teacher":
-            models = {} if given.model else value
-            others = {each: models[each] for each in models if each not in named}
-            yield from (f"{option}={each}={local(model)}" for each, model in others.items())
-        elif name in FILES:
-            here = Path(value).expanduser()
-            yield f"{option}={folder / here if (folder / here).exists() else here}"
-        else:
-            yield option if value is True else f"{option}={value}"
+    models = found.pop("teacher", {})
+    others = {} if given.model else {name: models[name] for name in models if name not in named}
+    found["teacher"] = [f"{name}={local(model)}" for name, model in others.items()]
+    if "model" in found:
+        found["model"] = None if named else local(found["model"])
+    for name in found.keys() & FILES:
+        here = Path(found[name]).expanduser()
+        found[name] = str(folder / here if (folder / here).exists() else here)
+    return found
 
 
 def _parser() -> cli.Parser:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import save_rollout
@@ -19,16 +18,9 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.plain import JsonObject
 from jaxrl.types import Rollout, Row
 
-T_co = TypeVar("T_co", covariant=True)
 PACKAGES = (
     "jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers", "transformers"
 )  # fmt: skip
-
-
-class PendingResult(Protocol[T_co]):
-    """A future, as far as it is needed here."""
-
-    def result(self) -> T_co: ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +30,10 @@ class Pending:
     step: int
     started: float
     """`time.monotonic` seconds."""
-    saved: PendingResult[str | None]
-    """Ends when the actor's arrays are on disk; what went wrong, or None."""
-    rollouts: Mapping[int, PendingResult[Rollout]]
-    """Batches not yet trained on."""
+    saved: Callable[[], str | None]
+    """Waits until the actor's arrays are on disk; returns what went wrong, or None."""
+    rollouts: Mapping[int, Callable[[], Rollout]]
+    """Batches not yet trained on; each waits until it is generated."""
     schedule: JsonObject
     removed: int
     """How often files of the run had been found removed when it began."""
@@ -95,8 +87,7 @@ class CheckpointWriter:
         self._row: Row = {}
         """The latest row that was written."""
         self._written: list[Written] = []
-        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -116,8 +107,8 @@ class CheckpointWriter:
     def begin(
         self,
         step: int,
-        saved: PendingResult[str | None],
-        rollouts: Mapping[int, PendingResult[Rollout]],
+        saved: Callable[[], str | None],
+        rollouts: Mapping[int, Callable[[], Rollout]],
         schedule: JsonObject,
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
@@ -186,11 +177,11 @@ class CheckpointWriter:
 
     def _write(self, pending: Pending, row: Row) -> None:
         folder = self._folder(pending.step)
-        problem = pending.saved.result()
+        problem = pending.saved()
         if problem is not None:
             raise OSError(problem)
         for index, rollout in pending.rollouts.items():
-            save_rollout(folder / store.rollout_file(index), rollout.result())
+            save_rollout(folder / store.rollout_file(index), rollout())
         self._describe(folder / store.MODEL)
         (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
         if self._check() != pending.removed:
