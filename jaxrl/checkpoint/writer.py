@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import save_rollout
@@ -18,9 +19,16 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.plain import JsonObject
 from jaxrl.types import Rollout, Row
 
+T_co = TypeVar("T_co", covariant=True)
 PACKAGES = (
     "jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers", "transformers"
 )  # fmt: skip
+
+
+class PendingResult(Protocol[T_co]):
+    """A future, as far as it is needed here."""
+
+    def result(self) -> T_co: ...
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,10 @@ class Pending:
     step: int
     started: float
     """`time.monotonic` seconds."""
-    saved: Callable[[], str | None]
-    """Waits until the actor's arrays are on disk; returns what went wrong, or None."""
-    rollouts: Mapping[int, Callable[[], Rollout]]
-    """Batches not yet trained on; each waits until it is generated."""
+    saved: PendingResult[str | None]
+    """Ends when the actor's arrays are on disk; what went wrong, or None."""
+    rollouts: Mapping[int, PendingResult[Rollout]]
+    """Batches not yet trained on."""
     schedule: JsonObject
     removed: int
     """How often files of the run had been found removed when it began."""
@@ -87,7 +95,8 @@ class CheckpointWriter:
         self._row: Row = {}
         """The latest row that was written."""
         self._written: list[Written] = []
-        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None]
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -107,8 +116,8 @@ class CheckpointWriter:
     def begin(
         self,
         step: int,
-        saved: Callable[[], str | None],
-        rollouts: Mapping[int, Callable[[], Rollout]],
+        saved: PendingResult[str | None],
+        rollouts: Mapping[int, PendingResult[Rollout]],
         schedule: JsonObject,
     ) -> None:
         """The actor has been asked to save what it is after `step` batches."""
@@ -177,11 +186,11 @@ class CheckpointWriter:
 
     def _write(self, pending: Pending, row: Row) -> None:
         folder = self._folder(pending.step)
-        problem = pending.saved()
+        problem = pending.saved.result()
         if problem is not None:
             raise OSError(problem)
         for index, rollout in pending.rollouts.items():
-            save_rollout(folder / store.rollout_file(index), rollout())
+            save_rollout(folder / store.rollout_file(index), rollout.result())
         self._describe(folder / store.MODEL)
         (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
         if self._check() != pending.removed:

@@ -215,9 +215,9 @@ class Loop:
         asked = self.calls.call("actor", ActorRole.save, folder, step=step)
         saved = self.calls.call("actor", ActorRole.saved, asked)
         generated = min(self._schedule.generated, step + self._schedule.staleness)
-        in_flight = {i: self._futures["rollout", i].result for i in range(step, generated)}
+        in_flight = {i: self._futures["rollout", i] for i in range(step, generated)}
         schedule = {"name": self.config.schedule, "generated": generated, "trained": step}
-        self.checkpoints.begin(step, saved.result, in_flight, schedule)
+        self.checkpoints.begin(step, saved, in_flight, schedule)
 
     def _close(self, end: int) -> None:
         """Saves the state after batch `end`, unless it is saved, and writes the last rows."""

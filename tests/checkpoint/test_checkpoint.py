@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -342,7 +343,7 @@ def test_a_save_during_which_files_were_removed_is_no_checkpoint(tmp_path):
     def save(step, harm=lambda: None):
         folder = writer.folder(step)
         folder.mkdir(parents=True)
-        writer.begin(step, harm, {}, {"generated": step})
+        writer.begin(step, SimpleNamespace(result=harm), {}, {"generated": step})
         writer.row({"step": step, "optimizer_step": step, "data/epoch": 0.0})
 
     def harm():
@@ -374,6 +375,6 @@ def test_a_save_that_is_asked_for_after_its_row_is_written_all_the_same(tmp_path
     writer.row({"step": 2, "optimizer_step": 2, "data/epoch": 0.0})
     folder = writer.folder(2)
     folder.mkdir(parents=True)
-    writer.begin(2, lambda: None, {}, {"generated": 2})
+    writer.begin(2, SimpleNamespace(result=lambda: None), {}, {"generated": 2})
     writer.close(30)
     assert writer.newest == 2 and not lines

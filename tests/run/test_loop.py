@@ -92,8 +92,8 @@ class Saves:
         found = []
         for step, saved, rollouts, schedule in self._asked:
             with suppress(Stopped):
-                in_flight = {index: rollout() for index, rollout in rollouts.items()}
-                found.append((step, saved(), in_flight, schedule))
+                in_flight = {index: future.result() for index, future in rollouts.items()}
+                found.append((step, saved.result(), in_flight, schedule))
         return found
 
 
