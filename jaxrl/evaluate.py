@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from jaxrl.process.plain import JsonObject
     from jaxrl.run.held_out import PathLike
 
-WIDTH = 132
-"""Columns of the table where there is no terminal."""
-
 
 def evaluate(
     model: PathLike | Config,
@@ -112,6 +109,7 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
+    from jaxrl.process.tables import WIDTH
     from jaxrl.run.held_out import table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

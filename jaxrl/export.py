@@ -72,19 +72,18 @@ def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
 def main(argv: Sequence[str]) -> None:
     assert __doc__ is not None
     parser = cli.Parser("jaxrl.export", __doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "source",
         metavar="SOURCE",
         help="HF folder, hub id, .gguf file, run directory, builtin:teacher or package:NAME",
     )
-    parser.add_argument("dest", metavar="DEST", help="folder to write")
-    parser.add_argument("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
-    parser.add_argument("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
-    parser.add_argument("--dtype", choices=tuple(WRITTEN), help="default bfloat16")
-    parser.add_argument(
-        "--force", action="store_true", help="replace a model folder that stands at DEST"
-    )
-    parser.add_argument(
+    add("dest", metavar="DEST", help="folder to write")
+    add("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
+    add("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
+    add("--dtype", choices=tuple(WRITTEN), help="default bfloat16")
+    add("--force", action="store_true", help="replace a model folder that stands at DEST")
+    add(
         "--format",
         default="hf",
         choices=("hf", "peft"),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from argparse import Action, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxrl.teacher.service import ScoringService
 
 DTYPES = get_args(DType)
-FILES = ("certificate", "private_key", "token_file")
+FILES = {"certificate", "private_key", "token_file"}
 """Options that name files."""
 
 
@@ -122,7 +122,8 @@ def _parse(argv: Sequence[str]) -> Namespace:
         return given
     known = {each.dest: each for each in parser._actions if each.dest not in ("help", "config")}
     path = Path(given.config).expanduser()
-    return parser.parse([*_written(path, _read(path, known), given), *argv])
+    parser.set_defaults(**_defaults(path.absolute().parent, _read(path, known), given))
+    return parser.parse(argv)
 
 
 def _read(path: Path, known: Mapping[str, Action]) -> JsonObject:
@@ -161,39 +162,30 @@ def _wanted(option: Action, value: object) -> str | None:
     return None if isinstance(value, str) and value else "text"
 
 
-def _written(path: Path, options: JsonObject, given: Namespace) -> Iterator[str]:
-    """A file's options as they are on a command line, but for models in whose place that has
+def _defaults(folder: Path, options: JsonObject, given: Namespace) -> JsonObject:
+    """A file's options as defaults of the command line's, without models in whose place that has
     others. What exists beside the file is meant before what is in the working directory."""
-    folder = path.absolute().parent
+    found = {name: value for name, value in options.items() if value is not None}
     named = {each.partition("=")[0] for each in given.teacher}
 
     def local(model: str) -> str:
         return config_paths.beside({"student": {"model": model}}, folder)["student"]["model"]
 
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is None or value is False:
-            continue
-        if name == "model":
-            yield from () if given.model or named else [f"{option}={local(value)}"]
-        elif name == "teacher":
-            models = {} if given.model else value
-            others = {each: models[each] for each in models if each not in named}
-            yield from (f"{option}={each}={local(model)}" for each, model in others.items())
-        elif name in FILES:
-            here = Path(value).expanduser()
-            yield f"{option}={folder / here if (folder / here).exists() else here}"
-        else:
-            yield option if value is True else f"{option}={value}"
+    models = found.pop("teacher", {})
+    others = {} if given.model else {name: models[name] for name in models if name not in named}
+    found["teacher"] = [f"{name}={local(model)}" for name, model in others.items()]
+    if "model" in found:
+        found["model"] = None if named else local(found["model"])
+    for name in found.keys() & FILES:
+        here = Path(found[name]).expanduser()
+        found[name] = str(folder / here if (folder / here).exists() else here)
+    return found
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
     add = parser.add_argument
-    add(
-        "--model",
-        help="the only teacher: HF folder, hub id, .gguf file, run directory, builtin:teacher, ...",
-    )
+    add("--model", help="the only teacher: HF folder, hub id, .gguf file, run directory, ...")
     add(
         "--teacher",
         action="append",
@@ -201,28 +193,12 @@ def _parser() -> cli.Parser:
         metavar="NAME=MODEL",
         help="one of several teachers, at HOST:PORT/NAME; give the option once for each",
     )
-    add(
-        "--config",
-        metavar="FILE",
-        help="YAML file of these options, as in `port: 8790`, `teacher: {NAME: MODEL}`",
-    )
+    add("--config", metavar="FILE", help="YAML file: `port: 8790`, `teacher: {NAME: MODEL}`, ...")
     add("--host", default="localhost", help="address to listen at (default localhost)")
     add("--port", type=int, help="0 takes a free one and prints it")
-    add(
-        "--certificate",
-        metavar="FILE",
-        help="PEM file of a certificate (chain): the server speaks TLS",
-    )
-    add(
-        "--private-key",
-        metavar="FILE",
-        help="PEM file of its key (default: in the file of the certificate)",
-    )
-    add(
-        "--token-file",
-        metavar="FILE",
-        help="file of the secret (default: environment JAXRL_TEACHER_TOKEN)",
-    )
+    add("--certificate", metavar="FILE", help="PEM file of a certificate (chain), for TLS")
+    add("--private-key", metavar="FILE", help="PEM file of its key (default: the same file)")
+    add("--token-file", metavar="FILE", help="file of the secret (default: $JAXRL_TEACHER_TOKEN)")
     add("--devices", type=int, help="devices to use (default: all; 1 where there is none but CPU)")
     add("--fsdp", type=int, help="shards of weights and sequences (default: devices / tensor)")
     add("--tensor", type=int, default=1, help="shards of each layer (default 1)")

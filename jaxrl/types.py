@@ -88,7 +88,6 @@ class Completion:
     failure: str | None = None
     """Why the environment could not go on, "timeout: " or "exception: " first; such an episode has
     no reward."""
-    """Decoded, without EOS and without the stop string."""
     experts: np.ndarray | None = None
     """[n, L, k] int8 or int16: the experts that the sampler's tokens passed in each layer of a
     mixture, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never read. None:
@@ -321,8 +320,6 @@ class Weights:
     receiver's mesh. Else: arrays on the actor's mesh, which arrive at the receiver as `Shards`."""
     nbytes: int
     """Bytes that are copied; leaves shared with the actor do not count."""
-    seconds: float
-    """Duration of cast, unstacking and transfer."""
 
 
 @dataclass(frozen=True)

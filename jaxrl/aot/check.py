@@ -36,9 +36,10 @@ from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
-from jaxrl.plan.table import MB, table_lines
+from jaxrl.plan.table import MB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.quiet_import import silenced
+from jaxrl.process.tables import table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl.algorithms.methods import sampled_share
@@ -23,7 +23,7 @@ from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
 from jaxrl.plan.roles import micro_batches
 from jaxrl.plan.sampling import forms
 from jaxrl.plan.setting import Setting
-from jaxrl.profile.stages import StepBatch, step_work
+from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work
 from jaxrl.sharding.axes import Axes
@@ -106,21 +106,15 @@ def stage_costs(
     """
     m = Setting(config, inputs, axes)
     known = inputs.teachers if "teacher" in axes else ()
-    teachers = {number: SimpleNamespace(config=model) for number, model in enumerate(known)}
-    student = SimpleNamespace(config=m.student)
-    # A `profile.stages.Profiled` without data.
-    run: Any = SimpleNamespace(
-        config=config, student=student, teachers=teachers, vocab_size=m.vocab
-    )
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
     shared = forms(m, "rollout")[""].rows > 0
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
-    work = step_work(run, axes, [batch])
+    work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
-    if config.distill.signal == "student_topk" and teachers:
+    if config.distill.signal == "student_topk" and known:
         once = forward * (1 / config.actor.epochs_per_batch)
         work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
     found: dict[Stage, float] = {}

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.tensors import SavedAdapters, SavedTensors
+from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
 from jaxrl.config.schema import Config
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
@@ -229,7 +229,7 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         lora, found = peft.read_pairs(place, base.config, lora)
         pairs = partial(dict, found)
     else:
-        pairs = SavedAdapters(place, replace(base.config, lora=lora)).pairs
+        pairs = cache(partial(saved_adapters, place, replace(base.config, lora=lora)))
     config = replace(base.config, lora=lora)
     adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs, config, quantised)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
@@ -321,11 +321,8 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The transformers tokenizer; None where the checkpoint has none."""
-        if self.source.tokenizer_path is None:
-            return None
-        from jaxrl.data.tokenizer import load_tokenizer
-
-        return load_tokenizer(self.source.tokenizer_path)
+        path = self.source.tokenizer_path
+        return None if path is None else load_tokenizer(path)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]

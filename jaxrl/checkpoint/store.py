@@ -158,7 +158,7 @@ def commit(path: Path, manifest: Manifest) -> Checkpoint:
     for file in files:
         settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
-    whole = Manifest(**{**asdict(manifest), "files": listed})
+    whole = replace(manifest, files=listed)
     _write(path, whole)
     shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
     return Checkpoint(path, whole)

@@ -39,32 +39,19 @@ class SavedTensors:
 
     @cached_property
     def _read(self) -> Callable[[str], np.ndarray]:
-        wanted = on_host(abstract_params(self._config))
+        wanted = _on_host(abstract_params(self._config))
         params = load_arrays(self._folder / ACTOR, {"params": wanted})["params"]
         return weights.hf_tensors(self._config, params)
 
 
-class SavedAdapters:
-    """The adapters of a checkpoint, which come to the host when they are first asked for."""
-
-    def __init__(self, folder: Path, config: DecoderConfig):
-        """
-        Args:
-            config: with its adapters.
-        """
-        self._folder, self._config = folder, config
-
-    def pairs(self) -> dict[str, Pair]:
-        return self._pairs
-
-    @cached_property
-    def _pairs(self) -> dict[str, Pair]:
-        _, adapters = frozen_and_trained(abstract_params(self._config))
-        loaded = load_arrays(self._folder / ACTOR, {"params": on_host(adapters)})
-        return pairs_of(self._config, jax.tree.map(np.asarray, loaded["params"]))
+def saved_adapters(folder: Path, config: DecoderConfig) -> dict[str, Pair]:
+    """Reads the adapters of a checkpoint to the host. `config` has its adapters."""
+    _, adapters = frozen_and_trained(abstract_params(config))
+    loaded = load_arrays(folder / ACTOR, {"params": _on_host(adapters)})
+    return pairs_of(config, jax.tree.map(np.asarray, loaded["params"]))
 
 
-def on_host(tree: Params) -> Params:
+def _on_host(tree: Params) -> Params:
     """Shapes with the sharding of an array on this host."""
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return jax.tree.map(

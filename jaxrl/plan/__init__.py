@@ -34,10 +34,11 @@ from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_by
 from jaxrl.plan.roles import pool_peaks, role_accounts
 from jaxrl.plan.sampling import pool_note
 from jaxrl.plan.setting import Setting
-from jaxrl.plan.table import plan_table, table_lines
+from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.plain import Keywords
+from jaxrl.process.tables import table_lines
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
@@ -120,8 +121,8 @@ class Plan:
     def text(self) -> str:
         """Table, notes, verdict and advice, for the console and for `plan.txt`."""
         table = plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
-        more = (*self.notes, *self.verdict, *self.advice, *self.refusals)
-        return "\n".join([*table_lines(table), *more]) + "\n"
+        lines = (*self.notes, *self.verdict, *self.advice, *self.refusals)
+        return "\n".join((*table_lines(table), *lines)) + "\n"
 
 
 def make_plan(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxrl.plan.inputs import GB, PoolPeak
@@ -19,7 +17,6 @@ from jaxrl.sharding.mesh import DeviceFacts
 from jaxrl.sharding.placement import Placement, device_list
 
 MB = 1e6
-WIDTH = 132
 LINE = 18
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
@@ -64,16 +61,6 @@ def plan_table(
             sizes = [""] * 5 + [show(memory.bytes), show(_limit(memory))]
             table.add_row("", "", "together", "", "", "", *sizes)
     return table
-
-
-def table_lines(table: Table) -> list[str]:
-    """The lines of a table as plain text, without the empty ones."""
-    out = io.StringIO()
-    # In a notebook, rich would show the table instead of writing it, unless told not to.
-    Console(file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False).print(
-        table
-    )
-    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
 
 
 def _limit(memory: PoolPeak) -> int | None:

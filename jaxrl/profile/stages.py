@@ -10,16 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Protocol
 
 import jax.numpy as jnp
 from rich import box
 from rich.table import Table
 
 from jaxrl.config.schema import Config
-from jaxrl.data.stream import PromptStream
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan.table import table_lines
+from jaxrl.process.tables import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
     Work,
@@ -27,7 +25,6 @@ from jaxrl.profile.work import (
     decode_work,
     divergence_work,
     forward_work,
-    group_work,
     head_work,
 )
 from jaxrl.sharding.axes import Axes
@@ -37,26 +34,16 @@ TEXTS = ("stage", "pool")
 COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
 
 
-class Sized(Protocol):
-    """A model whose config is known."""
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run, as far as its work depends on them."""
 
-    @property
-    def config(self) -> DecoderConfig: ...
-
-
-class Profiled(Protocol):
-    """What a profile needs to know of a run; `run.launch.Job` does."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def student(self) -> Sized: ...
-    @property
-    def teachers(self) -> Mapping[str, Sized]: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def train(self) -> PromptStream: ...
+    config: Config
+    student: DecoderConfig
+    teachers: Sequence[DecoderConfig]
+    """Those that score in the run."""
+    vocab_size: int
+    """Tokens that the losses are over."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +160,10 @@ def stage_rows(
 
 
 def step_work(
-    job: Profiled, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
+    models: RunModels, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
 ) -> dict[Stage, list[Work]]:
     """The work of each stage whose model is known here, the mean over some steps."""
-    each = [_batch_work(job, axes, batch) for batch in batches]
+    each = [_batch_work(models, axes, batch) for batch in batches]
     return {
         stage: [
             Work(fmean(part.flops for part in same), fmean(part.bytes for part in same))
@@ -187,9 +174,9 @@ def step_work(
 
 
 def _batch_work(
-    job: Profiled, axes: Mapping[str, Axes], batch: StepBatch
+    models: RunModels, axes: Mapping[str, Axes], batch: StepBatch
 ) -> dict[Stage, list[Work]]:
-    config, student = job.config, job.student.config
+    config, student, teachers = models.config, models.student, models.teachers
     # Role -> bytes of a weight, and how often the weights are read.
     reads = {
         role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.rows)
@@ -205,11 +192,10 @@ def _batch_work(
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, *given, read=read),
         ]
-    teachers = [teacher.config for teacher in job.teachers.values()]
     # Where each row has one of several teachers, each is counted as scoring its share of them.
     share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
     if teachers:
-        vocab = None if hidden else job.vocab_size
+        vocab = None if hidden else models.vocab_size
         theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
         found["teacher", "score"] = [
             work * share
@@ -220,7 +206,7 @@ def _batch_work(
         vocab = student.vocab_size
         found["reference", "score"] = _scoring(student, vocab, batch, reads["reference"])
     width = sum(teacher.d_model for teacher in teachers) if hidden else 0
-    found["actor", "update"] = _update(job, width, batch, reads["actor"], axes["actor"].data)
+    found["actor", "update"] = _update(models, width, batch, reads["actor"], axes["actor"].data)
     return found
 
 
@@ -228,18 +214,18 @@ def _scoring(
     c: DecoderConfig, vocab: int | None, batch: StepBatch, reads: tuple[int, int]
 ) -> list[Work]:
     """One pass over the batch and, with a vocabulary, the logits of its completions."""
-    forward = group_work(c, batch.prompts, batch.samples, batch.mean, *reads)
+    forward = forward_work(c, batch.prompts, *reads, samples=batch.samples, mean=batch.mean)
     return [forward, *([head_work(vocab, c.d_model, batch.tokens, *reads)] if vocab else [])]
 
 
 def _update(
-    job: Profiled, teacher_width: int, batch: StepBatch, reads: tuple[int, int], replicas: int
+    models: RunModels, teacher_width: int, batch: StepBatch, reads: tuple[int, int], replicas: int
 ) -> list[Work]:
     """Forward and backward of each pass over the batch, and the optimizer at each update."""
-    config, c = job.config, job.student.config
+    config, c = models.config, models.student
     passes = config.actor.epochs_per_batch
     (forward,) = _scoring(c, None, batch, reads)
-    loss = divergence_work(job.vocab_size, c.d_model, teacher_width, batch.tokens, *reads)
+    loss = divergence_work(models.vocab_size, c.d_model, teacher_width, batch.tokens, *reads)
     optimizer = adamw_work(c.n_trained) * (config.updates_per_batch * replicas)
     backward = 2 if c.lora is None else 1  # frozen weights have no gradient
     parts = [forward * passes, loss * passes, forward * (backward * passes), optimizer]

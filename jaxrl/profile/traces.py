@@ -18,9 +18,10 @@ from statistics import fmean
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
+from jaxrl.data.stream import PromptStream
 from jaxrl.plan import Plan
 from jaxrl.plan.setting import signal_bytes
-from jaxrl.profile.stages import Profiled, StageTable, StepBatch, stage_rows, step_work
+from jaxrl.profile.stages import RunModels, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.tracing import Traced
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerGroup
@@ -37,7 +38,8 @@ BEFORE = 64
 class Profile:
     """Waits for its steps, has them traced, and reports the table once."""
 
-    job: Profiled
+    models: RunModels
+    prompts: PromptStream
     plan: Plan
     worker_group: WorkerGroup
     folder: Path
@@ -88,7 +90,7 @@ class Profile:
             self._calls.append(_Call(role, method, times, step if isinstance(step, int) else None))
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future[Traced]]:
-        config = self.job.config
+        config = self.models.config
         return self.worker_group.profile(
             folder, config.actor.compute_dtype, config.deadlines.checkpoint
         )
@@ -126,7 +128,7 @@ class Profile:
         batches = [self._batch(row) for row in rows]
         stages = stage_rows(
             stage_seconds(spans, windows, len(steps)),
-            step_work(self.job, self.plan.axes, batches),
+            step_work(self.models, self.plan.axes, batches),
             self._moved(rows, windows),
             fmean(batch.tokens for batch in batches),
             pool_of,
@@ -157,7 +159,7 @@ class Profile:
         ]
 
     def _batch(self, row: Row) -> StepBatch:
-        batch = self.job.train.batch(row["step"] - 1)
+        batch = self.prompts.batch(row["step"] - 1)
         prompts = tuple(len(prompt.tokens) for prompt in batch)
         theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in batch)
         mean = row["rollout/completion_tokens_mean"]
@@ -168,7 +170,7 @@ class Profile:
         """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
         to the host and back for a call.
         """
-        pool_of, config, teachers = self.plan.placement.pool_of, self.job.config, self.job.teachers
+        pool_of, teachers = self.plan.placement.pool_of, self.models.teachers
         found: dict[Stage, float] = defaultdict(float)
         if pool_of("actor") != pool_of("rollout"):
             sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
@@ -176,7 +178,7 @@ class Profile:
         sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
         found["actor", "publish_to_teacher"] = sent / len(rows)
         if teachers and pool_of("teacher") != pool_of("actor"):
-            each = signal_bytes(config, [model.config.d_model for model in teachers.values()])
+            each = signal_bytes(self.models.config, [model.d_model for model in teachers])
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
         for call in self._calls:
             ended = call.times.finished or 0.0

@@ -47,23 +47,16 @@ def state_size(c: DecoderConfig) -> int:
 
 
 def forward_work(
-    c: DecoderConfig, lengths: Sequence[float], itemsize: int, copies: int = 1
-) -> Work:
-    """Blocks alone, over whole sequences of these lengths; attention is causal, and no token reads
-    beyond a layer's window."""
-    return group_work(c, lengths, 0, 0.0, itemsize, copies)
-
-
-def group_work(
     c: DecoderConfig,
     prompts: Sequence[float],
-    samples: int,
-    mean: float,
     itemsize: int,
     copies: int = 1,
+    *,
+    samples: int = 0,
+    mean: float = 0.0,
 ) -> Work:
     """Blocks alone, over prompts of these lengths, each once, and `samples` completions of `mean`
-    tokens after each of them.
+    tokens after each of them; attention is causal, and no token reads beyond a layer's window.
     """
     tokens = sum(prompts) + len(prompts) * samples * mean
     pairs = {

@@ -17,10 +17,9 @@ REPORT_FILE = "report.html"
 
 def main(argv: Sequence[str]) -> None:
     parser = cli.Parser("jaxrl.report", __doc__ or "")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, also of a run that is going on"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run directory, also of a run that is going on")
+    add(
         "-o",
         "--output",
         metavar="FILE.html",

@@ -26,6 +26,7 @@ from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
 from jaxrl.report.samples import chosen, samples
 from jaxrl.report.timeline import lanes, reason
+from jaxrl.telemetry.plot import labels
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -40,7 +41,7 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
     data: JsonObject = {
-        "runs": unique_names(runs),
+        "runs": labels([str(run.path) for run in runs]),
         "groups": charts(runs),
         "evaluated": [evaluated_steps(run.rows) for run in runs],
     }
@@ -61,29 +62,19 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     if len(runs) == 1:
-        values |= _of_one_run(runs[0], activities[0])
-        data |= {"timeline": lanes(activities[0]), "samples": samples(runs[0])}
-        values["chosen"] = chosen(runs[0], data["samples"])
+        run, activity = runs[0], activities[0]
+        data |= {"timeline": lanes(activity), "samples": samples(run)}
+        starts = (span.start for spans in activity.spans.values() for span in spans)
+        values |= {
+            "activity": activity,
+            "zero": min(starts, default=0),
+            "step_at": partial(_step_at, activity),
+            "columns": get_args(Column),
+            "pools": memory_pools(run),
+            "changed": changed_keys(run),
+            "chosen": chosen(run, data["samples"]),
+        }
     return environment().get_template("page.html").render(values).lstrip()
-
-
-def _of_one_run(run: RunFiles, activity: Activity) -> JsonObject:
-    starts = [span.start for spans in activity.spans.values() for span in spans]
-    return {
-        "activity": activity,
-        "spans": activity.spans,
-        "zero": min(starts, default=0),
-        "step_at": partial(_step_at, activity),
-        "columns": get_args(Column),
-        "pools": memory_pools(run),
-        "changed": changed_keys(run),
-    }
-
-
-def unique_names(runs: Sequence[RunFiles]) -> list[str]:
-    """The names of the folders; whole paths where two are the same."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 @cache

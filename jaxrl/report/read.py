@@ -29,7 +29,6 @@ from jaxrl.types import Row
 class RunFiles:
     """A run directory, read."""
 
-    name: str
     path: Path
     config: JsonObject
     """Dotted key -> value; empty where there is no config."""
@@ -73,7 +72,6 @@ def read_run(path: Path) -> RunFiles:
     rows = [row for row in _lines(path / METRICS_FILE, notes) if isinstance(row.get("step"), int)]
     samples = _lines(path / SAMPLES_FILE, notes)
     return RunFiles(
-        name=path.resolve().name,
         path=path,
         config=_config(path / CONFIG_FILE, notes),
         rows=tuple(

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from jaxrl.process.plain import JsonObject
-from jaxrl.report.curves import short
+from jaxrl.report.curves import evenly, short
 from jaxrl.report.read import RunFiles
-from jaxrl.report.thin import evenly
 
 SAMPLES = 600
 """Most samples on a page."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from jaxrl.process.plain import JsonObject
 from jaxrl.profile.waits import Gap, Span
+from jaxrl.report.curves import evenly
 from jaxrl.report.idle import Activity, waited
-from jaxrl.report.thin import evenly
 
 SPANS = 40_000
 """Most spans of all lanes together."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -263,7 +262,6 @@ class Actor:
     def _send(self, version: int, given: Params, to: Receiver) -> Weights:
         if version != self.version:
             raise RuntimeError(f"asked for version {version}, the actor holds {self.version}")
-        start = time.monotonic()
         own = set(map(buffer, jax.tree.leaves(given)))
         with phase(f"send version {version}"):
             form = jnp.dtype(to.dtype), to.layout
@@ -281,7 +279,7 @@ class Actor:
             for leaf in jax.tree.leaves(params)
             if to.shardings is None or buffer(leaf) not in own
         ]
-        return Weights(version, params, nbytes(moved), time.monotonic() - start)
+        return Weights(version, params, nbytes(moved))
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write a checkpoint; `step` must be the actor's version.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import jax
@@ -16,22 +15,16 @@ from jaxrl.types import Tree, Weights
 
 
 def received(weights: Weights, shardings: Tree, sent: str) -> tuple[Params, dict[str, float]]:
-    """The weights in the receiver's shardings, and the metrics of the transfer. The caller has
-    freed the version before.
+    """The weights in the receiver's shardings, and the metric of the transfer. The caller has freed
+    the version before.
 
     Args:
         sent: their name in the ledger while they were on their way.
     """
-    start = time.monotonic()
     with phase(f"load version {weights.version}"):
         params: Params = jax.block_until_ready(reshard(weights.params, shardings))
         current().drop(sent)
-    seconds = weights.seconds + time.monotonic() - start
-    return params, {
-        "time/weight_sync_s": seconds,
-        "weights/sync_bytes": float(weights.nbytes),
-        "weights/sync_gbps": weights.nbytes / max(seconds, 1e-9) / 1e9,
-    }
+    return params, {"weights/sync_bytes": float(weights.nbytes)}
 
 
 def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:

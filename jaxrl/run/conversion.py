@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,7 @@ def converted_once(
     """
     found: dict[Path, Scratch] = {}
     spare = _spare(plan)
-    folders: list[tuple[Path, int]] = []
-    try:
+    with ExitStack() as made:
         for place, each in _together(loads, plan).items():
             roles, (source, *_) = [role for role, _, _ in each], [source for _, source, _ in each]
             dtype = str(jnp.result_type(*(jnp.dtype(dtype) for _, _, dtype in each)))
@@ -52,7 +51,8 @@ def converted_once(
                 log(f"{loaded}; each converts it, as {size / GB:.1f} GB are not free to share it")
                 continue
             folder, lock = _make(root)
-            folders.append((folder, lock))
+            made.callback(os.close, lock)
+            made.callback(shutil.rmtree, folder, ignore_errors=True)
             found[place] = Scratch(folder, dtype, wait_s)
             spare -= size
             log(
@@ -60,10 +60,6 @@ def converted_once(
                 " started"
             )
         yield found
-    finally:
-        for folder, lock in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
 
 
 def _together(loads: Loads, plan: Plan) -> dict[Path, Loads]:

@@ -66,9 +66,9 @@ def row_of_scores(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], scores: Scores
 ) -> dict[str, float]:
     """`evaluation_row` of completions that have been judged."""
-    by_set = [estimates(part) for part in _split(sets, scores)]
+    by_set = [estimates(part) for part in split(sets, scores)]
     row = _named("eval", _means(by_set), groups, scores)
-    parts = zip(sets, by_set, _split(sets, groups), _split(sets, scores), strict=True)
+    parts = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
     for held_out, values, completions, marks in parts:
         if held_out.name:
             row |= _named(f"eval/{held_out.name}", values, completions, marks)
@@ -168,7 +168,7 @@ def _named(
     return row
 
 
-def _split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
+def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
     """The items of each set's prompts."""
     start = 0
     for held_out in sets:

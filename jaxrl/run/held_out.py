@@ -40,7 +40,7 @@ from jaxrl.process.plain import JsonObject
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import inputs
-from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores
+from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores, split
 from jaxrl.run.job import episodes
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
@@ -285,21 +285,19 @@ def _by_set(
     speeds: Sequence[EngineStats],
 ) -> Iterator[JsonObject]:
     """Of each set its metrics, without `eval/`, and its prompts and speed."""
-    start = 0
-    for held_out, stats in zip(sets, speeds, strict=True):
-        mine = slice(start, start + len(held_out.prompts))
-        row = row_of_scores([replace(held_out, name="")], groups[mine], scores[mine])
+    parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
+    for held_out, stats, completions, marks in parts:
+        row = row_of_scores([replace(held_out, name="")], completions, marks)
         yield {
             "name": held_out.name,
             "prompts": len(held_out.prompts),
             "dropped": held_out.dropped,
-            "samples": len(groups[start]),
+            "samples": len(completions[0]),
             **{name.removeprefix("eval/"): value for name, value in row.items()},
             "tokens": stats.generated_tokens,
             "seconds": stats.seconds,
             "tokens_per_second": stats.tokens_per_second,
         }
-        start = mine.stop
 
 
 def table(result: JsonObject) -> Table:

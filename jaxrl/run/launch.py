@@ -226,8 +226,10 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         frozen["teacher_softcap"] = caps if config.teachers else caps[0]
     if setup.cells is not None:
         frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
-    receiver = meshes.get("rollout")  # elsewhere, where another process has it
-    student = setup.student
+    student, loaded = setup.student, None
+    if (receiver := meshes.get("rollout")) is not None:  # else another process has it
+        shardings = param_shardings(student.config, receiver, config.rollout.layout)
+        _, loaded = frozen_and_trained(shardings)
     base = _base(setup, mesh, config.base_dtype, "stacked")
     actor = Actor(
         config,
@@ -238,7 +240,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=method.finish,
         frozen=frozen,
-        receiver=receiver and _loaded_shardings(setup, receiver),
+        receiver=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
         teacher=_following(setup, meshes.get("teacher")),
@@ -282,14 +284,6 @@ def _gone(array: jax.Array) -> bool:
     return array.is_deleted() or array.sharding.memory_kind == HOST
 
 
-def _loaded_shardings(setup: Setup, mesh: Mesh) -> Tree:
-    """Of what the role that samples loads."""
-    _, loaded = frozen_and_trained(
-        param_shardings(setup.student.config, mesh, setup.config.rollout.layout)
-    )
-    return loaded
-
-
 def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
     """The teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of several
     teachers, one for each; heads that are equal are one array."""
@@ -313,7 +307,10 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
         yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
     for source in setup.teachers.values():
         head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        yield head if setup.cells is not None else _first_rows(head, v, mesh)
+        if setup.cells is None and head.shape[0] != v:
+            # Without the rows that the student has not; cut once, not at every step.
+            head = first_rows_program(v, head.shape[1], mesh)(head)
+        yield head
 
 
 def _softcaps(setup: Setup) -> tuple[np.float32 | None, ...]:
@@ -500,10 +497,3 @@ def _sampler(
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
         **({} if teacher else {"episodes": made}),
     )
-
-
-def _first_rows(head: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
-    """The head without the rows that the other model has not; cut once, not at every step."""
-    if head.shape[0] == rows:
-        return head
-    return first_rows_program(rows, head.shape[1], mesh)(head)

@@ -7,7 +7,7 @@ So the workers of a run use the same files on every host, and so does the run wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +38,12 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
     Raises:
         UserError: there is no such model or data set, or no access to it; the key is named.
     """
-    recorded = _recorded(config)
+    recorded: dict[tuple[str, HubName], list[HubName]] = {}
+    """Key and name without a commit -> the names with one in the run directory's config, in its
+    order: of two teachers with one name, each has its own."""
+    for each, name in _names(recorded_config(config), (*MODELS, *DATA)):
+        if name.sha is not None:
+            recorded.setdefault((each, _asked(name)), []).append(name)
     pins: dict[HubName, HubName] = {}
     notes: list[str] = []
     newest: dict[HubName, str | None] = {}
@@ -72,7 +77,9 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
         notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
         return str(found)
 
-    mapping = _changed(config, pin)
+    mapping: JsonObject = config.model_dump(mode="json")
+    for key in _keys(config):
+        mapping = changed(mapping, key, partial(pin, key))
     return Config.parse(mapping) if notes else config, tuple(dict.fromkeys(notes))
 
 
@@ -82,36 +89,34 @@ def fetch_models(config: Config) -> bool:
     Raises:
         UserError: they cannot be fetched, or there are none; the key is named.
     """
+    names = _names(config.model_dump(mode="json"), _keys(config))
+    models = [(key, name) for key, name in names if name.kind == "model"]
+    for key, name in models:
+        try:
+            hub.with_weights(name)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+    return bool(models)
 
-    found = False
 
-    def fetch(key: str, text: str) -> str:
-        nonlocal found
-        name = _on_hub(key, text)
-        if name is not None and name.kind == "model":
-            found = True
-            try:
-                hub.with_weights(name)
-            except UserError as error:
-                raise UserError(f"{key}: {error}") from error
+def _keys(config: Config) -> list[str]:
+    """The keys of the models and data that the run reads."""
+    embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
+    return [key for key in (*MODELS, *DATA) if key != "grouper.model" or embeds]
+
+
+def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]]:
+    """The names on a hub under these keys of a config, each with its key."""
+    found: list[tuple[str, HubName]] = []
+
+    def keep(key: str, text: str) -> str:
+        if (name := _on_hub(key, text)) is not None:
+            found.append((key, name))
         return text
 
-    _changed(config, fetch)
+    for key in keys:
+        changed(mapping, key, partial(keep, key))
     return found
-
-
-def _changed(config: Config, change: Callable[[str, str], str]) -> JsonObject:
-    """The config as a mapping, with the names of its models and data changed.
-
-    Args:
-        change: (key, text) -> text.
-    """
-    mapping = config.model_dump(mode="json")
-    embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
-    for key in (*MODELS, *DATA):
-        if key != "grouper.model" or embeds:
-            mapping = changed(mapping, key, partial(change, key))
-    return mapping
 
 
 def _find(key: str, name: HubName) -> str:
@@ -129,23 +134,6 @@ def _find(key: str, name: HubName) -> str:
 
 def _on_hub(key: str, text: str) -> HubName | None:
     return model_name(text) if key in MODELS else data_name(text)
-
-
-def _recorded(config: Config) -> dict[tuple[str, HubName], list[HubName]]:
-    """Key and name without a commit -> the names with one in the run directory's config, in its
-    order: of two teachers with one name, each has its own."""
-    found: dict[tuple[str, HubName], list[HubName]] = {}
-    mapping = recorded_config(config)
-
-    def keep(key: str, text: str) -> str:
-        name = _on_hub(key, text)
-        if name is not None and name.sha is not None:
-            found.setdefault((key, _asked(name)), []).append(name)
-        return text
-
-    for key in (*MODELS, *DATA):
-        changed(mapping, key, partial(keep, key))
-    return found
 
 
 def _asked(name: HubName) -> HubName:

@@ -17,6 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import peft
 from jaxrl.formats.hf import write_description
 from jaxrl.models.packing import RowDevices
+from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.run.context import RunContext
 from jaxrl.run.job import Job
@@ -27,7 +28,7 @@ from jaxrl.runtime.worker import Handle, WorkerGroup
 from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
-from jaxrl.telemetry.trackers import CLOSE_S, open_trackers
+from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, open_trackers
 from jaxrl.types import Row
 
 HURRY_S = 3.0
@@ -65,9 +66,13 @@ class Records:
             self._stack.callback(file.close)
         self._timeline.watch_states(worker_group.states)
         folder = run.path / PROFILE_DIR
-        self.profile = Profile(job, context.plan, worker_group, folder, profiled, notify)
-        settings = config.model_dump(mode="json")
-        trackers = open_trackers(config.logging, config.name, run.path, settings, after, notify)
+        teachers = [source.config for source in job.teachers.values()]
+        models = RunModels(config, job.student.config, teachers, job.vocab_size)
+        self.profile = Profile(
+            models, job.train, context.plan, worker_group, folder, profiled, notify
+        )
+        facts = RunFacts(config.name, run.path, config.model_dump(mode="json"), after, notify)
+        trackers = open_trackers(config.logging, facts)
         self._stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
         self.checkpoints = CheckpointWriter(
             run.path,
@@ -80,30 +85,21 @@ class Records:
         )
         self.checkpoints.newest = run.step or None
         self._stack.callback(self.checkpoints.stop)
-
-        def on_row(row: Row) -> None:
-            self.profile.row(row)
-            context.on_step(row)
-
         multiple = context.plan.inputs.target.width_multiple
         self.reporter = Reporter(
-            job,
-            context.console,
+            context,
+            worker_group,
             self._metrics,
             self._samples,
             trackers,
             self._timeline,
             self.checkpoints,
-            worker_group.peaks,
-            worker_group.compiled,
-            context.plan.peaks,
+            self.profile,
             {
                 role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
                 for role, sizes in context.plan.axes.items()
                 if role in ("teacher", "reference")
             },
-            log.write,
-            on_row,
         )
 
     def __enter__(self) -> Self:
@@ -119,11 +115,10 @@ class Records:
 
     def watch(self, worker_group: WorkerGroup) -> dict[str, Handle]:
         """The roles, their calls drawn in the timeline, and counted where they are profiled."""
-        handles = {
-            role: self._timeline.watch(role, worker_group.handle(role))
+        return {
+            role: self.profile.watch(role, self._timeline.watch(role, worker_group.handle(role)))
             for role in worker_group.roles
         }
-        return {role: self.profile.watch(role, handle) for role, handle in handles.items()}
 
     def finish_checkpoints(self) -> None:
         """Waits for what is still being written."""

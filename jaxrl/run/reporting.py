@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -16,11 +16,11 @@ from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.feedback import with_feedback
 from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
+from jaxrl.profile.traces import Profile
 from jaxrl.roles.microbatch import scored_padding
+from jaxrl.run.context import RunContext
 from jaxrl.run.evaluation import evaluation_row
-from jaxrl.run.job import Job
-from jaxrl.runtime.worker import Future, Stopped, Wait
-from jaxrl.telemetry.console import Console
+from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
@@ -38,27 +38,18 @@ AGREEMENT = "distill/top1_agreement"
 class Reporter:
     """Makes the row of each step, and hands it to everything that shows or keeps rows."""
 
-    job: Job
-    console: Console
+    context: RunContext
+    """Its `on_step` is called with each row once it is written; with one that was completed after
+    an interruption once more."""
+    worker_group: WorkerGroup
     metrics: MetricsWriter
     samples: SamplesWriter
     trackers: Trackers
     timeline: Timeline
     checkpoints: CheckpointWriter
-    peaks: Callable[[], Mapping[str, int]]
-    """Role -> peak bytes of its fullest device, where the platform measures it."""
-    compiled: Callable[[], Compilations]
-    """By all processes of the run so far."""
-    planned: Mapping[str, int]
-    """Role -> the plan's peak bytes on a device of it, where the platform does not."""
+    profile: Profile
     scorers: Mapping[str, RowDevices]
     """Roles that score with a model, and their devices."""
-    log: Callable[[str], None]
-    """Takes what only `log.txt` shows."""
-    on_row: Callable[[Row], None]
-    """Called with each row once it is written; with one that was completed after an interruption
-    once more.
-    """
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
     first_step_at: float | None = None
@@ -67,6 +58,9 @@ class Reporter:
     """At the row before."""
     _last: float | None = None
     """The same, of the latest update."""
+
+    def __post_init__(self) -> None:
+        self.job, self._notify = self.context.job, self.context.notify
 
     def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row."""
@@ -87,9 +81,10 @@ class Reporter:
         """A row is in `metrics.jsonl`."""
         self.checkpoints.row(row)
         self.trackers.write(row["step"], row)
-        self.console.step(row)
+        self.context.console.step(row)
         self.timeline.flush()
-        self.on_row(row)
+        self.profile.row(row)
+        self.context.on_step(row)
 
     def _before_training(self, futures: Futures) -> None:
         """Weights in place, accuracy of the student and of the teacher."""
@@ -201,18 +196,11 @@ class Reporter:
             "time/offload_s": sum(move.waited for move in moves),
         }
 
-    def _notify(self, note: str) -> None:
-        self.console.message(note)
-        self.log(note)
-
     def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
         """Of the weights that the rollout and, where it follows the policy, the teacher got."""
         row = self._sync(version, futures)
-        if "teacher.load" in futures:
-            try:
-                taken: dict[str, float] = self.wait(futures["teacher.load"])
-            except Stopped:
-                return row
+        taken = self._value(futures, "teacher.load")
+        if taken is not None:
             calls = (futures["teacher.publish"], futures["teacher.load"])
             row["time/teacher_sync_s"] = sum(call.times.seconds for call in calls)
             row["weights/teacher_sync_bytes"] = taken["weights/sync_bytes"]
@@ -220,32 +208,36 @@ class Reporter:
 
     def _sync(self, version: int, futures: Futures) -> dict[str, float]:
         """Both halves of a weight sync: what the actor sent, and what the rollout took."""
-        if "sync" not in futures:
-            return {}
-        try:
-            taken: dict[str, float] = self.wait(futures["sync"])
-        except Stopped:  # the last row: the run makes up for it when it resumes
+        taken: dict[str, float] | None = self._value(futures, "sync")
+        if taken is None:
             return {}
         sent, loaded = futures["publish"].times, futures["sync"].times
         seconds, size = sent.seconds + loaded.seconds, taken["weights/sync_bytes"]
         speed = size / max(seconds, 1e-9) / 1e9
         if sent.started is not None and loaded.finished is not None:
-            self.log(f"weight sync {version}: start at {_clock(sent.started)}")
-            self.log(
+            self._notify.to_log(f"weight sync {version}: start at {_clock(sent.started)}")
+            self._notify.to_log(
                 f"weight sync {version}: end at {_clock(loaded.finished)}, {seconds:.3f} s,"
                 f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
             )
         return taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
 
     def _evaluation(self, futures: Futures) -> dict[str, float]:
-        if "eval" not in futures:
-            return {}
-        try:
-            samples = self.wait(futures["eval"])
-        except Stopped:
+        samples = self._value(futures, "eval")
+        if samples is None:
             return {}
         row = evaluation_row(self.job.held_out, samples, self.job.judge)
         return row | {"time/evaluate_s": futures["eval"].times.seconds}
+
+    def _value(self, futures: Futures, key: str) -> Any:
+        """Waits for the value of a call; None where none was made, or where the last row does
+        without it: the run makes up for it when it resumes."""
+        if key not in futures:
+            return None
+        try:
+            return self.wait(futures[key])
+        except Stopped:
+            return None
 
     def checkpoint(self) -> dict[str, float]:
         """The newest of the checkpoints that were finished since this was last asked; all of them
@@ -261,13 +253,15 @@ class Reporter:
         return row
 
     def _compilation(self) -> dict[str, float]:
-        before, self._compiled = self._compiled, self.compiled()
+        before, self._compiled = self._compiled, self.worker_group.compiled()
         new = self._compiled.since(before)
         return {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
 
     def _memory(self) -> dict[str, float]:
-        row, peaks = {}, self.peaks()
-        for role, planned in self.planned.items():
+        """Of each role what its fullest device has used at most, or what the plan says where the
+        platform does not measure it."""
+        row, peaks = {}, self.worker_group.peaks()
+        for role, planned in self.context.plan.peaks.items():
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
             row[f"memory/{role}/planned"] = float(role not in peaks)
         return row
@@ -295,7 +289,7 @@ class Reporter:
         if samples:
             self.samples.write(samples)
             self.trackers.samples(samples)
-            self.console.samples(samples)
+            self.context.console.samples(samples)
 
 
 def _scored_by(key: str) -> str | None:

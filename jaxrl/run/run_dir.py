@@ -122,15 +122,11 @@ def check_run_dir(config: Config) -> Path:
     Raises:
         UserError: `resume` does not allow what it holds.
     """
-    path = _choose(config)
-    if config.resume == "must" and not _holds_run(path):
-        raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
-    return path
-
-
-def _choose(config: Config) -> Path:
     path = config.run_path
-    if config.resume != "never" or not _holds_run(path):
+    held = _holds_run(path)
+    if config.resume == "must" and not held:
+        raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
+    if config.resume != "never" or not held:
         return path
     if config.run_dir is not None:
         raise UserError(

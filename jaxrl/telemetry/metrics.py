@@ -73,13 +73,9 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
     }
     return {
         **_with_interval(rates),
-        f"{prefix}/unjudged": Metric(
-            "completions", f"completions that could not be judged, on {where}"
-        ),
+        f"{prefix}/unjudged": Metric("completions", f"that could not be judged, on {where}"),
         f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
-        f"{prefix}/truncated_fraction": Metric(
-            "fraction", f"completions cut at their limit, on {where}"
-        ),
+        f"{prefix}/truncated_fraction": Metric("fraction", f"completions cut short, on {where}"),
         f"{prefix}/environment_reward": Metric(
             "reward", f"mean sum of an episode's rewards by its environment, on {where}"
         ),
@@ -91,9 +87,7 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
 
 METRICS: dict[str, Metric] = {
     "step": Metric("batches", "batches trained on so far; 0 is the row before training"),
-    "policy_version": Metric(
-        "batches", "version (batches trained on) of the weights that sampled this batch"
-    ),
+    "policy_version": Metric("batches", "version of the weights that sampled this batch"),
     "optimizer_step": Metric("updates", "optimizer updates so far, skipped ones not counted"),
     "staleness": Metric(
         "batches", "versions by which the weights that sampled lag behind those that train"
@@ -111,12 +105,8 @@ METRICS: dict[str, Metric] = {
     "distill/top1_agreement": Metric("fraction", "tokens where both models' top-1 is the same"),
     "distill/student_entropy": Metric("nats/token", "mean entropy of the student's next token"),
     "distill/teacher_entropy": Metric("nats/token", "mean entropy of the teacher's next token"),
-    "distill/teacher_tail_mass": Metric(
-        "fraction", "teacher's probability of all tokens but the top k"
-    ),
-    "distill/student_tail_mass": Metric(
-        "fraction", "student's probability of all tokens but the top k"
-    ),
+    "distill/teacher_tail_mass": Metric("fraction", "teacher's probability outside the top k"),
+    "distill/student_tail_mass": Metric("fraction", "student's probability outside the top k"),
     "distill/reverse_kl_k1": Metric("nats/token", "log student - log teacher at sampled tokens"),
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
     "distill/aligned_bytes": Metric(
@@ -127,38 +117,24 @@ METRICS: dict[str, Metric] = {
     ),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
-    "reward/mean": Metric(
-        "reward", "mean weighted reward of all sampled completions that have one"
-    ),
+    "reward/mean": Metric("reward", "mean weighted reward of sampled completions that have one"),
     "reward/std": Metric("reward", "standard deviation of the same rewards"),
     "reward/trained_mean": Metric(
         "reward",
         "mean of the completions in the policy loss, which dynamic sampling and masks do not leave"
         " out; the KL penalty is subtracted",
     ),
-    "reward/none": Metric(
-        "completions", "sampled completions without a reward: not judged, or a function failed"
-    ),
-    "reward/kl": Metric(
-        "nats", "mean KL(policy||reference) of a completion, before it is weighted"
-    ),
-    "reward/model_cut": Metric(
-        "completions", "texts too long for the reward model, which lost their beginning"
-    ),
+    "reward/none": Metric("completions", "without a reward: not judged, or a function failed"),
+    "reward/kl": Metric("nats", "mean KL(policy||reference) of a completion, unweighted"),
+    "reward/model_cut": Metric("completions", "texts whose beginning was cut for the reward model"),
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
-    "reward/{reward}/failures": Metric(
-        "completions", "completions on which the function raised, or its process ended"
-    ),
-    "reward/{reward}/timeouts": Metric(
-        "completions", "completions on which the function exceeded its timeout"
-    ),
+    "reward/{reward}/failures": Metric("completions", "its function raised, or its process ended"),
+    "reward/{reward}/timeouts": Metric("completions", "its function exceeded its timeout"),
     "policy/ratio": Metric("1", "mean importance ratio of a token"),
     "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
     "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
     "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
-    "policy/clip_fraction_sequences": Metric(
-        "fraction", "sequences with at least one clipped token"
-    ),
+    "policy/clip_fraction_sequences": Metric("fraction", "sequences with a clipped token"),
     "policy/old_kl_k3": Metric("nats/token", "KL(policy at the batch's start||policy), k3"),
     "policy/kl_k1": Metric("nats/token", "KL(policy||reference), k1"),
     "policy/kl_k2": Metric("nats/token", "KL(policy||reference), k2"),
@@ -187,9 +163,7 @@ METRICS: dict[str, Metric] = {
         "prompts", "prompts whose rewarded completions have one task reward (before penalties)"
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
-    "policy/prompts_replaced": Metric(
-        "prompts", "prompts that were sampled, and left out by dynamic sampling"
-    ),
+    "policy/prompts_replaced": Metric("prompts", "sampled prompts that dynamic sampling left out"),
     "policy/unscored_groups": Metric("prompts", "prompts without any rewarded completion"),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
     "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
@@ -204,9 +178,7 @@ METRICS: dict[str, Metric] = {
     "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),
     "actor/padding": Metric("fraction", "padding among the tokens that updates compute"),
     "teacher/padding": Metric("fraction", "padding among the tokens that the teacher computes"),
-    "teacher/prompt_tokens_mean": Metric(
-        "tokens", "mean length of the prompts that `teacher.prompt` makes"
-    ),
+    "teacher/prompt_tokens_mean": Metric("tokens", "mean length of prompts of `teacher.prompt`"),
     "teacher/feedback_cut": Metric(
         "completions", "completions whose feedback or text was too long for the teacher's prompt"
     ),
@@ -242,12 +214,8 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluation"),
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
-    "weights/teacher_sync_bytes": Metric(
-        "bytes", "bytes copied in sending them to the teacher, without shared arrays"
-    ),
-    "time/checkpoint_s": Metric(
-        "s", "writing the newest finished checkpoint, while training continues"
-    ),
+    "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
+    "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
     "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
     **_evaluation("eval", "the held-out prompts"),
@@ -255,9 +223,7 @@ METRICS: dict[str, Metric] = {
     "teacher/accuracy": Metric("fraction", "the teacher's accuracy on the same prompts, step 0"),
     "offload/to_host_bytes": Metric("bytes", "bytes moved to pinned host memory during the step"),
     "offload/to_device_bytes": Metric("bytes", "bytes moved back to the devices during the step"),
-    "time/offload_s": Metric(
-        "s", "time that calls waited for these transfers (overlap not counted)"
-    ),
+    "time/offload_s": Metric("s", "time that calls waited for these transfers, without overlap"),
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
     "compile/programs": Metric(
         "programs",
@@ -270,9 +236,7 @@ METRICS: dict[str, Metric] = {
         "peak memory so far of the role's fullest device, all roles there together, as the device"
         " reports it, or by the ledger (docs/hybrid.md) where it reports none (CPU)",
     ),
-    "memory/{role}/planned": Metric(
-        "flag", "1 if peak_bytes is the plan's figure, because nothing was measured"
-    ),
+    "memory/{role}/planned": Metric("flag", "1 where peak_bytes is planned: nothing was measured"),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
 

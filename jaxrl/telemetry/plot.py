@@ -123,7 +123,7 @@ def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
     axes.set_ylim(low - room, high + room)
 
 
-def _labels(paths: Sequence[str]) -> list[str]:
+def labels(paths: Sequence[str]) -> list[str]:
     """The folder names of the runs, or whole paths where two names are the same."""
     resolved = [Path(path).resolve() for path in paths]
     names = [path.parent.name if path.name == METRICS_FILE else path.name for path in resolved]
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
     if not output.absolute().parent.is_dir():
         raise UserError(f"-o {output}: no folder {output.parent}")
     paths = list(dict.fromkeys(arguments.runs))
-    runs = dict(zip(_labels(paths), map(read_metrics, paths), strict=True))
+    runs = dict(zip(labels(paths), map(read_metrics, paths), strict=True))
     draw(runs).savefig(output, dpi=120)
     print(output)
 

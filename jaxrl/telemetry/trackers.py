@@ -50,8 +50,9 @@ class RunFacts:
     settings: JsonObject
     """The resolved config, nested."""
     resumed_at: int | None
-    """Batches trained before this process; None: a new run."""
+    """Batches trained before this process, whose later rows are written again; None: a new run."""
     notify: Notify
+    """Takes what a user should know, from any thread."""
 
     def kept_id(self, tracker: str) -> str | None:
         """The tracker's own name of this run, as an earlier process left it."""
@@ -93,23 +94,9 @@ def check_trackers(config: LoggingConfig) -> None:
             )
 
 
-def open_trackers(
-    config: LoggingConfig,
-    run_name: str,
-    run_dir: Path,
-    settings: JsonObject,
-    resumed_at: int | None,
-    notify: Notify,
-) -> Trackers:
-    """The trackers that ``config`` asks for, each starting up in its thread.
-
-    Args:
-        settings: the resolved config as nested dicts, shown by each tracker.
-        resumed_at: batches trained before; rows after it are written again. None: a new run.
-        notify: takes what a user should know, from any thread.
-    """
+def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers:
+    """The trackers that ``config`` asks for, each starting up in its thread."""
     check_trackers(config)
-    facts = RunFacts(run_name, run_dir, settings, resumed_at, notify)
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         import_tensorboard()
@@ -118,7 +105,7 @@ def open_trackers(
         makers["wandb"] = partial(Wandb, facts, config.wandb)
     if config.mlflow is not None:
         makers["mlflow"] = partial(MLflow, facts, config.mlflow)
-    return Trackers([TrackerThread(name, make, notify) for name, make in makers.items()])
+    return Trackers([TrackerThread(name, make, facts.notify) for name, make in makers.items()])
 
 
 class Trackers:

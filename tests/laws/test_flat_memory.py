@@ -23,7 +23,7 @@ from jaxrl.runtime.local import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline
-from jaxrl.telemetry.trackers import open_trackers
+from jaxrl.telemetry.trackers import RunFacts, open_trackers
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
@@ -106,7 +106,7 @@ def pretended_loop(folder, on_row):
     for worker in workers:
         worker.start_role(worker.name, Pretender, deadline=5).result()
     timeline = Timeline(folder / "timeline.json", most_bytes=TIMELINE)
-    trackers = open_trackers(config.logging, "run", folder, {}, None, print)
+    trackers = open_trackers(config.logging, RunFacts("run", folder, {}, None, print))
     files = [
         Console(config.logging, steps=700, out=Nowhere()),
         MetricsWriter(folder / "metrics.jsonl"),
@@ -127,20 +127,18 @@ def pretended_loop(folder, on_row):
         judge=lambda text, prompt: 1.0,
         train=SimpleNamespace(epoch_prompts=40),
     )
+    plan = SimpleNamespace(peaks={"actor": 20})
+    group = SimpleNamespace(peaks=lambda: {"actor": 10}, compiled=Compilations)
     reporter = Reporter(
-        job,
-        console,
+        SimpleNamespace(job=job, plan=plan, console=console, notify=Silent(), on_step=on_row),
+        group,
         metrics,
         samples,
         trackers,
         timeline,
         saves,
-        peaks=lambda: {"actor": 10},
-        compiled=Compilations,
-        planned={"actor": 20},
+        profile=SimpleNamespace(row=lambda row: None),
         scorers={},
-        log=lambda text: None,
-        on_row=on_row,
     )
     handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
     calls = Calls(config, handles)
@@ -154,6 +152,15 @@ def pretended_loop(folder, on_row):
         assert all(worker.stop(5) for worker in workers)
 
     return loop, close
+
+
+class Silent:
+    """A notifier that keeps nothing."""
+
+    def __call__(self, text):
+        pass
+
+    to_log = __call__
 
 
 class Nowhere(io.StringIO):

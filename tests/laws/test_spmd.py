@@ -266,7 +266,7 @@ def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: st
 def test_parts_of_the_rows_are_the_whole(tmp_path):
     source, target = role_mesh(jax.devices()[:2], Axes(2)), role_mesh(jax.devices(), Axes(2, 2, 2))
     samples = sampler(source, "sampled")
-    samples.load(Weights(0, tiny_model(STUDENT, source, "unstacked")[1], 0, 0.0))
+    samples.load(Weights(0, tiny_model(STUDENT, source, "unstacked")[1], 0))
     drawn = samples.generate(prompts(0), 0)
     projection = Projection(config("sampled").distill, source, VOCAB)
     teacher = Scorer(*tiny_model(TEACHER, source), projection)
@@ -286,13 +286,13 @@ def test_weights_that_do_not_fit_are_refused_and_old_ones_freed_first():
     mesh = role_mesh(jax.devices()[:2], Axes(1, 2))
     samples = sampler(mesh, "hidden")
     params = tiny_model(STUDENT, mesh, "unstacked")[1]
-    samples.load(Weights(0, params, 0, 0.0))
+    samples.load(Weights(0, params, 0))
     other = tiny_model("llama", mesh, "unstacked")[1]  # with narrower heads
     with pytest.raises(RuntimeError, match=r"version 1 .*float32\[32, 16\], it must be"):
-        samples.load(Weights(1, other, 0, 0.0))
+        samples.load(Weights(1, other, 0))
     halves = jax.tree.map(lambda x: x.astype("bfloat16"), params)
     with pytest.raises(RuntimeError, match=r"embedding is bfloat16\[64, 32\], it must be float32"):
-        samples.load(Weights(1, halves, 0, 0.0))
+        samples.load(Weights(1, halves, 0))
     assert jax.tree.leaves(samples.params)[0] is jax.tree.leaves(params)[0]
     old = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
 
@@ -307,8 +307,8 @@ def test_weights_that_do_not_fit_are_refused_and_old_ones_freed_first():
     sent = jax.tree.map(later, params)
     expected = [leaf + 1 for leaf in on_host(params)]
     del params
-    told = samples.load(Weights(1, sent, 4, 2.0))
-    assert told["time/weight_sync_s"] > 2 and told["weights/sync_bytes"] == 4
+    told = samples.load(Weights(1, sent, 4))
+    assert told["weights/sync_bytes"] == 4
     close(on_host(samples.params), expected, 0)
 
 

@@ -19,7 +19,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
-from jaxrl.profile.stages import StepBatch, stage_rows, step_work
+from jaxrl.profile.stages import RunModels, StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
 from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
@@ -260,7 +260,9 @@ class Asked:
 
 def profile(log, steps):
     config = Config.load("builtin:quickstart", ["steps=8"])
-    return Profile(SimpleNamespace(config=config), None, Asked(log), Path("x"), steps, log.append)
+    return Profile(
+        SimpleNamespace(config=config), None, None, Asked(log), Path("x"), steps, log.append
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -341,10 +343,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
 
     def work(*overrides, model=c):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
-        job = SimpleNamespace(
-            config=config, student=SimpleNamespace(config=model), teachers={}, vocab_size=264
-        )
-        return step_work(job, axes, [batch])
+        return step_work(RunModels(config, model, (), 264), axes, [batch])
 
     one = work("actor.minibatches=1", "actor.epochs_per_batch=1")
     forward, loss, backward, optimizer = one["actor", "update"]

@@ -19,7 +19,6 @@ from jaxrl.profile.work import (
     decode_work,
     divergence_work,
     forward_work,
-    group_work,
     head_work,
 )
 from jaxrl.sharding.ceilings import PUBLISHED, ceilings_of
@@ -80,7 +79,7 @@ def test_a_window_counts_its_pairs_alone():
         saved = band.sum() - np.triu(band, -3).sum()
         whole, less = (forward_work(model, [length], 4).flops for model in (MODEL, mixed))
         assert whole - less == each * saved
-    shared = group_work(mixed, [3, 5], samples=1, mean=5, itemsize=4)
+    shared = forward_work(mixed, [3, 5], samples=1, mean=5, itemsize=4)
     assert shared == forward_work(mixed, [8.0, 10.0], 4)
     full, seen = (decode_work(m, context=10, tokens=6, steps=3, itemsize=2) for m in (MODEL, mixed))
     assert full.flops - seen.flops == 6 * each * (10 - 4)
@@ -104,10 +103,10 @@ def test_layers_of_other_shapes_count_their_own_heads():
 
 def test_a_prompt_counts_once_however_many_completions_follow_it():
     whole = forward_work(MODEL, [8.0, 10.0], 4)
-    assert group_work(MODEL, [3, 5], samples=1, mean=5, itemsize=4) == whole
+    assert forward_work(MODEL, [3, 5], samples=1, mean=5, itemsize=4) == whole
     twice = forward_work(MODEL, [8.0, 8.0, 10.0, 10.0], 4).flops
     shared = forward_work(MODEL, [3.0, 5.0], 4).flops
-    assert group_work(MODEL, [3, 5], samples=2, mean=5, itemsize=4).flops == twice - shared
+    assert forward_work(MODEL, [3, 5], samples=2, mean=5, itemsize=4).flops == twice - shared
 
 
 def test_decoding_reads_the_weights_at_each_step_and_the_keys_of_each_token():

@@ -28,13 +28,12 @@ from jaxrl.profile.stages import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
 from jaxrl.report import samples, timeline
-from jaxrl.report.curves import charts
+from jaxrl.report.curves import charts, evenly, thin
 from jaxrl.report.facts import changed_keys, differing_keys, facts
 from jaxrl.report.idle import PoolUse, understand
 from jaxrl.report.memory import memory_pools
 from jaxrl.report.page import bytes_text, environment, page
 from jaxrl.report.read import read_run
-from jaxrl.report.thin import evenly, thin
 from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
@@ -181,11 +180,11 @@ def test_charts_are_grouped_and_what_does_not_change_is_none(run: Path) -> None:
 
 
 def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
-    pools = {pool.name: pool for pool in memory_pools(read_run(run))}
+    pools = {pool["name"]: pool for pool in memory_pools(read_run(run))}
     for pool in pools.values():
-        assert sum(part["bytes"] for part in pool.parts) == pool.peak > 0
-    assert pools["actor"].measured == made_run.PEAK
-    assert pools["rollout"].measured is None, "the plan's own figure is no measurement"
+        assert sum(part["bytes"] for part in pool["parts"]) == pool["peak"] > 0
+    assert pools["actor"]["measured"] == made_run.PEAK
+    assert pools["rollout"]["measured"] is None, "the plan's own figure is no measurement"
 
 
 def test_the_summary(run: Path) -> None:

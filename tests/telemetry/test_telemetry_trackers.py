@@ -22,6 +22,7 @@ from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
 from jaxrl.telemetry import trackers
 from jaxrl.telemetry.trackers import (
+    RunFacts,
     Trackers,
     TrackerThread,
     check_trackers,
@@ -44,7 +45,7 @@ def open_for(
     run_dir: Path, messages: list[str], resumed_at: int | None = None, **keys: Any
 ) -> Trackers:
     config = LoggingConfig(**({"tensorboard": False} | keys))
-    return open_trackers(config, "name", run_dir, SETTINGS, resumed_at, messages.append)
+    return open_trackers(config, RunFacts("name", run_dir, SETTINGS, resumed_at, messages.append))
 
 
 def events(run_dir: Path) -> list[list[Event]]:
@@ -283,7 +284,8 @@ def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) 
     settings = Config.load().model_dump(mode="json")
     messages: list[str] = []
     config = LoggingConfig(tensorboard=False, mlflow="tests")
-    open_trackers(config, "name", tmp_path, settings, None, messages.append).close(timeout=20)
+    facts = RunFacts("name", tmp_path, settings, None, messages.append)
+    open_trackers(config, facts).close(timeout=20)
     params = {call[1]: call[2] for call in mlflow.calls if call[0] == "param"}
     assert messages == [] and params == {
         key: str(value)[:500] for key, value in flatten_dict(settings, sep=".").items()

@@ -1,0 +1,22 @@
+"""Tables as plain text, for files, logs and pipes."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 132
+"""Columns of a table where there is no terminal."""
+
+
+def table_lines(table: Table) -> list[str]:
+    """The lines of a table, without empty ones."""
+    out = io.StringIO()
+    # In a notebook, rich would show the table instead of writing it.
+    console = Console(
+        file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False
+    )
+    console.print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
