@@ -234,10 +234,9 @@ def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     """The devices, who has them, and which are free."""
     from jaxrl.sharding.mesh import host_available
 
-    left = host_available()
-    free_memory = "" if left is None else f", {left / GB:.1f} GB of memory free"
+    free_memory = f"{host_available() / GB:.1f} GB of memory free"
     page: list[Table | str] = [
-        f"host {socket.gethostname()}: {os.cpu_count()} CPU cores{free_memory}",
+        f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
         *settings(os.environ.items()),
         *host.notes,
     ]

@@ -18,7 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,26 +27,27 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
+from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory
 from jaxrl.runtime.parcel import Parcel, Store, pack
 from jaxrl.runtime.tracing import Tracer
-from jaxrl.runtime.worker import OutOfMemory, Phase, Stopped, WorkerError, WorkerState, replaced
-from jaxrl.sharding.ledger import Move
-
-KINDS: dict[str, type[Exception]] = {
-    "user": UserError,
-    "memory": OutOfMemory,
-    "worker": WorkerError,
-    "run": RunError,
-}
-"""Name of an error in a `CallReport` -> its class; subclasses come before their base classes."""
-BOUNCED = "bounced"
-"""Name of the error of a call that did not run because its input, or that of an earlier call, was
-lost. The driver sends such a call again."""
+from jaxrl.runtime.worker import (
+    OutOfMemory,
+    Phase,
+    Stopped,
+    Times,
+    WorkerError,
+    WorkerState,
+    replaced,
+)
 
 
 class InputLost(RunError):
-    """The process that held an argument has ended, and the value is lost."""
+    """A call did not run because its input, or that of an earlier call, was lost with the process
+    that held it. The driver sends such a call again."""
+
+
+REPORTED = (InputLost, UserError, OutOfMemory, WorkerError, RunError)
+"""Classes of the errors in a `CallReport`; subclasses come before their base classes."""
 
 
 @dataclass(frozen=True)
@@ -82,35 +84,23 @@ class CallRequest:
 class CallReport:
     """Times and error of a finished call, without its result."""
 
-    number: int
-    epoch: int
-    started: float | None
-    finished: float
-    """`time.monotonic` seconds of this process."""
-    error: tuple[str, str] | None
-    """(a name in `KINDS` or `BOUNCED`, the text); None: the call succeeded."""
-    nbytes: int = 0
-    """Bytes of arrays that left this process."""
-    packed_s: float = 0.0
-    """Seconds that it took to pack them."""
-    moves: tuple[Move, ...] = ()
-    made_s: float | None = None
-    """As in `Times`."""
+    times: Times
+    """By the clock of this process."""
+    error: Exception | None
+    """One of `REPORTED`; None: the call succeeded."""
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
     """The state of a process, which it reports while it works."""
 
-    now: float
-    """`time.monotonic` seconds of this process."""
-    phase: str
-    detail: str
-    since: float
+    at: float
+    """`time.monotonic` seconds of this process; in `RayPool.answers`, of the driver."""
+    phase: Phase
     running: tuple[tuple[int, float], ...]
     """(number, start) of each running call."""
     memory: str
-    peaks: int | None
+    peak: int | None
     compiled: Compilations
 
 
@@ -119,13 +109,10 @@ class ProcessInfo:
     """Identity, versions and visible devices of a process."""
 
     host: str
-    address: str
     pid: int
     devices: tuple[tuple[str, int, str], ...]
-    """(platform, id, label) of each device. The label identifies the physical device on its host;
-    it is empty for devices of other processes."""
-    local: int
-    """Number of devices that belong to this process."""
+    """(platform, id, label) of each device that belongs to this process. The label identifies the
+    physical device on its host."""
     versions: tuple[tuple[str, str], ...]
     stacks_file: str
 
@@ -133,7 +120,6 @@ class ProcessInfo:
 @dataclass(eq=False)
 class _Call(LocalFuture):
     epoch: int = 0
-    packed_s: float = field(default=0.0)
 
 
 class _Worker(LocalWorker):
@@ -177,22 +163,12 @@ class WorkerServer:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
         found: list[tuple[str, int, str]] = []
-        for device in jax.devices():
-            own = device.process_index == jax.process_index()
-            index = len([d for d in found if d[2]])
+        for index, device in enumerate(jax.local_devices()):
             hardware = names[index] if device.platform == "gpu" and index < len(names) else ""
-            label = hardware or f"{os.getpid()}.{device.id}"
-            found.append((device.platform, device.id, label if own else ""))
+            found.append((device.platform, device.id, hardware or f"{os.getpid()}.{device.id}"))
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
-        return ProcessInfo(
-            socket.gethostname(),
-            "",
-            os.getpid(),
-            tuple(found),
-            len(jax.local_devices()),
-            versions,
-            f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}",
-        )
+        stacks_file = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
+        return ProcessInfo(socket.gethostname(), os.getpid(), tuple(found), versions, stacks_file)
 
     def free_port(self) -> int:
         with socket.socket() as file:
@@ -235,47 +211,33 @@ class WorkerServer:
         while not call._done.wait(1.0):
             pass  # the driver enforces the deadline: it polls `answer`, and kills the process
         self._running.pop(request.number, None)
-        finished, error, parcel = time.monotonic(), None, None
+        error, parcel = None, None
         value = call._value
         if call._error is not None:
-            error = _named_error(call._error)
+            error = _reported(call._error)
         elif not request.keeps:
             try:
                 parcel = value if isinstance(value, Parcel) else self._pack(value, None)
             except BaseException as failed:
-                error = (
-                    "run",
-                    f"the result of {request.role}.{request.method} cannot travel: {failed}",
-                )
+                name = f"{request.role}.{request.method}"
+                error = RunError(f"the result of {name} cannot travel: {failed}")
         call.args = call.kwargs = ()  # type: ignore[assignment]
         if not request.keeps:
             call._value = None
-        report = CallReport(
-            request.number,
-            request.epoch,
-            call.times.started,
-            call.times.finished or finished,
-            error,
-            0 if parcel is None else parcel.nbytes,
-            call.packed_s,
-            call.times.moves,
-            call.times.made_s,
-        )
-        return report, parcel
+        return CallReport(call.times, error), parcel
 
     def _submit(self, worker: _Worker, request: CallRequest) -> _Call:
         call = _Call(
-            worker,
             request.role,
             request.method,
             (),
             {},
             deadline=float("inf"),
             aside=request.position < 0,
+            worker=worker,
+            then=partial(self._pack, store=self._store) if request.stores else None,
             epoch=request.epoch,
         )
-        if request.stores:
-            call.then = lambda value: self._stored(call, value)
         with self._turn:
             while self._next.get(request.epoch, 0) < request.position:
                 self._turn.wait(1.0)
@@ -296,12 +258,6 @@ class WorkerServer:
     def _resolve(self, value: object) -> Any:
         return replaced(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
-    def _stored(self, call: _Call, value: object) -> Parcel:
-        start = time.monotonic()
-        parcel = self._pack(value, self._store)
-        call.packed_s = time.monotonic() - start
-        return parcel
-
     def _pack(self, value: object, store: Store | None) -> Parcel:
         """The pool's first process packs the whole value, the others only their pieces of its
         arrays."""
@@ -317,18 +273,16 @@ class WorkerServer:
         for number in released:
             self._kept.pop(number, None)
         now, worker = time.monotonic(), self._worker
-        if worker is None:
-            return ProcessStatus(now, "starting", "", now, (), "", None, compilations())
+        assert worker is not None, "open() comes first"
         running = tuple(
             (number, call.times.started)
             for number, call in list(self._running.items())
             if call.times.started is not None and not call.done()
         )
-        phase = worker.phase
-        peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
-        reported = device_memory(worker.devices)
-        about = phase.name, phase.detail, phase.since
-        return ProcessStatus(now, *about, running, reported, peaks, compilations())
+        memory = device_memory(worker.devices)
+        return ProcessStatus(
+            now, replace(worker.phase), running, memory, worker.peak(), compilations()
+        )
 
     def state(self) -> WorkerState:
         """The state of this process in the form that all launchers share."""
@@ -339,9 +293,12 @@ class WorkerServer:
 
     def stacks(self) -> str:
         """The Python stack of the worker's thread or, if there is none, of all threads."""
-        worker = self._worker
-        first = worker.stack() if worker is not None else ""
-        return first or dump_all()
+        if self._worker is not None:
+            return self._worker.stack()
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read()
 
     def stop(self) -> None:
         if self._worker is not None:
@@ -350,21 +307,14 @@ class WorkerServer:
             self._turn.notify_all()
 
 
-def dump_all() -> str:
-    """The stacks of all threads of this process."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
-
-
-def _named_error(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, InputLost | Stopped):
-        return BOUNCED, str(error)
-    for kind, of in KINDS.items():
-        if isinstance(error, of):
-            return kind, str(error)
-    return "worker", f"{type(error).__name__}: {error}"
+def _reported(error: BaseException) -> Exception:
+    """The error of a call as one of a class that the driver has."""
+    if isinstance(error, Stopped):
+        return InputLost(str(error))
+    for kind in REPORTED:
+        if isinstance(error, kind):
+            return kind(str(error))
+    return WorkerError(f"{type(error).__name__}: {error}")
 
 
 def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from jax.profiler import TraceAnnotation
 
@@ -21,6 +21,8 @@ from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.tracing import Traced
 from jaxrl.sharding.ledger import Move
 
+POLL_S = 0.5
+"""Seconds between two checks of a wait whether something has failed or is late."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -137,6 +139,58 @@ class Times:
         if self.started is None or self.finished is None:
             return 0.0
         return self.finished - self.started
+
+
+@dataclass(eq=False)
+class CallFuture:
+    """What the futures of all launchers have in common; see `Future`."""
+
+    role: str
+    method: str
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    deadline: float
+    """Seconds that the call itself may take, from its start."""
+    aside: bool
+    """Beside the queue of the worker, on a thread of its own."""
+    times: Times = field(default_factory=Times, init=False)
+    _done: threading.Event = field(default_factory=threading.Event, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """The value. Raises as soon as anything fails in a worker of the same group, or is late
+        anywhere up the chain of calls.
+        """
+        while not self.wait(POLL_S):
+            self.check()
+        if self._error is not None:
+            raise self._error
+        return self._fetch()
+
+    def _fetch(self) -> object:
+        """The value of a call that has ended without an error."""
+        raise NotImplementedError
+
+    def inputs(self) -> list[Self]:
+        """The futures among its arguments."""
+        values = leaves([list(self.args), dict(self.kwargs)])
+        return [value for value in values if isinstance(value, type(self))]
+
+    def late(self, elapsed: float, diagnosis: str) -> DeadlineExceeded:
+        """The error of a call that has run for `elapsed` seconds, which is too long."""
+        return DeadlineExceeded(
+            f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
+            f" its deadline is {self.deadline:g} s.\n{diagnosis}"
+        )
 
 
 def methods_of(protocol: type | None) -> list[str]:

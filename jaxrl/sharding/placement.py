@@ -43,7 +43,6 @@ class Pool:
 class RolePlacement:
     """Where one role runs."""
 
-    role: str
     pool: int
     """Index into `Placement.pools`."""
     devices: range
@@ -86,7 +85,7 @@ def parse(spec: str) -> Placement:
         for role in names:
             if role in roles:
                 raise UserError(f"role {role!r} is placed twice in the mesh {spec!r}: name it once")
-            roles[role] = RolePlacement(role, len(pools), pool.devices)
+            roles[role] = RolePlacement(len(pools), pool.devices)
         pools.append(pool)
     return Placement(spec, tuple(pools), roles)
 
@@ -154,7 +153,7 @@ def serve(placement: Placement, role: str) -> Placement:
         placement = replace(placement, pools=tuple(pools), roles=others, notes=notes)
     n = placement.n_devices
     pool = Pool((role,), n, n)
-    placed = RolePlacement(role, len(placement.pools), pool.devices)
+    placed = RolePlacement(len(placement.pools), pool.devices)
     return replace(
         placement, pools=(*placement.pools, pool), roles={**placement.roles, role: placed}
     )
@@ -169,7 +168,7 @@ def _join_actor(placement: Placement, role: str) -> Placement:
     pool = placement.pools[actor.pool]
     pools = list(placement.pools)
     pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
-    joined = RolePlacement(role, actor.pool, pool.devices)
+    joined = RolePlacement(actor.pool, pool.devices)
     placement = replace(placement, pools=tuple(pools), roles={**placement.roles, role: joined})
     return _note(
         placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool"

@@ -506,7 +506,7 @@ def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monke
     thread.start()
     assert held.wait(10)
     supervisor = Supervisor(RayConfig(), [], None, sender, end, print)
-    future = RayFuture(end, None, "rollout", "generate", (), {}, 60.0, False, 1)
+    future = RayFuture("rollout", "generate", (), {}, 60.0, False, end, None, 1, sender.lock)
     sender.add(future)
     supervisor.end(RunLost("the GCS has ended"))
     with pytest.raises(RunLost, match="the GCS has ended"):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from jaxrl.runtime.local import POLL_S, LocalFuture
+from jaxrl.runtime.local import LocalFuture
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.server import KINDS, CallReport, InputLost, LocalRef
-from jaxrl.runtime.worker import RunLost, Stopped, Times, leaves, replaced
+from jaxrl.runtime.server import CallReport, InputLost, LocalRef
+from jaxrl.runtime.worker import POLL_S, CallFuture, RunLost, Stopped, replaced
 
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
@@ -34,45 +33,29 @@ class End:
 
     failure: BaseException | None = None
     """Why not."""
-    came: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
-class RayFuture:
+class RayFuture(CallFuture):
     """The result of one call to a pool."""
 
     end: End
     pool: RayPool
-    role: str
-    method: str
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    deadline: float
-    aside: bool
     number: int
-    times: Times = field(default_factory=Times)
-    refs: list[ray.ObjectRef] = field(default_factory=list)
-    """Of the results, one for each process; empty while unsent."""
-    reports: dict[int, CallReport] = field(default_factory=dict)
-    bounced: set[int] = field(default_factory=set)
-    """Processes where an input was lost, so that it did not run."""
-    settled: bool = False
-    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
-    keeps: bool = False
-    nbytes: int = 0
-    sent: float = 0.0
-    tries: int = 0
-    """Reports about an earlier one are ignored."""
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any
     """Of the sender: held by who decides whether the call is sent."""
-    _done: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
+    keeps: bool = False
+    """Whether its result stays in the processes of its pool."""
+    refs: list[ray.ObjectRef] = field(default_factory=list, init=False)
+    """Of the results, one for each process; empty while unsent."""
+    reports: dict[int, CallReport] = field(default_factory=dict, init=False)
+    bounced: set[int] = field(default_factory=set, init=False)
+    """Processes where an input was lost, so that it did not run."""
+    settled: bool = field(default=False, init=False)
+    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
+    sent: float = field(default=0.0, init=False)
+    tries: int = field(default=0, init=False)
+    """Reports about an earlier one are ignored."""
 
     def cancel(self) -> bool:
         """A call that was sent counts as begun: else the processes of a pool might not agree."""
@@ -89,45 +72,16 @@ class RayFuture:
         if self.end.failure is not None:
             raise self.end.failure
 
-    def result(self) -> Any:
-        while not self._done.wait(POLL_S):
-            self.check()
-        if self._error is not None:
-            raise self._error
-        if self.keeps:
-            return None  # of no use outside its pool
-        return self._fetch()
-
     def _fetch(self) -> object:
-        """The value of a call that has ended, here in the driver."""
-        waiting = list(self.refs)
-        while waiting:
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
-            self.check()
+        """The value, here in the driver; None where it is of no use outside its pool."""
+        if self.keeps:
+            return None
         try:
-            return unpack([ray.get(ref, timeout=FETCH_S) for ref in self.refs], fetched)
+            return unpack(_get_all(self.refs, self.check), fetched)
         except RayError as error:
             raise RunLost(
                 f"what {self.role}.{self.method} made is lost: {type(error).__name__}"
             ) from error
-
-    def inputs(self) -> list[RayFuture]:
-        values = leaves([list(self.args), dict(self.kwargs)])
-        return [value for value in values if isinstance(value, RayFuture)]
-
-    def again(self) -> RayFuture:
-        """The same call, not sent yet; this one keeps its result."""
-        return RayFuture(
-            self.end,
-            self.pool,
-            self.role,
-            self.method,
-            self.args,
-            self.kwargs,
-            self.deadline,
-            self.aside,
-            self.number,
-        )
 
     def unsend(self) -> None:
         """Forgets that it was sent: its processes are gone, or could not run it."""
@@ -152,18 +106,27 @@ class RemoteRef:
 
     def arrive(self, stopping: Callable[[], bool]) -> object:
         """Waits in the process that needs it; the driver bounds the wait."""
-        waiting = list(self.refs)
+
+        def check() -> None:
+            if stopping():
+                raise InputLost("the run is over")
+
         try:
-            while waiting:
-                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
-                if stopping():
-                    raise InputLost("the run is over")
-            parcels = [ray.get(ref, timeout=FETCH_S) for ref in self.refs]
+            parcels = _get_all(self.refs, check)
         except RayError as error:
             raise InputLost(f"what {self.role} made is lost: {type(error).__name__}") from error
         if any(parcel is None for parcel in parcels):
             raise InputLost(f"{self.role} did not make it")
         return unpack(parcels, fetched)
+
+
+def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
+    """What processes packed, or None for one that did not; `check` may end the wait."""
+    waiting = list(refs)
+    while waiting:
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+        check()
+    return [ray.get(ref, timeout=FETCH_S) for ref in refs]
 
 
 def fetched(place: object) -> Any:
@@ -189,9 +152,3 @@ def wire(values: object, pool: RayPool) -> Any:
         return value
 
     return replaced(values, place)
-
-
-def raised(error: tuple[str, str]) -> BaseException:
-    """The exception for the error in a report."""
-    kind, text = error
-    return KINDS[kind](text)

@@ -18,17 +18,17 @@ from dataclasses import replace
 import jax
 import ray
 from ray._private import worker as ray_worker
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
+from jaxrl.process.gpu_memory import given_share, gpu_share
 from jaxrl.process.plain import Keywords
 from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
-from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import show_token
 from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
+from jaxrl.runtime.worker import POLL_S
 from jaxrl.sharding.mesh import (
     MOST_EMULATED,
     Visible,
@@ -45,9 +45,6 @@ NODE_S = 60.0
 """Longest wait for a node's description of itself."""
 STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
-_Gpus = tuple[tuple[int, ...], str | None, float]
-"""Bytes of each GPU of a host, their least compute capability, the share that jax would take."""
-_UNKNOWN_GPUS: _Gpus = ((), None, SHARE)
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -171,17 +168,12 @@ def _reach(address: str) -> None:
 def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
     cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
-    memory = host_available() or 0
-    reported = _ask_driver(given_share()) if gpus else _UNKNOWN_GPUS
-    name = socket.gethostname()
-    here = Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory)
+    memory = host_available()
+    reported = _ask_driver(given_share()) if gpus else {}
     chips = 0 if gpus else tpu_chips_here()
-    return replace(_with_gpus(here, reported), tpus=chips, tpus_free=chips)
-
-
-def _with_gpus(host: Host, reported: _Gpus) -> Host:
-    memory, capability, share = reported
-    return replace(host, gpu_memory=memory, capability=capability, gpu_share=share)
+    sizes = cpus, cpus, gpus, gpus, memory, memory
+    here = Host("", socket.gethostname(), "127.0.0.1", *sizes, tpus=chips, tpus_free=chips)
+    return replace(here, **reported)
 
 
 def find_hosts() -> list[Host]:
@@ -193,9 +185,10 @@ def find_hosts() -> list[Host]:
     found = []
     for node in nodes:
         has, left = node["Resources"], free.get(node["NodeID"], {})
+        gpus = reported.get(node["NodeID"], {})
         host = Host(
             node["NodeID"],
-            node["NodeName"] if node.get("NodeName") else node["NodeManagerHostname"],
+            node.get("NodeName") or node["NodeManagerHostname"],
             node["NodeManagerAddress"],
             int(has.get("CPU", 0)),
             int(left.get("CPU", 0)),
@@ -205,8 +198,9 @@ def find_hosts() -> list[Host]:
             int(left.get("memory", 0)),
             tpus=int(has.get("TPU", 0)),
             tpus_free=int(left.get("TPU", 0)),
+            **gpus,
         )
-        found.append(_with_gpus(host, reported.get(node["NodeID"], _UNKNOWN_GPUS)))
+        found.append(host)
     return found
 
 
@@ -214,20 +208,20 @@ def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-def _ask_gpus(node: str) -> _Gpus:
+def _ask_gpus(node: str) -> Keywords:
     """`_ask_driver` on a node."""
     task = ray.remote(num_cpus=0, max_retries=0)(_ask_driver).options(
         scheduling_strategy=on_node(node)
     )
     try:
-        found: _Gpus = ray.get(task.remote(given_share()), timeout=NODE_S)
-    except (RayError, GetTimeoutError):
-        return _UNKNOWN_GPUS
+        found: Keywords = ray.get(task.remote(given_share()), timeout=NODE_S)
+    except RayError:
+        return {}
     return found
 
 
-def _ask_driver(share: float | None) -> _Gpus:
-    """What the GPUs of this host are.
+def _ask_driver(share: float | None) -> Keywords:
+    """What the driver of the GPUs of this host tells of them, as fields of `Host`.
 
     Args:
         share: what the user of the run has set; it counts before what is set on this host.
@@ -237,8 +231,9 @@ def _ask_driver(share: float | None) -> _Gpus:
     try:
         reported = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return _UNKNOWN_GPUS
-    return *read_gpus(reported.stdout), share or gpu_share()
+        return {}
+    memory, capability = read_gpus(reported.stdout)
+    return {"gpu_memory": memory, "capability": capability, "gpu_share": share or gpu_share()}
 
 
 def read_gpus(text: str) -> tuple[tuple[int, ...], str | None]:

@@ -1,9 +1,8 @@
-"""A process of a pool, as Ray starts it: a Ray actor that hands everything to its server."""
+"""A process of a pool, as Ray starts it: a `WorkerServer` that is a Ray actor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import ray
@@ -18,31 +17,19 @@ CALLS = 256
 """Calls that a process takes at once; all but one wait for their turn."""
 
 
+CONTROL = ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop")
+
+
 def worker_class(pool: str) -> ActorClass:
     """A Ray actor class whose name, and so its process title, tells the roles."""
-    methods = {"run": "calls"} | dict.fromkeys(
-        ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop"), "control"
-    )
-    body = {
-        name: ray.method(concurrency_group=group)(_forward(name)) for name, group in methods.items()
+    methods: dict[str, object] = {
+        name: ray.method(concurrency_group="control")(getattr(WorkerServer, name))
+        for name in CONTROL
     }
-    body["run"] = ray.method(concurrency_group="calls", num_returns=2)(_forward("run"))
-    body["__init__"] = _begin
-    cls = type(f"jaxrl:{pool}", (), body)
+    methods["run"] = ray.method(concurrency_group="calls", num_returns=2)(WorkerServer.run)
+    cls = type(f"jaxrl:{pool}", (WorkerServer,), methods)
     options: Keywords = {"concurrency_groups": {"calls": CALLS, "control": 4}}
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
-
-
-def _begin(self: Any, name: str, rank: int, cwd: str) -> None:
-    self.server = WorkerServer(name, rank, cwd, ray.put)
-
-
-def _forward(name: str) -> Callable[..., object]:
-    def method(self: Any, *args: object) -> object:
-        return getattr(self.server, name)(*args)
-
-    method.__name__ = name
-    return method
 
 
 def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -25,14 +26,10 @@ class Sender:
         """Around the calls, and what of a pool and of a call decides whether it may be sent."""
         self.news: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         """(kind, ...) of what processes reported."""
-        self._numbers = 0
+        self.numbers = itertools.count(1)
+        """Those of the next calls. With the lock held."""
         self._calls: dict[int, RayFuture] = {}
         """By number, so in the order in which they were asked for."""
-
-    def number(self) -> int:
-        """Of the next call. With the lock held."""
-        self._numbers += 1
-        return self._numbers
 
     def add(self, future: RayFuture) -> None:
         """With the lock held."""

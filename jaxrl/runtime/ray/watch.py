@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
-from jaxrl.runtime.ray.calls import RayFuture
 from jaxrl.runtime.ray.connect import on_node
 from jaxrl.runtime.ray.own import Health, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
@@ -43,16 +42,16 @@ def check_nodes(pool: RayPool) -> None:
 
 def diagnosis(pool: RayPool, rank: int) -> str:
     """What a late process does, as far as anybody can tell."""
-    answer, heard = pool.answers.get(rank, (None, pool.born))
-    now = time.monotonic()
+    answer, now = pool.answers.get(rank), time.monotonic()
     found = stacks(pool, rank)
     if answer is None:
         return f"{pool.where(rank)} has never answered; {found}"
-    reported = f", {answer.detail}" if answer.detail else ""
-    since = heard - (answer.now - answer.since)
-    silent = f" (it last answered {now - heard:.1f} s ago)" if now - heard > SILENT_S else ""
+    phase, ago = answer.phase, now - answer.at
+    reported = f", {phase.detail}" if phase.detail else ""
+    silent = f" (it last answered {ago:.1f} s ago)" if ago > SILENT_S else ""
     return (
-        f"{pool.where(rank)} in phase '{answer.phase}' for {now - since:.1f} s{reported}{silent}\n"
+        f"{pool.where(rank)} in phase '{phase.name}' for {now - phase.since:.1f} s"
+        f"{reported}{silent}\n"
         f"device memory: {answer.memory}\nstack of the worker:\n{found}"
     )
 
@@ -61,7 +60,7 @@ def stacks(pool: RayPool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
         return ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
-    except (GetTimeoutError, RayError):
+    except RayError:
         pass
     if rank >= len(pool.info):
         return "(it has never answered)"
@@ -69,14 +68,8 @@ def stacks(pool: RayPool, rank: int) -> str:
     try:
         found = _there(pool, rank, look, info.pid, info.stacks_file)
         return str(_got(found, 2 * LOOK_S))
-    except (GetTimeoutError, RayError) as error:
+    except RayError as error:
         return f"its host does not answer ({type(error).__name__})"
-
-
-def death(pool: RayPool, rank: int, call: RayFuture | None, error: BaseException) -> str:
-    """Which process ended, in which call, and what Ray knows of it."""
-    during = "" if call is None else f" in {call.role}.{call.method}"
-    return f"{pool.where(rank)} died{during}: {last_line(error)}"
 
 
 def kill(pools: Sequence[RayPool]) -> None:
