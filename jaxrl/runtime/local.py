@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
@@ -26,7 +26,6 @@ from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
     POLL_S,
-    CallFuture,
     Future,
     OutOfMemory,
     Phase,
@@ -56,7 +55,7 @@ NO_ROOM = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(eq=False)
-class LocalFuture(CallFuture):
+class LocalFuture(Future[Any]):
     """The result of one call to a `LocalWorker`."""
 
     worker: LocalWorker | None
@@ -90,7 +89,6 @@ class LocalFuture(CallFuture):
         return self._value
 
     def check(self) -> None:
-        """Raises for a failure in any worker, and for the late call that this one waits for."""
         if self.worker is None:
             return
         for worker in self.worker.worker_group:

@@ -40,6 +40,11 @@ from jaxrl.runtime.worker import (
     replaced,
 )
 
+STACKS_S = 1.0
+"""Time for a process to write its stacks after a signal."""
+STARTING = "starting"
+"""Phase of a process that does not take calls yet."""
+
 
 class InputLost(RunError):
     """A call did not run because its input, or that of an earlier call, was lost with the process
@@ -110,9 +115,9 @@ class ProcessInfo:
 
     host: str
     pid: int
-    devices: tuple[tuple[str, int, str], ...]
-    """(platform, id, label) of each device that belongs to this process. The label identifies the
-    physical device on its host."""
+    devices: tuple[tuple[str, str], ...]
+    """(name, label) of each device that belongs to this process: the name as in `WorkerState`, the
+    label identifies the physical device on its host."""
     versions: tuple[tuple[str, str], ...]
     stacks_file: str
 
@@ -149,10 +154,11 @@ class WorkerServer:
         if os.path.isdir(cwd):
             os.chdir(cwd)
         take_share()
-        self.name, self.rank, self._store = name, rank, store
+        self.rank, self._store = rank, store
         self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._worker: _Worker | None = None
+        self._worker = _Worker(name, tracer=Tracer(name))
+        self._worker.phase.name = STARTING
         self._turn = threading.Condition()
         self._next: dict[int, int] = {}
         self._kept: dict[int, _Call] = {}
@@ -162,10 +168,11 @@ class WorkerServer:
         """Initialises JAX and describes this process. If `join` is called, it must come first."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
-        found: list[tuple[str, int, str]] = []
+        found: list[tuple[str, str]] = []
         for index, device in enumerate(jax.local_devices()):
             hardware = names[index] if device.platform == "gpu" and index < len(names) else ""
-            found.append((device.platform, device.id, hardware or f"{os.getpid()}.{device.id}"))
+            name = f"{device.platform}:{hardware or device.id}"
+            found.append((name, hardware or f"{os.getpid()}.{device.id}"))
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
         stacks_file = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
         return ProcessInfo(socket.gethostname(), os.getpid(), tuple(found), versions, stacks_file)
@@ -199,15 +206,13 @@ class WorkerServer:
         )
 
     def open(self) -> None:
-        devices = tuple(jax.local_devices())
-        self._worker = _Worker(self.name, devices, tracer=Tracer(self.name))
+        self._worker.devices = tuple(jax.local_devices())
+        self._worker.phase.name, self._worker.phase.since = "idle", time.monotonic()
 
     def run(self, request: CallRequest) -> tuple[CallReport, Parcel | None]:
         """Runs a call in its turn. Returns its report and its packed result, None if the result
         stays here or there was an error."""
-        worker = self._worker
-        assert worker is not None, "open() comes first"
-        call = self._submit(worker, request)
+        call = self._submit(request)
         while not call._done.wait(1.0):
             pass  # the driver enforces the deadline: it polls `answer`, and kills the process
         self._running.pop(request.number, None)
@@ -226,7 +231,8 @@ class WorkerServer:
             call._value = None
         return CallReport(call.times, error), parcel
 
-    def _submit(self, worker: _Worker, request: CallRequest) -> _Call:
+    def _submit(self, request: CallRequest) -> _Call:
+        worker = self._worker
         call = _Call(
             request.role,
             request.method,
@@ -272,28 +278,28 @@ class WorkerServer:
         """
         for number in released:
             self._kept.pop(number, None)
-        now, worker = time.monotonic(), self._worker
-        assert worker is not None, "open() comes first"
+        worker = self._worker
         running = tuple(
             (number, call.times.started)
             for number, call in list(self._running.items())
             if call.times.started is not None and not call.done()
         )
-        memory = device_memory(worker.devices)
         return ProcessStatus(
-            now, replace(worker.phase), running, memory, worker.peak(), compilations()
+            time.monotonic(),
+            replace(worker.phase),
+            running,
+            device_memory(worker.devices),
+            worker.peak(),
+            compilations(),
         )
 
     def state(self) -> WorkerState:
         """The state of this process in the form that all launchers share."""
-        if self._worker is None:
-            now, host = time.monotonic(), socket.gethostname()
-            return WorkerState(self.name, host, os.getpid(), (), (), "starting", "", now, now)
         return self._worker.state()
 
     def stacks(self) -> str:
-        """The Python stack of the worker's thread or, if there is none, of all threads."""
-        if self._worker is not None:
+        """The Python stack of the worker's thread or, while the process starts, of all threads."""
+        if self._worker.phase.name != STARTING:
             return self._worker.stack()
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -301,8 +307,7 @@ class WorkerServer:
             return file.read()
 
     def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.stop(0.0)
+        self._worker.stop(0.0)
         with self._turn:
             self._turn.notify_all()
 
@@ -317,7 +322,7 @@ def _reported(error: BaseException) -> Exception:
     return WorkerError(f"{type(error).__name__}: {error}")
 
 
-def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
+def look(pid: int, stacks_file: str) -> str:
     """Diagnoses a process of this host that does not answer: its state in the kernel, and its
     Python stacks. A signal makes it write these even if it cannot run Python code (`faulthandler`).
     """
@@ -334,7 +339,7 @@ def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
     try:
         size = os.stat(stacks_file).st_size
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(wait_s)
+        time.sleep(STACKS_S)
         with open(stacks_file, encoding="utf-8", errors="replace") as file:
             file.seek(size)
             reported = file.read()

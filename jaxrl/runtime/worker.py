@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from jax.profiler import TraceAnnotation
 
@@ -141,9 +142,23 @@ class Times:
         return self.finished - self.started
 
 
+def methods_of(protocol: type | None) -> list[str]:
+    """The methods that a Protocol names; none where there is no Protocol."""
+    return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
+
+
+def replaced(value: object, change: Callable[[object], object]) -> Any:
+    """The same lists and dicts with `change` of each leaf."""
+    if isinstance(value, list):
+        return [replaced(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: replaced(each, change) for key, each in value.items()}
+    return change(value)
+
+
 @dataclass(eq=False)
-class CallFuture:
-    """What the futures of all launchers have in common; see `Future`."""
+class Future(ABC, Generic[T_co]):
+    """The result of a call, now or later. It may be an argument of another call."""
 
     role: str
     method: str
@@ -161,14 +176,34 @@ class CallFuture:
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
+        """Waits for the end of the call for at most `seconds`. Returns whether it has ended."""
         return self._done.wait(seconds)
 
+    @abstractmethod
     def check(self) -> None:
-        raise NotImplementedError
+        """Raises for a failure in any worker of the group, and for a late call that this one waits
+        for; does not wait.
+        """
 
-    def result(self) -> Any:
-        """The value. Raises as soon as anything fails in a worker of the same group, or is late
-        anywhere up the chain of calls.
+    @abstractmethod
+    def cancel(self) -> bool:
+        """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
+        changes nothing, if the call has started or ended.
+        """
+
+    @abstractmethod
+    def consume(self) -> Self:
+        """This future as an argument of the last call that needs its value, which frees the
+        value."""
+
+    @abstractmethod
+    def _fetch(self) -> T_co:
+        """The value of a call that has ended without an error."""
+
+    def result(self) -> T_co:
+        """Waits for the value. Raises as soon as anything fails in a worker of the group
+        (`WorkerError` has the worker's traceback), or is late anywhere up the chain of calls
+        (`DeadlineExceeded`).
         """
         while not self.wait(POLL_S):
             self.check()
@@ -176,14 +211,16 @@ class CallFuture:
             raise self._error
         return self._fetch()
 
-    def _fetch(self) -> object:
-        """The value of a call that has ended without an error."""
-        raise NotImplementedError
-
     def inputs(self) -> list[Self]:
-        """The futures among its arguments."""
-        values = leaves([list(self.args), dict(self.kwargs)])
-        return [value for value in values if isinstance(value, type(self))]
+        """The futures among its arguments, also those inside lists and dicts."""
+        found: list[Self] = []
+
+        def note(value: object) -> None:
+            if isinstance(value, type(self)):
+                found.append(value)
+
+        replaced([list(self.args), dict(self.kwargs)], note)
+        return found
 
     def late(self, elapsed: float, diagnosis: str) -> DeadlineExceeded:
         """The error of a call that has run for `elapsed` seconds, which is too long."""
@@ -191,65 +228,6 @@ class CallFuture:
             f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
             f" its deadline is {self.deadline:g} s.\n{diagnosis}"
         )
-
-
-def methods_of(protocol: type | None) -> list[str]:
-    """The methods that a Protocol names; none where there is no Protocol."""
-    return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
-
-
-def leaves(value: object) -> Iterator[object]:
-    """The leaves of nested lists and dicts. Futures may be among the leaves of arguments."""
-    if isinstance(value, list):
-        for each in value:
-            yield from leaves(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from leaves(each)
-    else:
-        yield value
-
-
-def replaced(value: object, change: Callable[[object], object]) -> Any:
-    """The same lists and dicts with `change` of each leaf."""
-    if isinstance(value, list):
-        return [replaced(each, change) for each in value]
-    if isinstance(value, dict):
-        return {key: replaced(each, change) for key, each in value.items()}
-    return change(value)
-
-
-class Future(Protocol[T_co]):
-    """The result of a call, now or later. It may be an argument of another call."""
-
-    @property
-    def times(self) -> Times: ...
-
-    def done(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raises the error that `result` would raise, if there is one already; does not wait."""
-        ...
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for the end of the call for at most `seconds`. Returns whether it has ended."""
-        ...
-
-    def cancel(self) -> bool:
-        """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
-        changes nothing, if the call has started or ended.
-        """
-        ...
-
-    def consume(self) -> Future[T_co]:
-        """This future as an argument of the last call that needs its value, which frees the
-        value."""
-        ...
-
-    def result(self) -> T_co:
-        """Waits for the value. Raises DeadlineExceeded, or WorkerError with the worker's
-        traceback."""
-        ...
 
 
 class Wait(Protocol):

@@ -1,9 +1,14 @@
-"""A call to a pool: its future in the driver, and how its arguments travel."""
+"""The calls to pools: their futures in the driver, how arguments travel, when each call is sent."""
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,9 +17,12 @@ from ray.exceptions import RayError
 from jaxrl.runtime.local import LocalFuture
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.server import CallReport, InputLost, LocalRef
-from jaxrl.runtime.worker import POLL_S, CallFuture, RunLost, Stopped, replaced
+from jaxrl.runtime.server import CallReport, CallRequest, InputLost, LocalRef
+from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, replaced
 
+LOCK_S = 5.0
+"""Longest wait for the lock at the end of a run; Ray may keep who holds it, once a daemon of the
+cluster is gone."""
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
 STATEFUL = {"rollout": "load", "teacher": "load"}
@@ -27,23 +35,13 @@ STAYS = {
 """Call -> the one role that reads its result: in one pool with it, nothing leaves the process."""
 
 
-@dataclass
-class End:
-    """Whether the workers can continue; all waits share it."""
-
-    failure: BaseException | None = None
-    """Why not."""
-
-
 @dataclass(eq=False)
-class RayFuture(CallFuture):
+class RayFuture(Future[Any]):
     """The result of one call to a pool."""
 
-    end: End
+    sender: Sender
     pool: RayPool
     number: int
-    lock: Any
-    """Of the sender: held by who decides whether the call is sent."""
     keeps: bool = False
     """Whether its result stays in the processes of its pool."""
     refs: list[ray.ObjectRef] = field(default_factory=list, init=False)
@@ -59,7 +57,7 @@ class RayFuture(CallFuture):
 
     def cancel(self) -> bool:
         """A call that was sent counts as begun: else the processes of a pool might not agree."""
-        with self.lock:
+        with self.sender.lock:
             if self.refs or self.done():
                 return False
             self.finish(Stopped("the run was asked to end before this call began"))
@@ -69,8 +67,7 @@ class RayFuture(CallFuture):
         return self  # each reader has a copy of its own
 
     def check(self) -> None:
-        if self.end.failure is not None:
-            raise self.end.failure
+        self.sender.check()
 
     def _fetch(self) -> object:
         """The value, here in the driver; None where it is of no use outside its pool."""
@@ -152,3 +149,92 @@ def wire(values: object, pool: RayPool) -> Any:
         return value
 
     return replaced(values, place)
+
+
+class Sender:
+    """Sends each call once its inputs can be had; those of a pool in the order of asking."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        """Why the workers cannot continue; all waits look at it."""
+        self.lock = threading.RLock()
+        """Around the calls, and what of a pool and of a call decides whether it may be sent."""
+        self.news: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        """(kind, ...) of what processes reported."""
+        self.numbers = itertools.count(1)
+        """Those of the next calls. With the lock held."""
+        self.calls: dict[int, RayFuture] = {}
+        """Those that have not ended, by number. Changed with the lock held."""
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can continue: whoever waits gets the first error. Where the thread with the lock
+        does not come back from Ray, they find it by themselves (`check`).
+        """
+        self.failure = self.failure or error
+        if not self.lock.acquire(timeout=LOCK_S):
+            return
+        try:
+            for future in self.calls.values():
+                future.finish(self.failure)
+            self.calls.clear()
+        finally:
+            self.lock.release()
+
+    def flush(self, pool: RayPool) -> None:
+        """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.
+        With the lock held.
+        """
+        if not pool.alive or pool.lost_at is not None:
+            return
+        for future in self.unfinished(pool):
+            if future.refs:
+                continue
+            if all(self._available(needed) for needed in future.inputs()):
+                self._send(future)
+            elif not future.aside:
+                return
+
+    def unfinished(self, pool: RayPool | None = None) -> list[RayFuture]:
+        """In the order in which they were asked for."""
+        with self.lock:
+            calls = sorted(self.calls.items())
+        return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
+
+    def _available(self, future: RayFuture) -> bool:
+        return future.done() or (
+            bool(future.refs) and future.pool.alive and future.pool.lost_at is None
+        )
+
+    def _send(self, future: RayFuture) -> None:
+        """To every process of the pool."""
+        pool = future.pool
+        position = -1
+        if not future.aside:
+            position, pool.position = pool.position, pool.position + 1
+        request = CallRequest(
+            number=future.number,
+            epoch=pool.epoch,
+            position=position,
+            role=future.role,
+            method=future.method,
+            args=tuple(wire(list(future.args), pool)),
+            kwargs=wire(dict(future.kwargs), pool),
+            keeps=future.keeps,
+            stores=pool.trains and not future.keeps,
+        )
+        future.unsend()
+        future.sent = time.monotonic()
+        future.settled = all(needed.done() for needed in future.inputs())
+        for rank, worker in enumerate(pool.workers):
+            report, value = worker.run.remote(request)
+            future.refs.append(value)
+            heard = partial(self.hear, "report", pool, future.tries, rank, future)
+            report.future().add_done_callback(heard)
+
+    def hear(self, kind: str, *news: object) -> None:
+        """On a thread of Ray: only notes it."""
+        self.news.put((kind, *news))

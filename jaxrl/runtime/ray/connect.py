@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
@@ -25,7 +25,16 @@ from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import given_share, gpu_share
 from jaxrl.process.plain import Keywords
-from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
+from jaxrl.runtime.cluster import (
+    RESOURCES,
+    Cluster,
+    Host,
+    Kind,
+    ProcessSlot,
+    Resource,
+    devices_of,
+    process_slots,
+)
 from jaxrl.runtime.ray.auth import show_token
 from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
 from jaxrl.runtime.worker import POLL_S
@@ -77,13 +86,11 @@ def find_seats(
     while True:
         hosts = look_at()
         kinds: tuple[Kind, ...] = ("GPU", "TPU")
-        kind: Kind = next((k for k in kinds if any(host.has(k) for host in hosts)), "CPU")
+        kind: Kind = next((k for k in kinds if any(host.has[k] for host in hosts)), "CPU")
         try:
             return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
         except UserError:
-            all_free = [
-                replace(h, cpus_free=h.cpus, gpus_free=h.gpus, tpus_free=h.tpus) for h in hosts
-            ]
+            all_free = [replace(host, free=host.has) for host in hosts]
             process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
             if time.monotonic() > end:
                 raise
@@ -108,9 +115,9 @@ def join(address: str | None, devices: int) -> None:
         leave()
     options: Keywords = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
-        here = _this_host(devices)
-        options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
-        options |= {"resources": {"TPU": here.tpus}} if here.tpus else {}
+        here = _this_host(devices).has
+        options |= {"num_cpus": here["CPU"], "num_gpus": here["GPU"], "include_dashboard": False}
+        options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
         options |= {"address": "local"}  # without it Ray joins a cluster that runs on this host
     else:
         options |= {"address": address}
@@ -167,13 +174,15 @@ def _reach(address: str) -> None:
 
 def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
-    cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
-    memory = host_available()
+    gpus = accelerators_here()
+    has: dict[Resource, int] = {
+        "CPU": max(os.cpu_count() or 1, min(devices, MOST_EMULATED)),
+        "GPU": gpus,
+        "TPU": 0 if gpus else tpu_chips_here(),
+        "memory": host_available(),
+    }
     reported = _ask_driver(given_share()) if gpus else {}
-    chips = 0 if gpus else tpu_chips_here()
-    sizes = cpus, cpus, gpus, gpus, memory, memory
-    here = Host("", socket.gethostname(), "127.0.0.1", *sizes, tpus=chips, tpus_free=chips)
-    return replace(here, **reported)
+    return Host("", socket.gethostname(), "127.0.0.1", has, free=has, **reported)
 
 
 def find_hosts() -> list[Host]:
@@ -182,39 +191,34 @@ def find_hosts() -> list[Host]:
     nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
     free = ray._private.state.available_resources_per_node()
     reported = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
-    found = []
-    for node in nodes:
-        has, left = node["Resources"], free.get(node["NodeID"], {})
-        gpus = reported.get(node["NodeID"], {})
-        host = Host(
+    return [
+        Host(
             node["NodeID"],
             node.get("NodeName") or node["NodeManagerHostname"],
             node["NodeManagerAddress"],
-            int(has.get("CPU", 0)),
-            int(left.get("CPU", 0)),
-            int(has.get("GPU", 0)),
-            int(left.get("GPU", 0)),
-            int(has.get("memory", 0)),
-            int(left.get("memory", 0)),
-            tpus=int(has.get("TPU", 0)),
-            tpus_free=int(left.get("TPU", 0)),
-            **gpus,
+            _counts(node["Resources"]),
+            _counts(free.get(node["NodeID"], {})),
+            **reported.get(node["NodeID"], {}),
         )
-        found.append(host)
-    return found
+        for node in nodes
+    ]
 
 
-def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+def _counts(resources: Mapping[str, float]) -> dict[Resource, int]:
+    return {name: int(resources.get(name, 0)) for name in RESOURCES}
+
+
+def on_node(node: str, function: Callable[..., object], *args: object) -> ray.ObjectRef:
+    """Runs a function on a node: where its result will be."""
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=there)
+    return task.remote(*args)
 
 
 def _ask_gpus(node: str) -> Keywords:
     """`_ask_driver` on a node."""
-    task = ray.remote(num_cpus=0, max_retries=0)(_ask_driver).options(
-        scheduling_strategy=on_node(node)
-    )
     try:
-        found: Keywords = ray.get(task.remote(given_share()), timeout=NODE_S)
+        found: Keywords = ray.get(on_node(node, _ask_driver, given_share()), timeout=NODE_S)
     except RayError:
         return {}
     return found

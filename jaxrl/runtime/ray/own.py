@@ -151,18 +151,15 @@ def leave() -> None:
 
 
 def _abandon() -> None:
-    """Leaves Ray as it is, and keeps its handlers from running when the process ends."""
-    atexit.unregister(ray_worker.shutdown)
-    _skip_exit_handlers()
+    """Leaves Ray as it is, and keeps its handlers from running when the process ends.
 
-
-def _skip_exit_handlers() -> None:
-    """From here on, the process ends with its exit code but without the C handlers registered
-    before this call. The interpreter runs its own handlers, and flushes its files, before that.
+    The process then ends with its exit code but without the C handlers registered before this
+    call. The interpreter runs its own handlers, and flushes its files, before that.
 
     glibc hands the exit code to a function registered by `on_exit`, and `_exit` needs no more;
     where the C library has no `on_exit` (macOS, musl), the handlers run.
     """
+    atexit.unregister(ray_worker.shutdown)
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -18,10 +18,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture
+from jaxrl.runtime.ray.calls import STATEFUL, RayFuture
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Log, NotStarted, Starter
+from jaxrl.runtime.ray.start import NotStarted, Starter
 from jaxrl.runtime.ray.watch import check_nodes, diagnosis, kill, last_line
 from jaxrl.runtime.server import CallReport, InputLost, ProcessStatus
 from jaxrl.runtime.worker import RunLost, WorkerError
@@ -43,17 +42,9 @@ JOIN_S = 5.0
 class Supervisor:
     """Looks after the processes of a run until its end."""
 
-    def __init__(
-        self,
-        config: RayConfig,
-        pools: Sequence[RayPool],
-        starter: Starter,
-        sender: Sender,
-        end: End,
-        log: Log,
-    ):
-        self._config, self._pools, self._log = config, pools, log
-        self._starter, self._sender, self._end = starter, sender, end
+    def __init__(self, config: RayConfig, starter: Starter):
+        self._config, self._starter, self._sender = config, starter, starter.sender
+        self._pools, self._log = starter.pools, starter.log
         self._restarts = 0
         """Since the last update of the policy."""
         self._states: dict[tuple[int, str], RayFuture] = {}
@@ -71,7 +62,7 @@ class Supervisor:
 
     def _tend(self) -> None:
         asked = 0.0
-        while self._end.failure is None:
+        while self._sender.failure is None:
             try:
                 with suppress(queue.Empty):
                     self._note(*self._sender.news.get(timeout=0.2))
@@ -87,14 +78,10 @@ class Supervisor:
                     self._ask()
                     self._find_late()
             except (RunError, UserError) as error:
-                self.end(error)
+                self._sender.fail(error)
             except Exception as error:
-                self.end(RunError(f"the supervisor failed: {type(error).__name__}: {error}"))
-
-    def end(self, error: BaseException) -> None:
-        """Nothing can continue: whoever waits gets the error."""
-        self._end.failure = self._end.failure or error
-        self._sender.fail(self._end.failure)
+                reported = f"the supervisor failed: {type(error).__name__}: {error}"
+                self._sender.fail(RunError(reported))
 
     def _note(self, kind: str, *news: Any) -> None:
         notes: dict[str, Callable[..., None]] = {
@@ -121,7 +108,7 @@ class Supervisor:
         phase = replace(answer.phase, since=answer.phase.since + shift)
         pool.answers[rank] = replace(answer, at=now, phase=phase)
         for number, started in answer.running:
-            future = self._sender.find(number)
+            future = self._sender.calls.get(number)
             if future is not None and future.times.started is None:
                 future.times.started = started + shift
 
@@ -174,7 +161,7 @@ class Supervisor:
                 future.times.moves = tuple(move.later(shift) for move in first.moves)
             if STATEFUL.get(future.role) == future.method and not pool.trains:
                 self._states[pool.index, future.role] = future
-            self._sender.remove(future)
+            self._sender.calls.pop(future.number, None)
             future.finish(error)
         if (future.role, future.method) == PROGRESS and error is None:
             self._restarts = 0
@@ -269,8 +256,8 @@ class Supervisor:
             raise error
         with self._sender.lock:
             for key in [key for key in self._states if key[0] == pool.index]:
-                # The same call, not sent yet; the old one keeps its result.
-                self._sender.add(replace(self._states.pop(key)))
+                again = replace(self._states.pop(key))  # not sent yet; the old one keeps its result
+                self._sender.calls[again.number] = again
             pool.alive = True
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -67,7 +66,9 @@ def stacks(pool: RayPool, rank: int) -> str:
     info = pool.info[rank]
     try:
         found = _there(pool, rank, look, info.pid, info.stacks_file)
-        return str(_got(found, 2 * LOOK_S))
+        if isinstance(found, ray.ObjectRef):
+            found = ray.get(found, timeout=2 * LOOK_S)
+        return str(found)
     except RayError as error:
         return f"its host does not answer ({type(error).__name__})"
 
@@ -107,13 +108,7 @@ def _there(pool: RayPool, rank: int, function: Callable[..., object], *args: obj
     host = pool.process_slots[rank].host.id
     if host in ("", ray.get_runtime_context().get_node_id()):
         return function(*args)
-    node = on_node(host)
-    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=node)
-    return task.remote(*args)
-
-
-def _got(value: object, timeout: float) -> Any:
-    return ray.get(value, timeout=timeout) if isinstance(value, ray.ObjectRef) else value
+    return on_node(host, function, *args)
 
 
 def last_line(error: BaseException) -> str:

@@ -13,15 +13,14 @@ from ray.exceptions import RayError
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.process.compilations import Compilations
-from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
+from jaxrl.runtime.ray.calls import STAYS, RayFuture, Sender
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
 from jaxrl.runtime.ray.own import Guard, Head, Health, end_daemons, leave, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.process import MakeRoles
-from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Log, NotStarted, Starter, launch_all
+from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter, launch_all
 from jaxrl.runtime.ray.supervise import Supervisor
 from jaxrl.runtime.ray.watch import end_here, kill
+from jaxrl.runtime.server import STARTING
 from jaxrl.runtime.tracing import PROFILE
 from jaxrl.runtime.worker import Phase, RunLost, Stopped, WorkerState
 from jaxrl.sharding.placement import Placement
@@ -32,7 +31,6 @@ class RayHandle:
     """A role of a pool, as the loop sees it."""
 
     sender: Sender
-    end: End
     pool: RayPool
     role: str
 
@@ -49,10 +47,9 @@ class RayHandle:
                 kwargs,
                 deadline,
                 aside,
-                self.end,
+                sender,
                 pool,
                 next(sender.numbers),
-                sender.lock,
                 keeps,
             )
             failed = [needed._error for needed in future.inputs() if needed._error is not None]
@@ -60,7 +57,7 @@ class RayHandle:
                 raise failed[0]
             if keeps:
                 weakref.finalize(future, pool.released.append, future.number)
-            sender.add(future)
+            sender.calls[future.number] = future
             sender.flush(pool)
         return future
 
@@ -101,22 +98,20 @@ class RayWorkerGroup:
             for index, pool in enumerate(placement.pools)
         ]
         self._pools = [pool for pool in pools if pool.roles]
-        self._end, self._sender = End(), Sender()
+        self._sender = Sender()
         self._starter = Starter(
             placement,
             self._pools,
             make_roles,
             log,
-            self._end,
+            self._sender,
             kind,
             startup_s,
             lazy,
             environment,
             protocols,
         )
-        self._supervisor = Supervisor(
-            config, self._pools, self._starter, self._sender, self._end, log
-        )
+        self._supervisor = Supervisor(config, self._starter)
         self._ending: str | None = None
         self._guard = (
             Guard(Health().trouble, self._lost)
@@ -132,7 +127,7 @@ class RayWorkerGroup:
         """
         self._guard.start()
         try:
-            launch_all(self._starter, self._pools, self._end)
+            launch_all(self._starter)
         except NotStarted as error:
             raise RunLost(str(error)) from error
         for pool in self._pools:
@@ -141,7 +136,7 @@ class RayWorkerGroup:
 
     def _lost(self, why: str) -> None:
         end_daemons()  # so that whoever waits for one hears of it
-        self._supervisor.end(RunLost(why))
+        self._sender.fail(RunLost(why))
 
     def _lose_head(self, why: str) -> None:
         """Workers and calls do without the head for a minute: time to save."""
@@ -156,7 +151,7 @@ class RayWorkerGroup:
         return self._handle(pool, role)
 
     def _handle(self, pool: RayPool, role: str) -> RayHandle:
-        return RayHandle(self._sender, self._end, pool, role)
+        return RayHandle(self._sender, pool, role)
 
     def ending(self) -> str | None:
         return self._ending
@@ -171,15 +166,14 @@ class RayWorkerGroup:
     def _state(self, pool: RayPool, rank: int) -> WorkerState:
         info = pool.info[rank] if rank < len(pool.info) else None
         answer = pool.answers.get(rank)
-        phase = Phase("starting", pool.born) if answer is None else answer.phase
-        died = info is not None and not pool.alive and answer is not None
-        devices = () if info is None else info.devices
+        phase = Phase(STARTING, pool.born) if answer is None else answer.phase
+        died = answer is not None and not pool.alive
         return WorkerState(
             pool.label(rank),
             pool.process_slots[rank].host.name if info is None else info.host,
             0 if info is None else info.pid,
             pool.roles,
-            tuple(f"{d[0]}:{d[2] if '.' not in d[2] else d[1]}" for d in devices),
+            () if info is None else tuple(name for name, _ in info.devices),
             "died" if died else phase.name,
             phase.detail,
             phase.since,
@@ -211,7 +205,7 @@ class RayWorkerGroup:
     def stop(self) -> None:
         """Asks every process to end, then kills it. Who still waits for a call gets an error."""
         self._guard.stop()
-        self._supervisor.end(Stopped("the run is over"))
+        self._sender.fail(Stopped("the run is over"))
         self._supervisor.join()
         if self._ending or not usable():  # Ray would wait for it
             end_here(self._pools)
