@@ -44,7 +44,7 @@ COMMAND_WIDTH = 60
 GB, MIB = 1e9, 1 << 20
 WORKER = ("worker", "roles", "process", "devices")
 """Columns of a table of workers."""
-NODE = ("node", "address", "CPUs free", "GPUs free")
+NODE = ("node", "address")
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
@@ -234,10 +234,9 @@ def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
     """The devices, who has them, and which are free."""
     from jaxrl.sharding.mesh import host_available
 
-    left = host_available()
-    free_memory = "" if left is None else f", {left / GB:.1f} GB of memory free"
+    free_memory = f"{host_available() / GB:.1f} GB of memory free"
     page: list[Table | str] = [
-        f"host {socket.gethostname()}: {os.cpu_count()} CPU cores{free_memory}",
+        f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
         *settings(os.environ.items()),
         *host.notes,
     ]
@@ -267,22 +266,22 @@ def run_page(run: Run, gpus: Sequence[LocalDevice]) -> list[Table | str]:
 
 def cluster_page(cluster: Cluster) -> list[Table | str]:
     """The nodes of a cluster and the workers of jaxrl on it."""
-    tpus = any(node.tpus for node in cluster.hosts)
+    from jaxrl.runtime.cluster import shown_kinds
+
+    kinds = shown_kinds(cluster.hosts)
     nodes = [
         (
             node.name,
             node.address,
-            f"{node.cpus_free:g} of {node.cpus:g}",
-            f"{node.gpus_free:g} of {node.gpus:g}",
-            *([f"{node.tpus_free:g} of {node.tpus:g}"] if tpus else []),
-            _memory(node.memory_free, node.memory),
+            *(f"{node.free[kind]} of {node.has[kind]}" for kind in kinds),
+            _memory(node.free["memory"], node.has["memory"]),
         )
         for node in cluster.hosts
     ]
     rows = [(*_worker(worker, worker.devices), worker.phase) for worker in cluster.workers]
     return [
         f"cluster {cluster.address}",
-        _table((*NODE, *(["TPUs free"] if tpus else []), "memory free"), nodes),
+        _table((*NODE, *(f"{kind}s free" for kind in kinds), "memory free"), nodes),
         _table((*WORKER, "phase"), rows) if rows else "no worker of jaxrl on it",
     ]
 

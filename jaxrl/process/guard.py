@@ -24,7 +24,8 @@ from functools import partial
 from importlib import import_module
 from typing import BinaryIO
 
-from jaxrl.process.family import family, kill_family
+import psutil
+
 from jaxrl.process.plain import JsonObject
 
 LOOK_S = 1.0
@@ -83,6 +84,28 @@ def main(
         ended, status = os.waitpid(-1, 0)
     output.join(PRINTED_S)
     _end(answers, os.waitstatus_to_exitcode(status))
+
+
+def kill_family(guard: int) -> None:
+    """Kills a guard and all processes below it, those that have left its group too."""
+    for process in family(guard):
+        with suppress(psutil.Error):
+            process.kill()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(guard, signal.SIGKILL)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """All processes that run below one; those that have ended and are not reaped do not count."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    with suppress(psutil.Error):
+        return [each for each in psutil.Process(pid).children(recursive=True) if runs(each)]
+    return []
 
 
 def sayer(answers: int, number: int) -> Say:

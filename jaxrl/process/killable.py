@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from jaxrl.process.family import kill_family
+from jaxrl.process.guard import kill_family
 from jaxrl.process.plain import JsonObject
 
 BOOT = (

@@ -17,14 +17,14 @@ LOST = (OSError, ValueError)
 class Output:
     """A text stream that drops what it cannot write. The next text is tried again."""
 
-    def __init__(self, stream: IO[str] | None, lost: Callable[[str], None] | None = None) -> None:
+    def __init__(self, stream: IO[str] | None) -> None:
         """
         Args:
             stream: None: there is none, as `sys.stdout` where the process began without one.
-            lost: takes one message, the first time that something could not be written.
         """
         self._stream = stream
-        self.lost = lost
+        self.lost: Callable[[str], None] | None = None
+        """Takes one message, the first time that something could not be written."""
         self._reported = False
 
     @property

@@ -89,7 +89,7 @@ def _spare(plan: Plan) -> int:
     sizes = [pool.bytes for pool in plan.pools]
     if plan.inputs.hosts:
         return min(host.limit - host.needed(sizes) for host in plan.inputs.hosts)
-    return (host_available() or 0) // 2
+    return host_available() // 2
 
 
 def _elements(source: ModelSource) -> int:

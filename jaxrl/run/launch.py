@@ -205,7 +205,7 @@ def pool_makers(
 ) -> dict[str, Callable[[], object]]:
     """Role -> what makes it, in a process that sees the devices of one pool and no others."""
     enable_compile_cache(setup.config.compile_cache)
-    start, roles = placement.pools[pool].start, placement.pools[pool].roles
+    start, roles = placement.pools[pool].devices.start, placement.pools[pool].roles
     meshes = {
         role: role_mesh([devices[i - start] for i in placement.roles[role].devices], axes[role])
         for role in roles

@@ -23,6 +23,8 @@ from jaxrl.sharding.placement import Placement
 GB = 1e9
 Kind = Literal["GPU", "TPU", "CPU"]
 """What a device is, by the name of its resource in Ray; a CPU stands for an emulated device."""
+Resource = Kind | Literal["memory"]
+RESOURCES: tuple[Resource, ...] = ("CPU", "GPU", "TPU", "memory")
 BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of a process -> the shape of their block, as libtpu wants it. The shapes are those that
 Ray (`accelerators/tpu.py`) and JAX's own multi-process tests use; a block starts at a multiple of
@@ -38,32 +40,22 @@ class Host:
     id: str
     name: str
     address: str
-    cpus: int
-    cpus_free: int
-    gpus: int
-    gpus_free: int
-    memory: int
-    memory_free: int
-    """Bytes of host memory."""
+    has: Mapping[Resource, int]
+    """All devices of each kind; bytes of host memory."""
+    free: Mapping[Resource, int]
+    """What of these nobody has taken."""
     gpu_memory: tuple[int, ...] = ()
     """Bytes of each GPU, where the driver tells."""
     capability: str | None = None
     """Least compute capability of its GPUs, where the driver tells."""
     gpu_share: float = SHARE
     """The part of them that jax would take in a worker there."""
-    tpus: int = 0
-    tpus_free: int = 0
 
-    def has(self, kind: Kind) -> int:
-        return {"GPU": self.gpus, "TPU": self.tpus, "CPU": self.cpus}[kind]
-
-    def free(self, kind: Kind) -> int:
+    def usable(self, kind: Kind) -> int:
         """Devices for a run. A host's TPU chips are for one run: who has which of them is known
         only where nobody else has any.
         """
-        if kind == "TPU":
-            return self.tpus if self.tpus_free == self.tpus else 0
-        return self.gpus_free if kind == "GPU" else self.cpus_free
+        return 0 if kind == "TPU" and self.free[kind] < self.has[kind] else self.free[kind]
 
 
 @dataclass(frozen=True)
@@ -119,8 +111,8 @@ def process_slots(
         UserError: the cluster is too small, with both tables; `most` does not divide a share; or a
             pool's TPU chips are no block of one host.
     """
-    free = {host.id: host.free(kind) for host in hosts}
-    chips = {host.id: list(range(host.tpus)) for host in hosts}
+    free = {host.id: host.usable(kind) for host in hosts}
+    chips = {host.id: list(range(host.has["TPU"])) for host in hosts}
     found: list[ProcessSlot] = []
     for index, pool in enumerate(placement.pools):
         n = len(pool.devices)
@@ -161,7 +153,7 @@ def _take_block(free: list[int], size: int) -> tuple[int, ...] | None:
 def _no_block(
     placement: Placement, hosts: Sequence[Host], pool: str, n: int, most: int | None
 ) -> str:
-    largest = max(host.tpus for host in hosts)
+    largest = max(host.has["TPU"] for host in hosts)
     sizes = [size for size in BLOCKS if size <= largest]
     cut = f" in processes of {most} (ray.devices_per_worker)" if (most or n) < n else ""
     return (
@@ -190,7 +182,7 @@ def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dic
 def _chip_variables(slot: ProcessSlot) -> dict[str, str]:
     """What libtpu reads. A process that has all chips of its host needs nothing."""
     ours = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}  # Ray would name others
-    if slot.devices == slot.host.tpus:
+    if slot.devices == slot.host.has["TPU"]:
         return ours
     port = TPU_PORT + slot.chips[0]
     return ours | {
@@ -233,7 +225,7 @@ def _too_small(placement: Placement, hosts: Sequence[Host], kind: Kind, stuck: s
         "TPU": "TPU chips (of hosts where all are free)",
         "CPU": "CPUs (one for each emulated device)",
     }
-    total = sum(host.free(kind) for host in hosts)
+    total = sum(host.usable(kind) for host in hosts)
     return (
         f"the cluster is too small: the mesh {placement.spec!r} needs {placement.n_devices}"
         f" {units[kind]}, {total} are free; there is no room for {stuck}\n"
@@ -251,19 +243,21 @@ def needs_table(placement: Placement, kind: Kind) -> str:
 
 def hosts_table(hosts: Sequence[Host]) -> str:
     """What each node has: free of all."""
-    tpus = any(host.tpus for host in hosts)
     return _table(
         [
             (
                 f"has: {host.name} ({host.address})",
-                f"{host.cpus_free} of {host.cpus} CPU",
-                f"{host.gpus_free} of {host.gpus} GPU",
-                *([f"{host.tpus_free} of {host.tpus} TPU"] if tpus else []),
-                f"{host.memory_free / GB:.1f} of {host.memory / GB:.1f} GB memory",
+                *(f"{host.free[kind]} of {host.has[kind]} {kind}" for kind in shown_kinds(hosts)),
+                f"{host.free['memory'] / GB:.1f} of {host.has['memory'] / GB:.1f} GB memory",
             )
             for host in hosts
         ]
     )
+
+
+def shown_kinds(hosts: Sequence[Host]) -> list[Kind]:
+    """The kinds of devices that a table of hosts has columns for."""
+    return ["CPU", "GPU", "TPU"] if any(host.has["TPU"] for host in hosts) else ["CPU", "GPU"]
 
 
 def devices_of(
@@ -273,7 +267,7 @@ def devices_of(
     found: list[ClusterDevice] = []
     for process, slot in enumerate(places):
         host = slot.host
-        limit = (host.memory_free or None) if kind == "CPU" else None
+        limit = (host.free["memory"] or None) if kind == "CPU" else None
         if kind == "GPU" and host.gpu_memory:
             limit = round(host.gpu_share * min(host.gpu_memory))
         share = host.gpu_share if kind == "GPU" else None

@@ -25,17 +25,15 @@ from jaxrl.process.interrupt import left_behind
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.tracing import PROFILE, Tracer
 from jaxrl.runtime.worker import (
-    DeadlineExceeded,
+    POLL_S,
     Future,
     OutOfMemory,
     Phase,
     Stopped,
     T,
-    Times,
     WorkerError,
     WorkerState,
     enter,
-    leaves,
     methods_of,
     phase,
     replaced,
@@ -54,38 +52,20 @@ class RemoteValue(Protocol):
 
 NO_ROOM = "RESOURCE_EXHAUSTED"
 """How XLA's error of a device without room begins."""
-POLL_S = 0.5
-"""How often a wait looks whether a deadline has passed."""
 
 
 @dataclass(eq=False)
-class LocalFuture:
+class LocalFuture(Future[Any]):
     """The result of one call to a `LocalWorker`."""
 
-    worker: LocalWorker
-    role: str
-    method: str
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    deadline: float
-    """Seconds that the call itself may take, from its start."""
-    aside: bool = False
-    """Beside the queue of the worker, on a thread of its own."""
+    worker: LocalWorker | None
+    """None where the value is the driver's own."""
     then: Callable[[object], object] | None = None
     """Makes of the result what is kept, in the worker, before its next call."""
-    times: Times = field(default_factory=Times)
-    _once: bool = False
-    _done: threading.Event = field(default_factory=threading.Event)
-    _turn: threading.Lock = field(default_factory=threading.Lock)
+    _once: bool = field(default=False, init=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
     """Held by who decides whether the call begins, or ends."""
-    _value: object = None
-    _error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
+    _value: object = field(default=None, init=False)
 
     def cancel(self) -> bool:
         with self._turn:
@@ -105,18 +85,12 @@ class LocalFuture:
         self._once = True
         return self
 
-    def result(self) -> Any:
-        """The value. Raises as soon as anything fails in a worker of the same group, or is late
-        anywhere up the chain of calls.
-        """
-        while not self._done.wait(POLL_S):
-            self.check()
-        if self._error is not None:
-            raise self._error
+    def _fetch(self) -> object:
         return self._value
 
     def check(self) -> None:
-        """Raises for a failure in any worker, and for the late call that this one waits for."""
+        if self.worker is None:
+            return
         for worker in self.worker.worker_group:
             worker.check_alive()
         running = None if self.aside else self.worker.running
@@ -132,24 +106,8 @@ class LocalFuture:
             return
         elapsed = awake_since(self.times.started)
         if elapsed > self.deadline:
-            raise DeadlineExceeded(self.diagnosis(elapsed))
-
-    def inputs(self) -> list[LocalFuture]:
-        values = leaves([list(self.args), dict(self.kwargs)])
-        return [value for value in values if isinstance(value, LocalFuture)]
-
-    def diagnosis(self, elapsed: float) -> str:
-        phase, worker = self.worker.phase, self.worker
-        in_phase = time.monotonic() - phase.since
-        reported = f", {phase.detail}" if phase.detail else ""
-        return (
-            f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
-            f" its deadline is {self.deadline:g} s.\n"
-            f"worker {worker.name} ({socket.gethostname()}, pid {os.getpid()}) "
-            f"in phase '{phase.name}' for {in_phase:.1f} s{reported}\n"
-            f"device memory: {device_memory(worker.devices)}\n"
-            f"stack of the worker:\n{worker.stack()}"
-        )
+            assert self.worker is not None, "the driver's own value is there"
+            raise self.late(elapsed, self.worker.diagnosis())
 
     def _finish(self, value: object = None, error: BaseException | None = None) -> None:
         with self._turn:
@@ -210,7 +168,7 @@ class LocalWorker:
             protocol: names the methods that the role must have, and that may be called; None:
                 whatever it has.
         """
-        return self.submit(LocalFuture(self, role, "start", (make, lazy, protocol), {}, deadline))
+        return self.handle(role).call("start", make, lazy, protocol, deadline=deadline)
 
     def handle(self, role: str) -> LocalHandle:
         return LocalHandle(self, role)
@@ -219,6 +177,26 @@ class LocalWorker:
         """The Python stack of the worker's thread, as text."""
         frame = sys._current_frames().get(self._thread.ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
+
+    def diagnosis(self) -> str:
+        """What the worker does, for the error of a missed deadline."""
+        in_phase = time.monotonic() - self.phase.since
+        reported = f", {self.phase.detail}" if self.phase.detail else ""
+        return (
+            f"worker {self.name} ({socket.gethostname()}, pid {os.getpid()}) "
+            f"in phase '{self.phase.name}' for {in_phase:.1f} s{reported}\n"
+            f"device memory: {device_memory(self.devices)}\n"
+            f"stack of the worker:\n{self.stack()}"
+        )
+
+    def device_names(self) -> tuple[str, ...]:
+        return tuple(f"{device.platform}:{device.id}" for device in self.devices)
+
+    def peak(self) -> int | None:
+        """The most bytes that one of its devices has held; None where nobody has counted any."""
+        stats = [device.memory_stats() for device in self.devices]
+        peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+        return max(peaks, default=0) or self.ledger.peak or None
 
     def check_alive(self) -> None:
         """Raises what failed here, or that the thread is gone."""
@@ -247,18 +225,17 @@ class LocalWorker:
             self._calls.put(future)
         return future
 
-    def state(self, restarts: int = 0) -> WorkerState:
+    def state(self) -> WorkerState:
         return WorkerState(
             self.name,
             socket.gethostname(),
             os.getpid(),
             tuple(self._roles),
-            tuple(f"{device.platform}:{device.id}" for device in self.devices),
+            self.device_names(),
             self.phase.name,
             self.phase.detail,
             self.phase.since,
             time.monotonic(),
-            restarts,
         )
 
     def _aside(self, call: LocalFuture) -> None:
@@ -325,8 +302,8 @@ class LocalWorker:
         except BaseException as error:
             if NO_ROOM in str(error):
                 first = str(error).strip().splitlines()[0]
-                reported = f"{name} ran out of memory on {device_names(self.devices)}: {first}"
-                self._fail(call, OutOfMemory(reported))
+                on = ", ".join(self.device_names())
+                self._fail(call, OutOfMemory(f"{name} ran out of memory on {on}: {first}"))
                 return
             reported = f"{name} failed in worker {self.name}:\n{_trace(error)}"
             self._fail(call, WorkerError(reported))
@@ -413,7 +390,7 @@ class LocalHandle:
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> LocalFuture:
         return self.worker.submit(
-            LocalFuture(self.worker, self.role, method, args, kwargs, deadline, aside)
+            LocalFuture(self.role, method, args, kwargs, deadline, aside, self.worker)
         )
 
 
@@ -466,13 +443,8 @@ class LocalWorkerGroup:
         return [worker.state() for worker in self.workers]
 
     def peaks(self) -> dict[str, int]:
-        found = {}
-        for role, handle in self._handles.items():
-            worker = handle.worker
-            peak = peak_bytes(worker.devices) or worker.ledger.peak
-            if peak:
-                found[role] = peak
-        return found
+        peaks = {role: handle.worker.peak() for role, handle in self._handles.items()}
+        return {role: peak for role, peak in peaks.items() if peak is not None}
 
     def compiled(self) -> Compilations:
         return compilations().since(self._before)
@@ -480,9 +452,7 @@ class LocalWorkerGroup:
     def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, LocalFuture]:
         self._tracer.workers = len(self.workers)
         return {
-            worker.name: worker.submit(
-                LocalFuture(worker, worker.name, PROFILE, (folder, dtype), {}, deadline)
-            )
+            worker.name: worker.handle(worker.name).call(PROFILE, folder, dtype, deadline=deadline)
             for worker in self.workers
         }
 
@@ -515,21 +485,10 @@ def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
 
 def done_future(value: T) -> Future[T]:
     """A future that holds `value` already."""
-    future = LocalFuture(_NOBODY, "driver", "value", (), {}, deadline=0.0)
+    future = LocalFuture("driver", "value", (), {}, 0.0, False, worker=None)
     future.times.started = time.monotonic()
     future._finish(value)
     return future
-
-
-def device_names(devices: Iterable[jax.Device]) -> str:
-    return ", ".join(f"{device.platform}:{device.id}" for device in devices)
-
-
-def peak_bytes(devices: Iterable[jax.Device]) -> int | None:
-    """The most that any of the devices has held; None where the platform does not tell."""
-    stats = [device.memory_stats() for device in devices]
-    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
-    return max(peaks) if peaks else None
 
 
 def device_memory(devices: tuple[jax.Device, ...]) -> str:
@@ -541,19 +500,3 @@ def device_memory(devices: tuple[jax.Device, ...]) -> str:
             used, limit = stats.get("bytes_in_use", 0), stats.get("bytes_limit", 0)
             reported.append(f"{device}: {used / 1e9:.2f} of {limit / 1e9:.2f} GB")
     return ", ".join(reported) or "not told by this platform"
-
-
-class _Nobody:
-    """The worker of values that need none."""
-
-    name = "driver"
-    running = None
-    phase = Phase()
-    devices: tuple[jax.Device, ...] = ()
-    worker_group: tuple[LocalWorker, ...] = ()
-
-    def stack(self) -> str:
-        return ""
-
-
-_NOBODY: Any = _Nobody()

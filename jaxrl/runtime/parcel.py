@@ -34,7 +34,7 @@ class Sent:
     """The pieces of one array that one process holds."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: np.dtype
     places: tuple[tuple[Box, int, int], ...]
     """Box, bucket, position in the bucket."""
 
@@ -50,11 +50,6 @@ class Parcel:
     """The `jax.Array`s inside, in the order of the pickle."""
     buckets: tuple[Any, ...]
     """Addresses, or the arrays themselves where nothing was stored."""
-
-    @property
-    def nbytes(self) -> int:
-        sizes = [np.dtype(_numpy(sent.dtype)).itemsize * _size(sent) for sent in self.arrays]
-        return sum(sizes) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def pack(value: object, store: Store | None = None) -> Parcel:
@@ -81,7 +76,7 @@ def pack(value: object, store: Store | None = None) -> Parcel:
             places.append((box, len(buckets), len(bucket)))
             bucket.append(_plain(values))
             filled += values.nbytes
-        sent.append(Sent(array.shape, str(array.dtype), tuple(places)))
+        sent.append(Sent(array.shape, array.dtype, tuple(places)))
     if bucket:
         buckets.append(bucket if store is None else store(bucket))
     memory = tuple(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)
@@ -103,19 +98,19 @@ def unpack(parcels: Sequence[Parcel], fetch: Fetch | None = None) -> Any:
             assert (mine.shape, mine.dtype) == (sent.shape, sent.dtype), "the processes disagree"
             for box, bucket, position in mine.places:
                 pieces.append(Piece(box, _getter(parcel, bucket, position, sent.dtype, fetch)))
-        arrays.append(Shards(sent.shape, _numpy(sent.dtype), tuple(pieces)))
+        arrays.append(Shards(sent.shape, sent.dtype, tuple(pieces)))
     unpickler = _Unpickler(io.BytesIO(first.pickled), buffers=first.buffers)
     unpickler.arrays = arrays
     return unpickler.load()
 
 
 def _getter(
-    parcel: Parcel, bucket: int, position: int, dtype: str, fetch: Fetch | None
+    parcel: Parcel, bucket: int, position: int, dtype: np.dtype, fetch: Fetch | None
 ) -> Callable[[], np.ndarray]:
     def get() -> np.ndarray:
         held = parcel.buckets[bucket]
         values = (held if fetch is None else fetch(held))[position]
-        return values.view(_numpy(dtype))
+        return values.view(dtype)
 
     return get
 
@@ -133,7 +128,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, np.ndarray) and str(value.dtype) == "bfloat16":
-            return _view, (value.view(np.uint16), "bfloat16")
+            return _view, (value.view(np.uint16), value.dtype)
         return NotImplemented
 
 
@@ -144,20 +139,11 @@ class _Unpickler(pickle.Unpickler):
         return self.arrays[index]
 
 
-def _view(values: np.ndarray, dtype: str) -> np.ndarray:
-    return values.view(_numpy(dtype))
+def _view(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return values.view(dtype)
 
 
 def _plain(values: np.ndarray) -> np.ndarray:
     """In a dtype that numpy itself knows."""
     values = np.asarray(values, order="C")
     return values.view(np.uint16) if str(values.dtype) == "bfloat16" else values
-
-
-def _numpy(dtype: str) -> np.dtype:
-    return np.dtype(jax.numpy.dtype(dtype))
-
-
-def _size(sent: Sent) -> int:
-    sizes = [np.prod([hi - lo for lo, hi in box], dtype=np.int64) for box, _, _ in sent.places]
-    return int(sum(sizes))

@@ -18,7 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,26 +27,32 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory, peak_bytes
+from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory
 from jaxrl.runtime.parcel import Parcel, Store, pack
 from jaxrl.runtime.tracing import Tracer
-from jaxrl.runtime.worker import OutOfMemory, Phase, Stopped, WorkerError, WorkerState, replaced
-from jaxrl.sharding.ledger import Move
+from jaxrl.runtime.worker import (
+    OutOfMemory,
+    Phase,
+    Stopped,
+    Times,
+    WorkerError,
+    WorkerState,
+    replaced,
+)
 
-KINDS: dict[str, type[Exception]] = {
-    "user": UserError,
-    "memory": OutOfMemory,
-    "worker": WorkerError,
-    "run": RunError,
-}
-"""Name of an error in a `CallReport` -> its class; subclasses come before their base classes."""
-BOUNCED = "bounced"
-"""Name of the error of a call that did not run because its input, or that of an earlier call, was
-lost. The driver sends such a call again."""
+STACKS_S = 1.0
+"""Time for a process to write its stacks after a signal."""
+STARTING = "starting"
+"""Phase of a process that does not take calls yet."""
 
 
 class InputLost(RunError):
-    """The process that held an argument has ended, and the value is lost."""
+    """A call did not run because its input, or that of an earlier call, was lost with the process
+    that held it. The driver sends such a call again."""
+
+
+REPORTED = (InputLost, UserError, OutOfMemory, WorkerError, RunError)
+"""Classes of the errors in a `CallReport`; subclasses come before their base classes."""
 
 
 @dataclass(frozen=True)
@@ -82,35 +89,23 @@ class CallRequest:
 class CallReport:
     """Times and error of a finished call, without its result."""
 
-    number: int
-    epoch: int
-    started: float | None
-    finished: float
-    """`time.monotonic` seconds of this process."""
-    error: tuple[str, str] | None
-    """(a name in `KINDS` or `BOUNCED`, the text); None: the call succeeded."""
-    nbytes: int = 0
-    """Bytes of arrays that left this process."""
-    packed_s: float = 0.0
-    """Seconds that it took to pack them."""
-    moves: tuple[Move, ...] = ()
-    made_s: float | None = None
-    """As in `Times`."""
+    times: Times
+    """By the clock of this process."""
+    error: Exception | None
+    """One of `REPORTED`; None: the call succeeded."""
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
     """The state of a process, which it reports while it works."""
 
-    now: float
-    """`time.monotonic` seconds of this process."""
-    phase: str
-    detail: str
-    since: float
+    at: float
+    """`time.monotonic` seconds of this process; in `RayPool.answers`, of the driver."""
+    phase: Phase
     running: tuple[tuple[int, float], ...]
     """(number, start) of each running call."""
     memory: str
-    peaks: int | None
+    peak: int | None
     compiled: Compilations
 
 
@@ -119,13 +114,10 @@ class ProcessInfo:
     """Identity, versions and visible devices of a process."""
 
     host: str
-    address: str
     pid: int
-    devices: tuple[tuple[str, int, str], ...]
-    """(platform, id, label) of each device. The label identifies the physical device on its host;
-    it is empty for devices of other processes."""
-    local: int
-    """Number of devices that belong to this process."""
+    devices: tuple[tuple[str, str], ...]
+    """(name, label) of each device that belongs to this process: the name as in `WorkerState`, the
+    label identifies the physical device on its host."""
     versions: tuple[tuple[str, str], ...]
     stacks_file: str
 
@@ -133,7 +125,6 @@ class ProcessInfo:
 @dataclass(eq=False)
 class _Call(LocalFuture):
     epoch: int = 0
-    packed_s: float = field(default=0.0)
 
 
 class _Worker(LocalWorker):
@@ -163,10 +154,11 @@ class WorkerServer:
         if os.path.isdir(cwd):
             os.chdir(cwd)
         take_share()
-        self.name, self.rank, self._store = name, rank, store
+        self.rank, self._store = rank, store
         self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._worker: _Worker | None = None
+        self._worker = _Worker(name, tracer=Tracer(name))
+        self._worker.phase.name = STARTING
         self._turn = threading.Condition()
         self._next: dict[int, int] = {}
         self._kept: dict[int, _Call] = {}
@@ -176,23 +168,14 @@ class WorkerServer:
         """Initialises JAX and describes this process. If `join` is called, it must come first."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
-        found: list[tuple[str, int, str]] = []
-        for device in jax.devices():
-            own = device.process_index == jax.process_index()
-            index = len([d for d in found if d[2]])
+        found: list[tuple[str, str]] = []
+        for index, device in enumerate(jax.local_devices()):
             hardware = names[index] if device.platform == "gpu" and index < len(names) else ""
-            label = hardware or f"{os.getpid()}.{device.id}"
-            found.append((device.platform, device.id, label if own else ""))
+            name = f"{device.platform}:{hardware or device.id}"
+            found.append((name, hardware or f"{os.getpid()}.{device.id}"))
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
-        return ProcessInfo(
-            socket.gethostname(),
-            "",
-            os.getpid(),
-            tuple(found),
-            len(jax.local_devices()),
-            versions,
-            f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}",
-        )
+        stacks_file = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
+        return ProcessInfo(socket.gethostname(), os.getpid(), tuple(found), versions, stacks_file)
 
     def free_port(self) -> int:
         with socket.socket() as file:
@@ -223,59 +206,44 @@ class WorkerServer:
         )
 
     def open(self) -> None:
-        devices = tuple(jax.local_devices())
-        self._worker = _Worker(self.name, devices, tracer=Tracer(self.name))
+        self._worker.devices = tuple(jax.local_devices())
+        self._worker.phase.name, self._worker.phase.since = "idle", time.monotonic()
 
     def run(self, request: CallRequest) -> tuple[CallReport, Parcel | None]:
         """Runs a call in its turn. Returns its report and its packed result, None if the result
         stays here or there was an error."""
-        worker = self._worker
-        assert worker is not None, "open() comes first"
-        call = self._submit(worker, request)
+        call = self._submit(request)
         while not call._done.wait(1.0):
             pass  # the driver enforces the deadline: it polls `answer`, and kills the process
         self._running.pop(request.number, None)
-        finished, error, parcel = time.monotonic(), None, None
+        error, parcel = None, None
         value = call._value
         if call._error is not None:
-            error = _named_error(call._error)
+            error = _reported(call._error)
         elif not request.keeps:
             try:
                 parcel = value if isinstance(value, Parcel) else self._pack(value, None)
             except BaseException as failed:
-                error = (
-                    "run",
-                    f"the result of {request.role}.{request.method} cannot travel: {failed}",
-                )
+                name = f"{request.role}.{request.method}"
+                error = RunError(f"the result of {name} cannot travel: {failed}")
         call.args = call.kwargs = ()  # type: ignore[assignment]
         if not request.keeps:
             call._value = None
-        report = CallReport(
-            request.number,
-            request.epoch,
-            call.times.started,
-            call.times.finished or finished,
-            error,
-            0 if parcel is None else parcel.nbytes,
-            call.packed_s,
-            call.times.moves,
-            call.times.made_s,
-        )
-        return report, parcel
+        return CallReport(call.times, error), parcel
 
-    def _submit(self, worker: _Worker, request: CallRequest) -> _Call:
+    def _submit(self, request: CallRequest) -> _Call:
+        worker = self._worker
         call = _Call(
-            worker,
             request.role,
             request.method,
             (),
             {},
             deadline=float("inf"),
             aside=request.position < 0,
+            worker=worker,
+            then=partial(self._pack, store=self._store) if request.stores else None,
             epoch=request.epoch,
         )
-        if request.stores:
-            call.then = lambda value: self._stored(call, value)
         with self._turn:
             while self._next.get(request.epoch, 0) < request.position:
                 self._turn.wait(1.0)
@@ -296,12 +264,6 @@ class WorkerServer:
     def _resolve(self, value: object) -> Any:
         return replaced(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
-    def _stored(self, call: _Call, value: object) -> Parcel:
-        start = time.monotonic()
-        parcel = self._pack(value, self._store)
-        call.packed_s = time.monotonic() - start
-        return parcel
-
     def _pack(self, value: object, store: Store | None) -> Parcel:
         """The pool's first process packs the whole value, the others only their pieces of its
         arrays."""
@@ -316,58 +278,51 @@ class WorkerServer:
         """
         for number in released:
             self._kept.pop(number, None)
-        now, worker = time.monotonic(), self._worker
-        if worker is None:
-            return ProcessStatus(now, "starting", "", now, (), "", None, compilations())
+        worker = self._worker
         running = tuple(
             (number, call.times.started)
             for number, call in list(self._running.items())
             if call.times.started is not None and not call.done()
         )
-        phase = worker.phase
-        peaks = peak_bytes(worker.devices) or worker.ledger.peak or None
-        reported = device_memory(worker.devices)
-        about = phase.name, phase.detail, phase.since
-        return ProcessStatus(now, *about, running, reported, peaks, compilations())
+        return ProcessStatus(
+            time.monotonic(),
+            replace(worker.phase),
+            running,
+            device_memory(worker.devices),
+            worker.peak(),
+            compilations(),
+        )
 
     def state(self) -> WorkerState:
         """The state of this process in the form that all launchers share."""
-        if self._worker is None:
-            now, host = time.monotonic(), socket.gethostname()
-            return WorkerState(self.name, host, os.getpid(), (), (), "starting", "", now, now)
         return self._worker.state()
 
     def stacks(self) -> str:
-        """The Python stack of the worker's thread or, if there is none, of all threads."""
-        worker = self._worker
-        first = worker.stack() if worker is not None else ""
-        return first or dump_all()
+        """The Python stack of the worker's thread or, while the process starts, of all threads."""
+        if self._worker.phase.name != STARTING:
+            return self._worker.stack()
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return file.read()
 
     def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.stop(0.0)
+        self._worker.stop(0.0)
         with self._turn:
             self._turn.notify_all()
 
 
-def dump_all() -> str:
-    """The stacks of all threads of this process."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
+def _reported(error: BaseException) -> Exception:
+    """The error of a call as one of a class that the driver has."""
+    if isinstance(error, Stopped):
+        return InputLost(str(error))
+    for kind in REPORTED:
+        if isinstance(error, kind):
+            return kind(str(error))
+    return WorkerError(f"{type(error).__name__}: {error}")
 
 
-def _named_error(error: BaseException) -> tuple[str, str]:
-    if isinstance(error, InputLost | Stopped):
-        return BOUNCED, str(error)
-    for kind, of in KINDS.items():
-        if isinstance(error, of):
-            return kind, str(error)
-    return "worker", f"{type(error).__name__}: {error}"
-
-
-def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
+def look(pid: int, stacks_file: str) -> str:
     """Diagnoses a process of this host that does not answer: its state in the kernel, and its
     Python stacks. A signal makes it write these even if it cannot run Python code (`faulthandler`).
     """
@@ -384,7 +339,7 @@ def look(pid: int, stacks_file: str, wait_s: float = 1.0) -> str:
     try:
         size = os.stat(stacks_file).st_size
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(wait_s)
+        time.sleep(STACKS_S)
         with open(stacks_file, encoding="utf-8", errors="replace") as file:
             file.seek(size)
             reported = file.read()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from jax.profiler import TraceAnnotation
 
@@ -21,6 +22,8 @@ from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.tracing import Traced
 from jaxrl.sharding.ledger import Move
 
+POLL_S = 0.5
+"""Seconds between two checks of a wait whether something has failed or is late."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -144,18 +147,6 @@ def methods_of(protocol: type | None) -> list[str]:
     return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
 
 
-def leaves(value: object) -> Iterator[object]:
-    """The leaves of nested lists and dicts. Futures may be among the leaves of arguments."""
-    if isinstance(value, list):
-        for each in value:
-            yield from leaves(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from leaves(each)
-    else:
-        yield value
-
-
 def replaced(value: object, change: Callable[[object], object]) -> Any:
     """The same lists and dicts with `change` of each leaf."""
     if isinstance(value, list):
@@ -165,37 +156,78 @@ def replaced(value: object, change: Callable[[object], object]) -> Any:
     return change(value)
 
 
-class Future(Protocol[T_co]):
+@dataclass(eq=False)
+class Future(ABC, Generic[T_co]):
     """The result of a call, now or later. It may be an argument of another call."""
 
-    @property
-    def times(self) -> Times: ...
+    role: str
+    method: str
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    deadline: float
+    """Seconds that the call itself may take, from its start."""
+    aside: bool
+    """Beside the queue of the worker, on a thread of its own."""
+    times: Times = field(default_factory=Times, init=False)
+    _done: threading.Event = field(default_factory=threading.Event, init=False)
+    _error: BaseException | None = field(default=None, init=False)
 
-    def done(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raises the error that `result` would raise, if there is one already; does not wait."""
-        ...
+    def done(self) -> bool:
+        return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
         """Waits for the end of the call for at most `seconds`. Returns whether it has ended."""
-        ...
+        return self._done.wait(seconds)
 
+    @abstractmethod
+    def check(self) -> None:
+        """Raises for a failure in any worker of the group, and for a late call that this one waits
+        for; does not wait.
+        """
+
+    @abstractmethod
     def cancel(self) -> bool:
         """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
         changes nothing, if the call has started or ended.
         """
-        ...
 
-    def consume(self) -> Future[T_co]:
+    @abstractmethod
+    def consume(self) -> Self:
         """This future as an argument of the last call that needs its value, which frees the
         value."""
-        ...
+
+    @abstractmethod
+    def _fetch(self) -> T_co:
+        """The value of a call that has ended without an error."""
 
     def result(self) -> T_co:
-        """Waits for the value. Raises DeadlineExceeded, or WorkerError with the worker's
-        traceback."""
-        ...
+        """Waits for the value. Raises as soon as anything fails in a worker of the group
+        (`WorkerError` has the worker's traceback), or is late anywhere up the chain of calls
+        (`DeadlineExceeded`).
+        """
+        while not self.wait(POLL_S):
+            self.check()
+        if self._error is not None:
+            raise self._error
+        return self._fetch()
+
+    def inputs(self) -> list[Self]:
+        """The futures among its arguments, also those inside lists and dicts."""
+        found: list[Self] = []
+
+        def note(value: object) -> None:
+            if isinstance(value, type(self)):
+                found.append(value)
+
+        replaced([list(self.args), dict(self.kwargs)], note)
+        return found
+
+    def late(self, elapsed: float, diagnosis: str) -> DeadlineExceeded:
+        """The error of a call that has run for `elapsed` seconds, which is too long."""
+        return DeadlineExceeded(
+            f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
+            f" its deadline is {self.deadline:g} s.\n{diagnosis}"
+        )
 
 
 class Wait(Protocol):

@@ -84,15 +84,11 @@ def resolve_axes(
     tensor: int | None = None,
     context: int | None = None,
     expert: int | None = None,
-    order: tuple[AxisName, ...] | None = None,
 ) -> Axes:
     """The sizes of a role's mesh axes on `n_devices` devices.
 
-    An axis of -1 takes what the others leave. Without one, the first axis of `order` that has no
-    size does; every other axis without a size is 1.
-
-    Args:
-        order: by default `DEFAULT_AXES[role]`.
+    An axis of -1 takes what the others leave. Without one, the first axis of `DEFAULT_AXES[role]`
+    that has no size does; every other axis without a size is 1.
 
     Raises:
         UserError: sizes that do not divide, or do not use, the devices of the role.
@@ -109,17 +105,15 @@ def resolve_axes(
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise UserError(f"{axes_text}: {len(rest)} axes are -1, and only 1 may take the rest")
-    free = rest + [name for name in order or DEFAULT_AXES[role] if name not in sizes]
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
-    if n_devices % fixed or (not free and fixed != n_devices):
+    free = rest + [name for name in DEFAULT_AXES[role] if name not in sizes]
+    fixed = math.prod(max(size, 1) for size in sizes.values())
+    if n_devices % fixed:
         raise UserError(
             f"{axes_text}: axes of {device_count(fixed)} do not divide"
             f" the {device_count(n_devices)} of {role}"
-            if n_devices % fixed
-            else f"{axes_text}: axes use {device_count(fixed)}, but {role} has {n_devices}"
         )
+    if not free and fixed != n_devices:
+        raise UserError(f"{axes_text}: axes use {device_count(fixed)}, but {role} has {n_devices}")
     result = {name: max(sizes.get(name, 1), 1) for name in AXIS_NAMES}
     if free:
         result[free[0]] = n_devices // fixed

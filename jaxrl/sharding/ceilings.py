@@ -44,12 +44,10 @@ PUBLISHED: dict[str, tuple[float, float]] = {
 }
 """`jax.Device.device_kind` -> TFLOP/s in bfloat16 (float16 where a device has none)
 and GB/s of its memory."""
-SIZE = {"cpu": 512}
-"""Rows, inner width and columns of the product that is measured."""
-READ = {"cpu": 2**26}
+SIZE, CPU_SIZE = 8192, 512
+"""Rows, inner width and columns of the product that is measured, on an accelerator and on a CPU."""
+READ, CPU_READ = 2**30, 2**26
 """Bytes of the array that is read for the bandwidth."""
-LARGE_SIZE, LARGE_READ = 8192, 2**30
-"""Both, on an accelerator."""
 TRIES, TRY_S = 6, 0.3
 """Least number of calls of which the shortest counts, and seconds that they take at least: of many
 short ones a busy machine leaves some alone."""
@@ -76,8 +74,7 @@ def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
     if kind in PUBLISHED:
         tflops, gbytes = PUBLISHED[kind]
         return Ceilings(kind, tflops * 1e12, gbytes * 1e9, published=True, shared=shared)
-    size = SIZE.get(device.platform, LARGE_SIZE)
-    nbytes = READ.get(device.platform, LARGE_READ)
+    size, nbytes = (CPU_SIZE, CPU_READ) if shared else (SIZE, READ)
     with jax.default_device(device):
         flops = product_flops(size, size, size, jnp.dtype(dtype))
         bandwidth = read_bandwidth(nbytes)

@@ -2,7 +2,7 @@
 
 Every worker has one ledger. Roles register the arrays that they keep (`resident`), temporary arrays
 (`put`, `drop`) and the programs that they run, with their temporaries (`running`). The ledger
-records the peak of the fullest device, and which arrays made it up.
+records the peak of the fullest device.
 
 Before each call the worker enters a stage with the name of the call (`actor.update`). Residents
 with `offload=True` that the stage does not need are moved to pinned host memory, and those that it
@@ -90,8 +90,6 @@ class Ledger:
     """Sets the worker's phase while it waits for a transfer."""
     peak: int = 0
     """Most bytes that a device has held so far."""
-    at_peak: dict[str, int] = field(default_factory=dict)
-    """Name -> bytes on that device at the peak."""
     moves: list[Move] = field(default_factory=list)
     """Transfers since the last `take_moves`."""
     _residents: dict[str, _Resident] = field(default_factory=dict)
@@ -259,8 +257,9 @@ class Ledger:
             old += here
             resident.write(jax.tree.unflatten(form, leaves))
             ended = time.monotonic()
-            move = Move(resident.name, "host", size, started, ended, ended - started)
-            self.moves.append(move)
+            self.moves.append(
+                Move(resident.name, "host", size, started, ended, waited=ended - started)
+            )
         for leaf in old:
             leaf.delete()
 
@@ -304,11 +303,7 @@ class Ledger:
         return sum(self._held.values(), Counter())
 
     def _note(self) -> None:
-        total = self._total()
-        device = max(total, key=lambda d: total[d], default=None)
-        if device is not None and total[device] > self.peak:
-            self.peak = total[device]
-            self.at_peak = {name: held[device] for name, held in self._held.items() if held[device]}
+        self.peak = max([self.peak, *self._total().values()])
 
 
 _here = threading.local()

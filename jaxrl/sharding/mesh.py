@@ -1,4 +1,4 @@
-"""From visible devices to the meshes of the roles, and the check that each role got its own."""
+"""From visible devices to the meshes of the roles."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
+import psutil
 from jax._src import hardware_utils  # no public function counts chips
 from jax.sharding import AxisType, Mesh
 
@@ -157,28 +158,10 @@ def role_meshes(
     devices: Sequence[jax.Device], placement: Placement, axes: Mapping[str, Axes]
 ) -> dict[str, Mesh]:
     """Role -> its mesh, for the roles that `axes` names."""
-    meshes = {}
-    for role, sizes in axes.items():
-        mine = [devices[i] for i in placement.roles[role].devices]
-        meshes[role] = role_mesh(mine, sizes)
-        verify(role, meshes[role], [device.id for device in mine])
-    verify_pools(placement, meshes)
-    return meshes
-
-
-def verify(role: str, mesh: Mesh, expected: Iterable[int]) -> None:
-    """Checks, inside the worker, that the role's mesh has exactly the devices that it was given.
-
-    Args:
-        expected: `device.id` of each.
-    """
-    expected = sorted(expected)
-    found = sorted(device.id for device in mesh.devices.flat)
-    if found != expected:
-        raise RuntimeError(
-            f"{role} was given devices {device_list(expected)},"
-            f" but its mesh has {device_list(found)}"
-        )
+    return {
+        role: role_mesh([devices[i] for i in placement.roles[role].devices], sizes)
+        for role, sizes in axes.items()
+    }
 
 
 def verify_arrays(role: str, arrays: Tree, mesh: Mesh) -> None:
@@ -200,17 +183,6 @@ def is_primary(devices: Iterable[jax.Device]) -> bool:
     return min(device.process_index for device in devices) == jax.process_index()
 
 
-def verify_pools(placement: Placement, meshes: Mapping[str, Mesh]) -> None:
-    """Checks that no device serves two pools."""
-    owner: dict[int, str] = {}
-    for role, mesh in meshes.items():
-        pool = placement.pool_of(role).name
-        for device in mesh.devices.flat:
-            other = owner.setdefault(device.id, pool)
-            if other != pool:
-                raise RuntimeError(f"device {device.id} is in two pools: {other} and {pool}")
-
-
 def bytes_limit(device: DeviceFacts) -> int | None:
     """Bytes that a run may use on `device`, of an emulated one those that all on its host share;
     None where nobody knows.
@@ -224,31 +196,13 @@ def bytes_limit(device: DeviceFacts) -> int | None:
     return host_available() if device.platform == "cpu" else None
 
 
-def host_available() -> int | None:
+def host_available() -> int:
     """Bytes of host memory that can still be had, within the container's limit."""
-    found = [n for n in (_meminfo_available(), _cgroup_left()) if n is not None]
-    return min(found) if found else None
-
-
-def _meminfo_available() -> int | None:
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _cgroup_left() -> int | None:
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            text = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
-            return None if text == "max" else max(int(text) - int(used.read()), 0)
-    except (OSError, ValueError):
-        return None
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit: "max"
+        return available
+    return min(available, max(limit - used, 0))

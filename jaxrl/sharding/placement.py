@@ -21,29 +21,22 @@ ROLES: tuple[str, ...] = tuple(DEFAULT_AXES)
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices `start` to `stop` (excluded), owned by one worker that holds `roles`; none where the
-    worker needs none.
-    """
+    """Devices owned by one worker that holds `roles`."""
 
     roles: tuple[str, ...]
-    start: int
-    stop: int
+    devices: range
+    """Empty where the worker needs none."""
 
     @property
     def name(self) -> str:
         """As written in the spec: `actor+rollout`."""
         return "+".join(self.roles)
 
-    @property
-    def devices(self) -> range:
-        return range(self.start, self.stop)
-
 
 @dataclass(frozen=True)
 class RolePlacement:
     """Where one role runs."""
 
-    role: str
     pool: int
     """Index into `Placement.pools`."""
     devices: range
@@ -63,7 +56,7 @@ class Placement:
     @property
     def n_devices(self) -> int:
         """Devices needed in all."""
-        return self.pools[-1].stop
+        return self.pools[-1].devices.stop
 
     def pool_of(self, role: str) -> Pool:
         return self.pools[self.roles[role].pool]
@@ -81,12 +74,12 @@ def parse(spec: str) -> Placement:
     roles: dict[str, RolePlacement] = {}
     for part in spec.split(","):
         names, count = _parse_pool(part, spec)
-        start = pools[-1].stop if pools else 0
-        pool = Pool(names, start, start + count)
+        start = pools[-1].devices.stop if pools else 0
+        pool = Pool(names, range(start, start + count))
         for role in names:
             if role in roles:
                 raise UserError(f"role {role!r} is placed twice in the mesh {spec!r}: name it once")
-            roles[role] = RolePlacement(role, len(pools), pool.devices)
+            roles[role] = RolePlacement(len(pools), pool.devices)
         pools.append(pool)
     return Placement(spec, tuple(pools), roles)
 
@@ -153,8 +146,8 @@ def serve(placement: Placement, role: str) -> Placement:
         notes = tuple(note for note in placement.notes if not note.startswith(f"{role} is placed"))
         placement = replace(placement, pools=tuple(pools), roles=others, notes=notes)
     n = placement.n_devices
-    pool = Pool((role,), n, n)
-    placed = RolePlacement(role, len(placement.pools), pool.devices)
+    pool = Pool((role,), range(n, n))
+    placed = RolePlacement(len(placement.pools), pool.devices)
     return replace(
         placement, pools=(*placement.pools, pool), roles={**placement.roles, role: placed}
     )
@@ -169,7 +162,7 @@ def _join_actor(placement: Placement, role: str) -> Placement:
     pool = placement.pools[actor.pool]
     pools = list(placement.pools)
     pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
-    joined = RolePlacement(role, actor.pool, pool.devices)
+    joined = RolePlacement(actor.pool, pool.devices)
     placement = replace(placement, pools=tuple(pools), roles={**placement.roles, role: joined})
     return _note(
         placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool"

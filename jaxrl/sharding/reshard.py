@@ -97,6 +97,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
+    """Of an array on devices only where they belong to several processes: see `_moves_here`."""
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
@@ -105,10 +106,8 @@ def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Ar
         return put(x, target)
     if x.sharding == target:
         return x
-    if not (x.is_fully_addressable and target.is_fully_addressable):
-        together = x.sharding.device_set == target.device_set
-        return _in(target)(x) if together else put(to_host(x), target)
-    return _move_together([x], [target])[0]
+    together = x.sharding.device_set == target.device_set
+    return _in(target)(x) if together else put(to_host(x), target)
 
 
 def _moves_here(x: object, target: Sharding) -> bool:

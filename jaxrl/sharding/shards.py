@@ -40,10 +40,6 @@ class Shards:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
-    @property
-    def nbytes(self) -> int:
-        return self.size * np.dtype(self.dtype).itemsize
-
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """The values at `index` (slices of step 1), put together from the pieces that overlap it.
 

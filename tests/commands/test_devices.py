@@ -21,7 +21,7 @@ from jaxrl import devices
 from jaxrl.config import cli
 from jaxrl.devices import GpuProcess, LocalDevice, LocalHost
 from jaxrl.runtime import registry
-from jaxrl.runtime.cluster import Cluster
+from jaxrl.runtime.cluster import Cluster, Resource
 from jaxrl.runtime.cluster import Host as Node
 from jaxrl.runtime.registry import Member, Run, registered, running
 from jaxrl.runtime.worker import WorkerState
@@ -369,7 +369,9 @@ def test_without_ray_an_address_is_refused_with_the_way_out(
 
 
 def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    nodes = [Node("id", "head", "10.0.0.1", 16, 4, 8, 2, 64 * 10**9, 32 * 10**9)]
+    has: dict[Resource, int] = {"CPU": 16, "GPU": 8, "TPU": 0, "memory": 64 * 10**9}
+    free: dict[Resource, int] = {"CPU": 4, "GPU": 2, "TPU": 0, "memory": 32 * 10**9}
+    nodes = [Node("id", "head", "10.0.0.1", has, free)]
     worker = state("teacher", "gpu:4", "gpu:5", pid=77, host="head")
     devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [worker])))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -380,6 +382,7 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [])))
     printed = capsys.readouterr().out
     assert "no worker of jaxrl on it" in printed and "TPU" not in printed
-    devices.show(devices.cluster_page(Cluster("h:1", [replace(nodes[0], tpus=8, tpus_free=4)], [])))
+    nodes = [replace(nodes[0], has={**has, "TPU": 8}, free={**free, "TPU": 4})]
+    devices.show(devices.cluster_page(Cluster("h:1", nodes, [])))
     printed = capsys.readouterr().out
     assert "GPUs free   TPUs free   memory free" in printed and "4 of 8      32.0 of" in printed

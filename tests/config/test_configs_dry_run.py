@@ -23,7 +23,7 @@ from jaxrl.plan import Plan, build, make_plan
 from jaxrl.plan.roles import BACKWARD, LOSS, STEP
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
-from jaxrl.runtime.cluster import Host, process_slots
+from jaxrl.runtime.cluster import Host, Resource, process_slots
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
 from jaxrl.train import dry_run, main
@@ -79,7 +79,8 @@ def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
     done = subprocess.run([*command, *HERE], capture_output=True, text=True, cwd=tmp_path)
     fits = "on GPUs of 80 GB, of which jax takes 92%: fits (teacher: data=2 tensor=4)"
     assert fits in done.stdout, done.stderr
-    hosts = [Host(name, name, name, 64, 64, 8, 8, 1, 1) for name in ("first", "second")]
+    has: dict[Resource, int] = {"CPU": 64, "GPU": 8, "TPU": 0, "memory": 1}
+    hosts = [Host(name, name, name, has, has) for name in ("first", "second")]
     placement = place(Config.load(config).mesh, ("actor", "rollout", "teacher"))
     slots = process_slots(placement, hosts, "GPU", None)
     where = [(slot.host.name, slot.devices) for slot in slots]

@@ -36,7 +36,7 @@ from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
 from jaxrl.runtime import parcel
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import role_mesh, verify, verify_arrays
+from jaxrl.sharding.mesh import role_mesh, verify_arrays
 from jaxrl.sharding.parts import join_parts
 from jaxrl.sharding.reshard import reshard, to_host
 from jaxrl.sharding.shards import Piece, Shards
@@ -139,7 +139,6 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
     """
     mesh = role_mesh(jax.devices()[: math.prod(sizes)], Axes(*sizes))
     other = role_mesh(mesh.devices.flat, Axes(*sizes[::-1]))
-    verify("actor", mesh, [device.id for device in jax.devices()[: mesh.size]])
     one, samples = actor(mesh, folder, signal), sampler(other, signal)
     teacher = Scorer(*tiny_model(TEACHER, other), Projection(config(signal).distill, other, VOCAB))
     told: dict[str, Any] = {"tokens": []}

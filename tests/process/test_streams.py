@@ -81,7 +81,8 @@ def test_an_output_that_takes_text_again_gets_it() -> None:
 
     reported: list[str] = []
     stream = Full()
-    output = Output(stream, reported.append)
+    output = Output(stream)
+    output.lost = reported.append
     output.line("lost")
     output.line("lost too")
     stream.full = False

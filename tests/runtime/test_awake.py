@@ -52,7 +52,7 @@ def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> No
     watch = Watch(clock)
     monkeypatch.setattr(awake, "_watch", watch)
     worker = LocalWorker("actor")
-    call = LocalFuture(worker, "actor", "update", (), {}, deadline=600)
+    call = LocalFuture("actor", "update", (), {}, 600, False, worker)
     call.times.started = clock.now
     clock.now += 3600
     call.check_self()

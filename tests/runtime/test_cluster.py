@@ -22,11 +22,9 @@ GIB = 1 << 30
 
 
 def host(name, cpus=0, gpus=0, free=None, gpu_memory=()):
-    cpus_free = cpus if free is None else free
-    gpus_free = gpus if free is None else free
-    return Host(
-        name, name, f"10.0.0.{name}", cpus, cpus_free, gpus, gpus_free, 8 * GIB, 6 * GIB, gpu_memory
-    )
+    has = {"CPU": cpus, "GPU": gpus, "TPU": 0, "memory": 8 * GIB}
+    left = {"CPU": cpus if free is None else free, "GPU": gpus if free is None else free, "TPU": 0}
+    return Host(name, name, f"10.0.0.{name}", has, {**left, "memory": 6 * GIB}, gpu_memory)
 
 
 def placed(mesh, hosts, kind="GPU", most=None):
@@ -132,7 +130,9 @@ def test_emulated_devices_share_the_memory_that_is_free_on_their_host():
 
 
 def tpus(name, chips, free=None):
-    return replace(host(name, cpus=8), tpus=chips, tpus_free=chips if free is None else free)
+    found = host(name, cpus=8)
+    left = {**found.free, "TPU": chips if free is None else free}
+    return replace(found, has={**found.has, "TPU": chips}, free=left)
 
 
 def chips_of(mesh, *hosts, most=None):

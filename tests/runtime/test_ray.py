@@ -40,11 +40,9 @@ from jaxrl.process.xla_flags import (  # noqa: E402
 )
 from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
 from jaxrl.runtime.ray import watch  # noqa: E402
-from jaxrl.runtime.ray.calls import End, RayFuture  # noqa: E402
+from jaxrl.runtime.ray.calls import RayFuture, Sender  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.own import DAEMONS, leave  # noqa: E402
-from jaxrl.runtime.ray.send import Sender  # noqa: E402
-from jaxrl.runtime.ray.supervise import Supervisor  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
@@ -95,7 +93,7 @@ def start(tmp_path):
 def local_crew(marks, mesh=MESH):
     worker_group, placement = LocalWorkerGroup(5.0), parse(mesh)
     for index, pool in enumerate(placement.pools):
-        devices = jax.devices()[pool.start : pool.stop]
+        devices = [jax.devices()[i] for i in pool.devices]
         makers = ray_roles.make(str(marks), placement, index, devices)
         for started in worker_group.start(pool.name, devices, makers, 60).values():
             started.result()
@@ -493,8 +491,8 @@ def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
 
 
 def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monkeypatch):
-    monkeypatch.setattr("jaxrl.runtime.ray.send.LOCK_S", 0.1)
-    sender, end, over = Sender(), End(), threading.Event()
+    monkeypatch.setattr("jaxrl.runtime.ray.calls.LOCK_S", 0.1)
+    sender, over = Sender(), threading.Event()
     held = threading.Event()
 
     def stuck():
@@ -505,10 +503,9 @@ def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monke
     thread = threading.Thread(target=stuck)
     thread.start()
     assert held.wait(10)
-    supervisor = Supervisor(RayConfig(), [], None, sender, end, print)
-    future = RayFuture(end, None, "rollout", "generate", (), {}, 60.0, False, 1)
-    sender.add(future)
-    supervisor.end(RunLost("the GCS has ended"))
+    future = RayFuture("rollout", "generate", (), {}, 60.0, False, sender, None, 1)
+    sender.calls[future.number] = future
+    sender.fail(RunLost("the GCS has ended"))
     with pytest.raises(RunLost, match="the GCS has ended"):
         future.result()
     over.set()

@@ -15,7 +15,7 @@ rank, port = map(int, sys.argv[1:])
 server = WorkerServer(f"actor.{rank}", rank, ".", lambda array: array)
 server.join(f"127.0.0.1:{port}", 2, 2, 60.0)
 info = server.info()
-print(jax.process_index(), info.local, len(info.devices), CUDA_VISIBLE_DEVICES.value)
+print(jax.process_index(), len(info.devices), jax.device_count(), CUDA_VISIBLE_DEVICES.value)
 """
 SLURM = {
     "SLURM_JOB_ID": "7",

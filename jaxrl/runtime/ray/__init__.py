@@ -13,11 +13,9 @@ its newest checkpoint.
 
     connect.py  joins a cluster: its hosts, and which process goes where
     pool.py     the processes of a pool, and what they have reported
-    process.py  one of them, as Ray starts it
-    calls.py    a call: its future, and how its arguments travel
+    calls.py    a call: its future, how its arguments travel, and when it is sent
     start.py    new processes with their devices and roles, bounded and verified
     watch.py    a process seen from outside: its node, its stacks, its death, its end
-    send.py     the calls that have not ended, and when each is sent
     supervise.py     the thread that decides: reports, deadlines, losses
     worker_group.py     the workers of a run, as the loop sees them
 

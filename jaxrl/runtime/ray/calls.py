@@ -1,21 +1,28 @@
-"""A call to a pool: its future in the driver, and how its arguments travel."""
+"""The calls to pools: their futures in the driver, how arguments travel, when each call is sent."""
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from jaxrl.runtime.local import POLL_S, LocalFuture
+from jaxrl.runtime.local import LocalFuture
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.server import KINDS, CallReport, InputLost, LocalRef
-from jaxrl.runtime.worker import RunLost, Stopped, Times, leaves, replaced
+from jaxrl.runtime.server import CallReport, CallRequest, InputLost, LocalRef
+from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, replaced
 
+LOCK_S = 5.0
+"""Longest wait for the lock at the end of a run; Ray may keep who holds it, once a daemon of the
+cluster is gone."""
 FETCH_S = 60.0
 """Longest wait for one bucket of arrays."""
 STATEFUL = {"rollout": "load", "teacher": "load"}
@@ -28,55 +35,29 @@ STAYS = {
 """Call -> the one role that reads its result: in one pool with it, nothing leaves the process."""
 
 
-@dataclass
-class End:
-    """Whether the workers can continue; all waits share it."""
-
-    failure: BaseException | None = None
-    """Why not."""
-    came: threading.Event = field(default_factory=threading.Event)
-
-
 @dataclass(eq=False)
-class RayFuture:
+class RayFuture(Future[Any]):
     """The result of one call to a pool."""
 
-    end: End
+    sender: Sender
     pool: RayPool
-    role: str
-    method: str
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    deadline: float
-    aside: bool
     number: int
-    times: Times = field(default_factory=Times)
-    refs: list[ray.ObjectRef] = field(default_factory=list)
-    """Of the results, one for each process; empty while unsent."""
-    reports: dict[int, CallReport] = field(default_factory=dict)
-    bounced: set[int] = field(default_factory=set)
-    """Processes where an input was lost, so that it did not run."""
-    settled: bool = False
-    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
     keeps: bool = False
-    nbytes: int = 0
-    sent: float = 0.0
-    tries: int = 0
+    """Whether its result stays in the processes of its pool."""
+    refs: list[ray.ObjectRef] = field(default_factory=list, init=False)
+    """Of the results, one for each process; empty while unsent."""
+    reports: dict[int, CallReport] = field(default_factory=dict, init=False)
+    bounced: set[int] = field(default_factory=set, init=False)
+    """Processes where an input was lost, so that it did not run."""
+    settled: bool = field(default=False, init=False)
+    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
+    sent: float = field(default=0.0, init=False)
+    tries: int = field(default=0, init=False)
     """Reports about an earlier one are ignored."""
-    lock: Any = field(default_factory=threading.RLock)
-    """Of the sender: held by who decides whether the call is sent."""
-    _done: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
 
     def cancel(self) -> bool:
         """A call that was sent counts as begun: else the processes of a pool might not agree."""
-        with self.lock:
+        with self.sender.lock:
             if self.refs or self.done():
                 return False
             self.finish(Stopped("the run was asked to end before this call began"))
@@ -86,48 +67,18 @@ class RayFuture:
         return self  # each reader has a copy of its own
 
     def check(self) -> None:
-        if self.end.failure is not None:
-            raise self.end.failure
-
-    def result(self) -> Any:
-        while not self._done.wait(POLL_S):
-            self.check()
-        if self._error is not None:
-            raise self._error
-        if self.keeps:
-            return None  # of no use outside its pool
-        return self._fetch()
+        self.sender.check()
 
     def _fetch(self) -> object:
-        """The value of a call that has ended, here in the driver."""
-        waiting = list(self.refs)
-        while waiting:
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
-            self.check()
+        """The value, here in the driver; None where it is of no use outside its pool."""
+        if self.keeps:
+            return None
         try:
-            return unpack([ray.get(ref, timeout=FETCH_S) for ref in self.refs], fetched)
+            return unpack(_get_all(self.refs, self.check), fetched)
         except RayError as error:
             raise RunLost(
                 f"what {self.role}.{self.method} made is lost: {type(error).__name__}"
             ) from error
-
-    def inputs(self) -> list[RayFuture]:
-        values = leaves([list(self.args), dict(self.kwargs)])
-        return [value for value in values if isinstance(value, RayFuture)]
-
-    def again(self) -> RayFuture:
-        """The same call, not sent yet; this one keeps its result."""
-        return RayFuture(
-            self.end,
-            self.pool,
-            self.role,
-            self.method,
-            self.args,
-            self.kwargs,
-            self.deadline,
-            self.aside,
-            self.number,
-        )
 
     def unsend(self) -> None:
         """Forgets that it was sent: its processes are gone, or could not run it."""
@@ -152,18 +103,27 @@ class RemoteRef:
 
     def arrive(self, stopping: Callable[[], bool]) -> object:
         """Waits in the process that needs it; the driver bounds the wait."""
-        waiting = list(self.refs)
+
+        def check() -> None:
+            if stopping():
+                raise InputLost("the run is over")
+
         try:
-            while waiting:
-                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
-                if stopping():
-                    raise InputLost("the run is over")
-            parcels = [ray.get(ref, timeout=FETCH_S) for ref in self.refs]
+            parcels = _get_all(self.refs, check)
         except RayError as error:
             raise InputLost(f"what {self.role} made is lost: {type(error).__name__}") from error
         if any(parcel is None for parcel in parcels):
             raise InputLost(f"{self.role} did not make it")
         return unpack(parcels, fetched)
+
+
+def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
+    """What processes packed, or None for one that did not; `check` may end the wait."""
+    waiting = list(refs)
+    while waiting:
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
+        check()
+    return [ray.get(ref, timeout=FETCH_S) for ref in refs]
 
 
 def fetched(place: object) -> Any:
@@ -191,7 +151,90 @@ def wire(values: object, pool: RayPool) -> Any:
     return replaced(values, place)
 
 
-def raised(error: tuple[str, str]) -> BaseException:
-    """The exception for the error in a report."""
-    kind, text = error
-    return KINDS[kind](text)
+class Sender:
+    """Sends each call once its inputs can be had; those of a pool in the order of asking."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        """Why the workers cannot continue; all waits look at it."""
+        self.lock = threading.RLock()
+        """Around the calls, and what of a pool and of a call decides whether it may be sent."""
+        self.news: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        """(kind, ...) of what processes reported."""
+        self.numbers = itertools.count(1)
+        """Those of the next calls. With the lock held."""
+        self.calls: dict[int, RayFuture] = {}
+        """Those that have not ended, by number. Changed with the lock held."""
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can continue: whoever waits gets the first error. Where the thread with the lock
+        does not come back from Ray, they find it by themselves (`check`).
+        """
+        self.failure = self.failure or error
+        if not self.lock.acquire(timeout=LOCK_S):
+            return
+        try:
+            for future in self.calls.values():
+                future.finish(self.failure)
+            self.calls.clear()
+        finally:
+            self.lock.release()
+
+    def flush(self, pool: RayPool) -> None:
+        """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.
+        With the lock held.
+        """
+        if not pool.alive or pool.lost_at is not None:
+            return
+        for future in self.unfinished(pool):
+            if future.refs:
+                continue
+            if all(self._available(needed) for needed in future.inputs()):
+                self._send(future)
+            elif not future.aside:
+                return
+
+    def unfinished(self, pool: RayPool | None = None) -> list[RayFuture]:
+        """In the order in which they were asked for."""
+        with self.lock:
+            calls = sorted(self.calls.items())
+        return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
+
+    def _available(self, future: RayFuture) -> bool:
+        return future.done() or (
+            bool(future.refs) and future.pool.alive and future.pool.lost_at is None
+        )
+
+    def _send(self, future: RayFuture) -> None:
+        """To every process of the pool."""
+        pool = future.pool
+        position = -1
+        if not future.aside:
+            position, pool.position = pool.position, pool.position + 1
+        request = CallRequest(
+            number=future.number,
+            epoch=pool.epoch,
+            position=position,
+            role=future.role,
+            method=future.method,
+            args=tuple(wire(list(future.args), pool)),
+            kwargs=wire(dict(future.kwargs), pool),
+            keeps=future.keeps,
+            stores=pool.trains and not future.keeps,
+        )
+        future.unsend()
+        future.sent = time.monotonic()
+        future.settled = all(needed.done() for needed in future.inputs())
+        for rank, worker in enumerate(pool.workers):
+            report, value = worker.run.remote(request)
+            future.refs.append(value)
+            heard = partial(self.hear, "report", pool, future.tries, rank, future)
+            report.future().add_done_callback(heard)
+
+    def hear(self, kind: str, *news: object) -> None:
+        """On a thread of Ray: only notes it."""
+        self.news.put((kind, *news))

@@ -11,24 +11,33 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import jax
 import ray
 from ray._private import worker as ray_worker
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import SHARE, given_share, gpu_share
+from jaxrl.process.gpu_memory import given_share, gpu_share
 from jaxrl.process.plain import Keywords
-from jaxrl.runtime.cluster import Cluster, Host, Kind, ProcessSlot, devices_of, process_slots
-from jaxrl.runtime.local import POLL_S
+from jaxrl.runtime.cluster import (
+    RESOURCES,
+    Cluster,
+    Host,
+    Kind,
+    ProcessSlot,
+    Resource,
+    devices_of,
+    process_slots,
+)
 from jaxrl.runtime.ray.auth import show_token
 from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
+from jaxrl.runtime.worker import POLL_S
 from jaxrl.sharding.mesh import (
     MOST_EMULATED,
     Visible,
@@ -45,9 +54,6 @@ NODE_S = 60.0
 """Longest wait for a node's description of itself."""
 STATE_S = 5.0
 """Longest wait for the state of another run's worker."""
-_Gpus = tuple[tuple[int, ...], str | None, float]
-"""Bytes of each GPU of a host, their least compute capability, the share that jax would take."""
-_UNKNOWN_GPUS: _Gpus = ((), None, SHARE)
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -80,13 +86,11 @@ def find_seats(
     while True:
         hosts = look_at()
         kinds: tuple[Kind, ...] = ("GPU", "TPU")
-        kind: Kind = next((k for k in kinds if any(host.has(k) for host in hosts)), "CPU")
+        kind: Kind = next((k for k in kinds if any(host.has[k] for host in hosts)), "CPU")
         try:
             return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
         except UserError:
-            all_free = [
-                replace(h, cpus_free=h.cpus, gpus_free=h.gpus, tpus_free=h.tpus) for h in hosts
-            ]
+            all_free = [replace(host, free=host.has) for host in hosts]
             process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
             if time.monotonic() > end:
                 raise
@@ -111,9 +115,9 @@ def join(address: str | None, devices: int) -> None:
         leave()
     options: Keywords = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
-        here = _this_host(devices)
-        options |= {"num_cpus": here.cpus, "num_gpus": here.gpus, "include_dashboard": False}
-        options |= {"resources": {"TPU": here.tpus}} if here.tpus else {}
+        here = _this_host(devices).has
+        options |= {"num_cpus": here["CPU"], "num_gpus": here["GPU"], "include_dashboard": False}
+        options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
         options |= {"address": "local"}  # without it Ray joins a cluster that runs on this host
     else:
         options |= {"address": address}
@@ -170,18 +174,15 @@ def _reach(address: str) -> None:
 
 def _this_host(devices: int) -> Host:
     """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
-    cpus, gpus = max(os.cpu_count() or 1, min(devices, MOST_EMULATED)), accelerators_here()
-    memory = host_available() or 0
-    reported = _ask_driver(given_share()) if gpus else _UNKNOWN_GPUS
-    name = socket.gethostname()
-    here = Host("", name, "127.0.0.1", cpus, cpus, gpus, gpus, memory, memory)
-    chips = 0 if gpus else tpu_chips_here()
-    return replace(_with_gpus(here, reported), tpus=chips, tpus_free=chips)
-
-
-def _with_gpus(host: Host, reported: _Gpus) -> Host:
-    memory, capability, share = reported
-    return replace(host, gpu_memory=memory, capability=capability, gpu_share=share)
+    gpus = accelerators_here()
+    has: dict[Resource, int] = {
+        "CPU": max(os.cpu_count() or 1, min(devices, MOST_EMULATED)),
+        "GPU": gpus,
+        "TPU": 0 if gpus else tpu_chips_here(),
+        "memory": host_available(),
+    }
+    reported = _ask_driver(given_share()) if gpus else {}
+    return Host("", socket.gethostname(), "127.0.0.1", has, free=has, **reported)
 
 
 def find_hosts() -> list[Host]:
@@ -190,44 +191,41 @@ def find_hosts() -> list[Host]:
     nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
     free = ray._private.state.available_resources_per_node()
     reported = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
-    found = []
-    for node in nodes:
-        has, left = node["Resources"], free.get(node["NodeID"], {})
-        host = Host(
+    return [
+        Host(
             node["NodeID"],
-            node["NodeName"] if node.get("NodeName") else node["NodeManagerHostname"],
+            node.get("NodeName") or node["NodeManagerHostname"],
             node["NodeManagerAddress"],
-            int(has.get("CPU", 0)),
-            int(left.get("CPU", 0)),
-            int(has.get("GPU", 0)),
-            int(left.get("GPU", 0)),
-            int(has.get("memory", 0)),
-            int(left.get("memory", 0)),
-            tpus=int(has.get("TPU", 0)),
-            tpus_free=int(left.get("TPU", 0)),
+            _counts(node["Resources"]),
+            _counts(free.get(node["NodeID"], {})),
+            **reported.get(node["NodeID"], {}),
         )
-        found.append(_with_gpus(host, reported.get(node["NodeID"], _UNKNOWN_GPUS)))
-    return found
+        for node in nodes
+    ]
 
 
-def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+def _counts(resources: Mapping[str, float]) -> dict[Resource, int]:
+    return {name: int(resources.get(name, 0)) for name in RESOURCES}
 
 
-def _ask_gpus(node: str) -> _Gpus:
+def on_node(node: str, function: Callable[..., object], *args: object) -> ray.ObjectRef:
+    """Runs a function on a node: where its result will be."""
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=there)
+    return task.remote(*args)
+
+
+def _ask_gpus(node: str) -> Keywords:
     """`_ask_driver` on a node."""
-    task = ray.remote(num_cpus=0, max_retries=0)(_ask_driver).options(
-        scheduling_strategy=on_node(node)
-    )
     try:
-        found: _Gpus = ray.get(task.remote(given_share()), timeout=NODE_S)
-    except (RayError, GetTimeoutError):
-        return _UNKNOWN_GPUS
+        found: Keywords = ray.get(on_node(node, _ask_driver, given_share()), timeout=NODE_S)
+    except RayError:
+        return {}
     return found
 
 
-def _ask_driver(share: float | None) -> _Gpus:
-    """What the GPUs of this host are.
+def _ask_driver(share: float | None) -> Keywords:
+    """What the driver of the GPUs of this host tells of them, as fields of `Host`.
 
     Args:
         share: what the user of the run has set; it counts before what is set on this host.
@@ -237,8 +235,9 @@ def _ask_driver(share: float | None) -> _Gpus:
     try:
         reported = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return _UNKNOWN_GPUS
-    return *read_gpus(reported.stdout), share or gpu_share()
+        return {}
+    memory, capability = read_gpus(reported.stdout)
+    return {"gpu_memory": memory, "capability": capability, "gpu_share": share or gpu_share()}
 
 
 def read_gpus(text: str) -> tuple[tuple[int, ...], str | None]:

@@ -21,8 +21,8 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._private.node import Node
 
-from jaxrl.runtime.local import POLL_S
 from jaxrl.runtime.ray.auth import private_token
+from jaxrl.runtime.worker import POLL_S
 
 DAEMONS = ("gcs_server", "raylet")
 """Those that a cluster cannot do without."""
@@ -104,8 +104,9 @@ class Head:
     after it cannot.
     """
 
-    def __init__(self, address: str):
-        self._address, self._missed = address, 0
+    def __init__(self) -> None:
+        self._address: str = ray.get_runtime_context().gcs_address
+        self._missed = 0
 
     def trouble(self) -> str | None:
         host, _, port = self._address.rpartition(":")
@@ -150,18 +151,15 @@ def leave() -> None:
 
 
 def _abandon() -> None:
-    """Leaves Ray as it is, and keeps its handlers from running when the process ends."""
-    atexit.unregister(ray_worker.shutdown)
-    _skip_exit_handlers()
+    """Leaves Ray as it is, and keeps its handlers from running when the process ends.
 
-
-def _skip_exit_handlers() -> None:
-    """From here on, the process ends with its exit code but without the C handlers registered
-    before this call. The interpreter runs its own handlers, and flushes its files, before that.
+    The process then ends with its exit code but without the C handlers registered before this
+    call. The interpreter runs its own handlers, and flushes its files, before that.
 
     glibc hands the exit code to a function registered by `on_exit`, and `_exit` needs no more;
     where the C library has no `on_exit` (macOS, musl), the handlers run.
     """
+    atexit.unregister(ray_worker.shutdown)
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
@@ -207,7 +205,7 @@ def _stopped(pid: int) -> bool:
         return False
 
 
-class Guard:
+class Guard(threading.Thread):
     """A thread that looks at the cluster until the end of a run, and never calls Ray."""
 
     def __init__(self, trouble: Callable[[], str | None], lost: Callable[[str], None]):
@@ -216,34 +214,16 @@ class Guard:
             trouble: what is wrong with the cluster, if anything.
             lost: called once, with what is wrong.
         """
+        super().__init__(name="guard", daemon=True)
         self._trouble, self._lost = trouble, lost
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         self._over.set()
 
-    def _watch(self) -> None:
+    def run(self) -> None:
         while not self._over.wait(POLL_S):
             trouble = self._trouble()
             if trouble is not None:
                 self._lost(trouble)
                 return
-
-
-def guard_own(lost: Callable[[str], None]) -> Guard:
-    """Of a cluster of this process; where it is lost, all of its processes are ended first."""
-
-    def end(why: str) -> None:
-        end_daemons()
-        lost(why)
-
-    return Guard(Health().trouble, end)
-
-
-def guard_head(lost: Callable[[str], None]) -> Guard:
-    """Of a cluster that was joined."""
-    return Guard(Head(ray.get_runtime_context().gcs_address).trouble, lost)

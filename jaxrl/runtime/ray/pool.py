@@ -22,8 +22,8 @@ class RayPool:
     """Ray actors, by rank."""
     info: list[ProcessInfo] = field(default_factory=list)
     """Of the processes that there are; empty while they start."""
-    answers: dict[int, tuple[ProcessStatus, float]] = field(default_factory=dict)
-    """Rank -> what it last said, and `time.monotonic` seconds of the driver then."""
+    answers: dict[int, ProcessStatus] = field(default_factory=dict)
+    """Rank -> what it last said, in `time.monotonic` seconds of the driver."""
     asked: set[int] = field(default_factory=set)
     """Ranks that have been asked, and have not answered."""
     born: float = 0.0
@@ -43,6 +43,10 @@ class RayPool:
     @property
     def trains(self) -> bool:
         return "actor" in self.roles
+
+    def heard(self, rank: int) -> float:
+        """When a process last answered; when it was started, if it never has."""
+        return self.answers[rank].at if rank in self.answers else self.born
 
     def where(self, rank: int) -> str:
         if rank >= len(self.info):

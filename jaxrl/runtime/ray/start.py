@@ -7,76 +7,87 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import ray
+from ray.actor import ActorClass
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.cluster import Kind, hosts_table, needs_table, worker_variables
-from jaxrl.runtime.local import POLL_S
-from jaxrl.runtime.ray.calls import FETCH_S, End, raised
+from jaxrl.runtime.ray.calls import FETCH_S, Sender
 from jaxrl.runtime.ray.connect import find_hosts
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.process import MakeRoles, make_role, worker_class
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
-from jaxrl.runtime.server import CallRequest
-from jaxrl.runtime.worker import WorkerError
+from jaxrl.runtime.server import CallRequest, WorkerServer
+from jaxrl.runtime.worker import POLL_S, WorkerError
 from jaxrl.sharding.placement import Placement, device_list
 
 Log = Callable[[str], None]
+MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
+CALLS = 256
+"""Calls that a process takes at once; all but one wait for their turn."""
+CONTROL = ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop")
+"""Methods of a `WorkerServer` that answer while calls run."""
 BUNDLE_S = 60.0
 """Longest wait for what the cluster has free already."""
+
+
+def worker_class(pool: str) -> ActorClass:
+    """A Ray actor class whose name, and so its process title, tells the roles."""
+    methods: dict[str, object] = {
+        name: ray.method(concurrency_group="control")(getattr(WorkerServer, name))
+        for name in CONTROL
+    }
+    methods["run"] = ray.method(concurrency_group="calls", num_returns=2)(WorkerServer.run)
+    cls = type(f"jaxrl:{pool}", (WorkerServer,), methods)
+    options: Keywords = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
+
+
+def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str) -> object:
+    """In the worker: a role on this pool's devices."""
+    return make_roles(placement, pool, jax.devices())[role]()
 
 
 class NotStarted(RunError):
     """A process ended, or hung, while it started."""
 
 
+@dataclass
 class Starter:
-    """Makes the processes of pools, with their devices and roles."""
+    """Makes the processes of pools, with their devices and roles; fields as of `RayWorkerGroup`."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        pools: Sequence[RayPool],
-        make_roles: MakeRoles,
-        log: Log,
-        end: End,
-        *,
-        kind: Kind,
-        startup_s: float,
-        lazy: Collection[str],
-        environment: Mapping[str, str],
-        protocols: Mapping[str, type],
-    ):
-        """
-        Args:
-            make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
-            lazy: roles that are made at their first call.
-            environment: further variables of every process.
-            protocols: role -> its Protocol, as in `LocalWorker.start_role`.
-        """
-        self._placement, self._pools, self._make_roles = placement, pools, make_roles
-        self._log, self._end, self._kind = log, end, kind
-        self._startup_s, self._lazy, self._environment = startup_s, lazy, environment
-        self._protocols = protocols
-        self._group: Any = None
+    placement: Placement
+    pools: Sequence[RayPool]
+    make_roles: MakeRoles
+    log: Log
+    sender: Sender
+    kind: Kind
+    startup_s: float
+    lazy: Collection[str]
+    environment: Mapping[str, str]
+    protocols: Mapping[str, type]
+    _group: Any = None
 
     @property
     def longest_s(self) -> float:
         """Bound on a start of pools, for where Ray itself does not answer."""
-        return BUNDLE_S + self._startup_s + 2 * FETCH_S
+        return BUNDLE_S + self.startup_s + 2 * FETCH_S
 
     def reserve(self) -> None:
         """A bundle of the cluster for each process; what is free was compared before."""
-        kind: str = self._kind
-        places = [slot for pool in self._pools for slot in pool.process_slots]
+        kind: str = self.kind
+        places = [slot for pool in self.pools for slot in pool.process_slots]
         group = placement_group(
             [{kind: slot.devices} if slot.devices else {"memory": 1} for slot in places],
             bundle_label_selector=[{"ray.io/node-id": slot.host.id} for slot in places],
@@ -88,7 +99,7 @@ class Starter:
             remove_placement_group(group)
             raise UserError(
                 f"the cluster did not give the workers their places within {BUNDLE_S:g} s; someone"
-                f" else may have taken them\n{needs_table(self._placement, self._kind)}\n"
+                f" else may have taken them\n{needs_table(self.placement, self.kind)}\n"
                 f"{hosts_table(find_hosts())}"
             )
         self._group = group
@@ -105,45 +116,36 @@ class Starter:
         for pool in pools:
             n = len(pool.process_slots)
             if n > 1:
-                port = self._get(pool, 0, pool.workers[0].free_port.remote(), begun)
+                (port,) = self._get_all([(pool, 0, pool.workers[0].free_port.remote())], begun)
                 where = f"{pool.process_slots[0].host.address}:{port}"
                 joining += [
-                    (pool, slot.rank, worker.join.remote(where, n, slot.devices, self._startup_s))
+                    (pool, slot.rank, worker.join.remote(where, n, slot.devices, self.startup_s))
                     for slot, worker in zip(pool.process_slots, pool.workers, strict=True)
                 ]
         self._get_all(joining, begun)
-        asking = [
-            (pool, rank, worker.info.remote())
-            for pool in pools
-            for rank, worker in enumerate(pool.workers)
-        ]
-        info = self._get_all(asking, begun)
-        for pool in pools:
-            pool.info = [f for (p, _, _), f in zip(asking, info, strict=True) if p is pool]
+        workers = [(pool, *each) for pool in pools for each in enumerate(pool.workers)]
+        asking = [(pool, rank, worker.info.remote()) for pool, rank, worker in workers]
+        for (pool, _, _), info in zip(workers, self._get_all(asking, begun), strict=True):
+            pool.info.append(info)
         self._verify()
-        opening = [
-            (pool, rank, worker.open.remote())
-            for pool in pools
-            for rank, worker in enumerate(pool.workers)
-        ]
+        opening = [(pool, rank, worker.open.remote()) for pool, rank, worker in workers]
         self._get_all(opening, begun)
         starting: list[tuple[RayPool, str, int, ray.ObjectRef]] = []
         for pool in pools:
             for role in pool.roles:
-                request = partial(self._order_start, pool, role)
+                request = self._order_start(pool, role)
                 for rank, worker in enumerate(pool.workers):
-                    report, _ = worker.run.remote(request())
+                    report, _ = worker.run.remote(request)
                     starting.append((pool, role, rank, report))
                 pool.position += 1
         reports = self._get_all([(pool, rank, ref) for pool, _, rank, ref in starting], begun)
         for (pool, role, rank, _), report in zip(starting, reports, strict=True):
             if report.error is not None:
-                raise raised(report.error)
+                raise report.error
             if rank == 0:
-                seconds = report.finished - (report.started or report.finished)
-                ids = device_list(self._placement.roles[role].devices)
+                ids = device_list(self.placement.roles[role].devices)
                 where = f"on devices {ids}" if ids else "without devices"
-                self._log(f"{role}: ready in {seconds:.1f} s, {where}; {pool.where(0)}")
+                self.log(f"{role}: ready in {report.times.seconds:.1f} s, {where}; {pool.where(0)}")
 
     def release(self) -> None:
         """Gives the cluster its bundles back."""
@@ -153,51 +155,56 @@ class Starter:
 
     def _process(self, pool: RayPool, rank: int) -> Any:
         slot = pool.process_slots[rank]
-        before = [s for p in self._pools for s in p.process_slots]
-        bundle = next(i for i, s in enumerate(before) if s is slot)
+        places = [each for pool in self.pools for each in pool.process_slots]
         env = {
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            **self._environment,
-            **worker_variables(slot, self._kind, self._placement),
+            **self.environment,
+            **worker_variables(slot, self.kind, self.placement),
         }
         actor = worker_class(pool.name).options(
             name=f"jaxrl:{pool.label(rank)}:{uuid.uuid4().hex[:12]}",
-            num_gpus=slot.devices if self._kind == "GPU" else 0,
+            num_gpus=slot.devices if self.kind == "GPU" else 0,
             resources={"TPU": slot.devices} if slot.chips else None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=bundle
+                self._group, placement_group_bundle_index=places.index(slot)
             ),
             runtime_env={"env_vars": env},
         )
-        return actor.remote(pool.label(rank), rank, os.getcwd())
+        return actor.remote(pool.label(rank), rank, os.getcwd(), ray.put)
 
     def _order_start(self, pool: RayPool, role: str) -> CallRequest:
-        make = partial(make_role, self._make_roles, self._placement, pool.index, role)
-        number, given = -1, (make, role in self._lazy, self._protocols.get(role))
+        make = partial(make_role, self.make_roles, self.placement, pool.index, role)
         return CallRequest(
-            number, pool.epoch, pool.position, role, "start", given, {}, False, False
+            number=-1,
+            epoch=pool.epoch,
+            position=pool.position,
+            role=role,
+            method="start",
+            args=(make, role in self.lazy, self.protocols.get(role)),
+            kwargs={},
+            keeps=False,
+            stores=False,
         )
 
     def _verify(self) -> None:
         """Each process sees as many devices as it was given, and no device serves two."""
         owners: dict[tuple[str, str], str] = {}
         versions: dict[tuple[tuple[str, str], ...], str] = {}
-        for pool in self._pools:
+        for pool in self.pools:
             for rank, (slot, info) in enumerate(zip(pool.process_slots, pool.info, strict=False)):
                 where = pool.where(rank)
-                if slot.devices and info.local != slot.devices:
+                if slot.devices and len(info.devices) != slot.devices:
                     two = "; a chip of TPU v2, v3 and v7x is two devices: set launcher=local"
                     raise RunError(
-                        f"{where} was given {slot.devices} devices, but sees {info.local}"
+                        f"{where} was given {slot.devices} devices, but sees {len(info.devices)}"
                         f"{two if slot.chips else ''}"
                     )
-                for _, _, hardware in info.devices:
-                    if hardware:
-                        other = owners.setdefault((info.host, hardware), where)
-                        if other != where:
-                            raise RunError(
-                                f"device {hardware} of {info.host} is seen by {other} and {where}"
-                            )
+                for _, hardware in info.devices:
+                    other = owners.setdefault((info.host, hardware), where)
+                    if other != where:
+                        raise RunError(
+                            f"device {hardware} of {info.host} is seen by {other} and {where}"
+                        )
                 versions.setdefault(info.versions, where)
         if len(versions) > 1:
             reported = "; ".join(
@@ -205,9 +212,6 @@ class Starter:
                 for found, where in versions.items()
             )
             raise UserError(f"the nodes of the cluster have different packages: {reported}")
-
-    def _get(self, pool: RayPool, rank: int, ref: ray.ObjectRef, begun: float) -> Any:
-        return self._get_all([(pool, rank, ref)], begun)[0]
 
     def _get_all(
         self, asked: Sequence[tuple[RayPool, int, ray.ObjectRef]], begun: float
@@ -220,18 +224,17 @@ class Starter:
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         waiting = list(owner)
         while waiting:
-            if self._end.failure is not None:
-                raise self._end.failure
+            self.sender.check()
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
             for ref in ready:
                 self._value(ref, *owner[ref])
             if waiting and not ready:
                 pool, rank = owner[waiting[0]]
                 check_nodes(pool)
-                if awake_since(begun) > self._startup_s:
+                if awake_since(begun) > self.startup_s:
                     raise NotStarted(
                         f"{pool.where(rank)} has not started within"
-                        f" deadlines.startup={self._startup_s:g} s\nstack of the worker:\n"
+                        f" deadlines.startup={self.startup_s:g} s\nstack of the worker:\n"
                         f"{stacks(pool, rank)}"
                     )
         return [self._value(ref, pool, rank) for pool, rank, ref in asked]
@@ -246,32 +249,24 @@ class Starter:
             raise NotStarted(reported) from error
 
 
-class Launch:
+def launch_all(starter: Starter) -> None:
     """The first start of all pools, on a thread of its own: Ray's calls may wait without limit, and
     who needs the pools must hear of the end of the run.
     """
+    end_at = time.monotonic() + starter.longest_s
+    started: Future[None] = Future()
 
-    def __init__(self, starter: Starter, pools: Sequence[RayPool]):
-        self._starter, self._pools = starter, pools
-        self._end_at = time.monotonic() + starter.longest_s
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        threading.Thread(target=self._run, name="launch", daemon=True).start()
-
-    def wait(self, end: End) -> None:
-        """Raises what kept the pools from starting."""
-        while not self._done.wait(POLL_S):
-            if end.failure is not None:
-                raise end.failure
-            if time.monotonic() > self._end_at:
-                raise NotStarted("Ray has not answered while the workers were started")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._starter.reserve()
-            self._starter.launch(self._pools)
+            starter.reserve()
+            starter.launch(starter.pools)
+            started.set_result(None)
         except BaseException as error:
-            self._error = error
-        self._done.set()
+            started.set_exception(error)
+
+    threading.Thread(target=run, name="launch", daemon=True).start()
+    while not wait([started], POLL_S).done:
+        starter.sender.check()
+        if time.monotonic() > end_at:
+            raise NotStarted("Ray has not answered while the workers were started")
+    started.result(timeout=0)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,12 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.ray.calls import STATEFUL, End, RayFuture, raised
+from jaxrl.runtime.ray.calls import STATEFUL, RayFuture
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Log, NotStarted, Starter
-from jaxrl.runtime.ray.watch import check_nodes, death, diagnosis, kill
-from jaxrl.runtime.server import BOUNCED, CallReport, ProcessStatus
-from jaxrl.runtime.worker import DeadlineExceeded, RunLost, WorkerError
+from jaxrl.runtime.ray.start import NotStarted, Starter
+from jaxrl.runtime.ray.watch import check_nodes, diagnosis, kill, last_line
+from jaxrl.runtime.server import CallReport, InputLost, ProcessStatus
+from jaxrl.runtime.worker import RunLost, WorkerError
 
 ASK_S = 1.0
 """Seconds between two questions to a worker about its state."""
@@ -42,17 +42,9 @@ JOIN_S = 5.0
 class Supervisor:
     """Looks after the processes of a run until its end."""
 
-    def __init__(
-        self,
-        config: RayConfig,
-        pools: Sequence[RayPool],
-        starter: Starter,
-        sender: Sender,
-        end: End,
-        log: Log,
-    ):
-        self._config, self._pools, self._log = config, pools, log
-        self._starter, self._sender, self._end = starter, sender, end
+    def __init__(self, config: RayConfig, starter: Starter):
+        self._config, self._starter, self._sender = config, starter, starter.sender
+        self._pools, self._log = starter.pools, starter.log
         self._restarts = 0
         """Since the last update of the policy."""
         self._states: dict[tuple[int, str], RayFuture] = {}
@@ -70,7 +62,7 @@ class Supervisor:
 
     def _tend(self) -> None:
         asked = 0.0
-        while not self._end.came.is_set():
+        while self._sender.failure is None:
             try:
                 with suppress(queue.Empty):
                     self._note(*self._sender.news.get(timeout=0.2))
@@ -86,23 +78,18 @@ class Supervisor:
                     self._ask()
                     self._find_late()
             except (RunError, UserError) as error:
-                self.end(error)
+                self._sender.fail(error)
             except Exception as error:
-                self.end(RunError(f"the supervisor failed: {type(error).__name__}: {error}"))
-
-    def end(self, error: BaseException) -> None:
-        """Nothing can continue: whoever waits gets the error."""
-        self._end.failure = self._end.failure or error
-        self._end.came.set()
-        self._sender.fail(self._end.failure)
+                reported = f"the supervisor failed: {type(error).__name__}: {error}"
+                self._sender.fail(RunError(reported))
 
     def _note(self, kind: str, *news: Any) -> None:
-        if kind == "report":
-            self._reported(*news)
-        elif kind == "answer":
-            self._answered(*news)
-        elif kind == "made":
-            self._made(*news)
+        notes: dict[str, Callable[..., None]] = {
+            "report": self._reported,
+            "answer": self._answered,
+            "made": self._made,
+        }
+        notes[kind](*news)
 
     def _answered(
         self, pool: RayPool, life: int, rank: int, reported: Future[ProcessStatus]
@@ -117,11 +104,13 @@ class Supervisor:
             return
         now = time.monotonic()
         answer = reported.result()
-        pool.answers[rank] = (answer, now)
+        shift = now - answer.at  # from the clock of the process to this one's
+        phase = replace(answer.phase, since=answer.phase.since + shift)
+        pool.answers[rank] = replace(answer, at=now, phase=phase)
         for number, started in answer.running:
-            future = self._sender.find(number)
+            future = self._sender.calls.get(number)
             if future is not None and future.times.started is None:
-                future.times.started = now - (answer.now - started)
+                future.times.started = started + shift
 
     def _reported(
         self, pool: RayPool, tries: int, rank: int, future: RayFuture, reported: Future[CallReport]
@@ -136,8 +125,8 @@ class Supervisor:
             self._lost(pool, self._death(pool, rank, failed))
             return
         report = reported.result()
-        now = time.monotonic()
-        if report.error is not None and report.error[0] == BOUNCED:
+        now, error = time.monotonic(), report.error
+        if isinstance(error, InputLost):
             future.bounced.add(rank)
             if not future.aside:
                 pool.lost_at = pool.lost_at or now
@@ -145,8 +134,7 @@ class Supervisor:
                 self._check_settled(future)
                 future.unsend()
             return
-        if report.error is not None:
-            error = raised(report.error)
+        if error is not None:
             if future.aside:
                 self._finished(future, error)
             elif len(pool.process_slots) > 1 and isinstance(error, WorkerError):
@@ -164,18 +152,16 @@ class Supervisor:
             raise error
         with self._sender.lock:
             if future.reports:
-                first = future.reports[min(future.reports)]
+                first = future.reports[min(future.reports)].times
                 now = time.monotonic()
-                took = first.finished - (first.started or first.finished)
+                shift = now - (first.finished or now)
                 future.times.finished = now
-                future.times.started = now - took
+                future.times.started = now - first.seconds
                 future.times.made_s = first.made_s
-                shift = now - first.finished
                 future.times.moves = tuple(move.later(shift) for move in first.moves)
-                future.nbytes = sum(report.nbytes for report in future.reports.values())
             if STATEFUL.get(future.role) == future.method and not pool.trains:
                 self._states[pool.index, future.role] = future
-            self._sender.remove(future)
+            self._sender.calls.pop(future.number, None)
             future.finish(error)
         if (future.role, future.method) == PROGRESS and error is None:
             self._restarts = 0
@@ -203,12 +189,8 @@ class Supervisor:
                 continue
             begun = future.times.started
             if begun is None:
-                silent = [
-                    rank
-                    for rank in range(len(pool.process_slots))
-                    if awake_since(pool.answers.get(rank, (None, pool.born))[1]) > future.deadline
-                ]
-                if not silent or awake_since(future.sent) <= future.deadline:
+                heard = min(pool.heard(slot.rank) for slot in pool.process_slots)
+                if awake_since(heard) <= future.deadline:
                     continue
                 begun = future.sent
             if awake_since(begun) > future.deadline:
@@ -216,26 +198,22 @@ class Supervisor:
 
     def _late(self, future: RayFuture, elapsed: float) -> None:
         pool = future.pool
-        reported = [
-            f"{future.role}.{future.method} has run for {elapsed:.1f} s;"
-            f" its deadline is {future.deadline:g} s."
-        ]
-        for rank in range(len(pool.process_slots)):
-            if rank not in future.reports:
-                reported.append(diagnosis(pool, rank))
-        text = "\n".join(reported)
+        silent = [r for r in range(len(pool.process_slots)) if r not in future.reports]
+        late = future.late(elapsed, "\n".join(diagnosis(pool, rank) for rank in silent))
         if future.aside:  # it blocks no other, and who asked for it decides what it means
-            self._finished(future, DeadlineExceeded(text))
+            self._finished(future, late)
             return
         if pool.trains or self._restarts >= self._config.max_restarts:
             kill([pool])
-            raise RunLost(text) if pool.trains else DeadlineExceeded(text)
-        self._log(text)
+            raise RunLost(str(late)) if pool.trains else late
+        self._log(str(late))
         self._lost(pool, f"{pool.name} was late")
 
     def _death(self, pool: RayPool, rank: int, error: BaseException) -> str:
+        """Which process ended, in which call, and what Ray knows of it."""
         running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
-        return death(pool, rank, running[0] if running else None, error)
+        during = f" in {running[0].role}.{running[0].method}" if running else ""
+        return f"{pool.where(rank)} died{during}: {last_line(error)}"
 
     def _lost(self, pool: RayPool, why: str) -> None:
         """Handles a process that has ended or does not answer: its pool cannot continue."""
@@ -278,7 +256,8 @@ class Supervisor:
             raise error
         with self._sender.lock:
             for key in [key for key in self._states if key[0] == pool.index]:
-                self._sender.add(self._states.pop(key).again())
+                again = replace(self._states.pop(key))  # not sent yet; the old one keeps its result
+                self._sender.calls[again.number] = again
             pool.alive = True
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 

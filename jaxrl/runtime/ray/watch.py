@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
-from jaxrl.runtime.ray.calls import RayFuture
 from jaxrl.runtime.ray.connect import on_node
 from jaxrl.runtime.ray.own import Health, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
@@ -43,16 +41,16 @@ def check_nodes(pool: RayPool) -> None:
 
 def diagnosis(pool: RayPool, rank: int) -> str:
     """What a late process does, as far as anybody can tell."""
-    answer, heard = pool.answers.get(rank, (None, pool.born))
-    now = time.monotonic()
+    answer, now = pool.answers.get(rank), time.monotonic()
     found = stacks(pool, rank)
     if answer is None:
         return f"{pool.where(rank)} has never answered; {found}"
-    reported = f", {answer.detail}" if answer.detail else ""
-    since = heard - (answer.now - answer.since)
-    silent = f" (it last answered {now - heard:.1f} s ago)" if now - heard > SILENT_S else ""
+    phase, ago = answer.phase, now - answer.at
+    reported = f", {phase.detail}" if phase.detail else ""
+    silent = f" (it last answered {ago:.1f} s ago)" if ago > SILENT_S else ""
     return (
-        f"{pool.where(rank)} in phase '{answer.phase}' for {now - since:.1f} s{reported}{silent}\n"
+        f"{pool.where(rank)} in phase '{phase.name}' for {now - phase.since:.1f} s"
+        f"{reported}{silent}\n"
         f"device memory: {answer.memory}\nstack of the worker:\n{found}"
     )
 
@@ -61,22 +59,18 @@ def stacks(pool: RayPool, rank: int) -> str:
     """From the process itself or, where it does not answer, from its host."""
     try:
         return ray.get(pool.workers[rank].stacks.remote(), timeout=LOOK_S)
-    except (GetTimeoutError, RayError):
+    except RayError:
         pass
     if rank >= len(pool.info):
         return "(it has never answered)"
     info = pool.info[rank]
     try:
         found = _there(pool, rank, look, info.pid, info.stacks_file)
-        return str(_got(found, 2 * LOOK_S))
-    except (GetTimeoutError, RayError) as error:
+        if isinstance(found, ray.ObjectRef):
+            found = ray.get(found, timeout=2 * LOOK_S)
+        return str(found)
+    except RayError as error:
         return f"its host does not answer ({type(error).__name__})"
-
-
-def death(pool: RayPool, rank: int, call: RayFuture | None, error: BaseException) -> str:
-    """Which process ended, in which call, and what Ray knows of it."""
-    during = "" if call is None else f" in {call.role}.{call.method}"
-    return f"{pool.where(rank)} died{during}: {last_line(error)}"
 
 
 def kill(pools: Sequence[RayPool]) -> None:
@@ -114,13 +108,7 @@ def _there(pool: RayPool, rank: int, function: Callable[..., object], *args: obj
     host = pool.process_slots[rank].host.id
     if host in ("", ray.get_runtime_context().get_node_id()):
         return function(*args)
-    node = on_node(host)
-    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=node)
-    return task.remote(*args)
-
-
-def _got(value: object, timeout: float) -> Any:
-    return ray.get(value, timeout=timeout) if isinstance(value, ray.ObjectRef) else value
+    return on_node(host, function, *args)
 
 
 def last_line(error: BaseException) -> str:

@@ -13,17 +13,16 @@ from ray.exceptions import RayError
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.process.compilations import Compilations
-from jaxrl.runtime.ray.calls import STAYS, End, RayFuture
+from jaxrl.runtime.ray.calls import STAYS, RayFuture, Sender
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
-from jaxrl.runtime.ray.own import guard_head, guard_own, leave, started_here, usable
+from jaxrl.runtime.ray.own import Guard, Head, Health, end_daemons, leave, started_here, usable
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.process import MakeRoles
-from jaxrl.runtime.ray.send import Sender
-from jaxrl.runtime.ray.start import Launch, Log, NotStarted, Starter
+from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter, launch_all
 from jaxrl.runtime.ray.supervise import Supervisor
 from jaxrl.runtime.ray.watch import end_here, kill
+from jaxrl.runtime.server import STARTING
 from jaxrl.runtime.tracing import PROFILE
-from jaxrl.runtime.worker import RunLost, Stopped, WorkerState
+from jaxrl.runtime.worker import Phase, RunLost, Stopped, WorkerState
 from jaxrl.sharding.placement import Placement
 
 
@@ -31,14 +30,36 @@ from jaxrl.sharding.placement import Placement
 class RayHandle:
     """A role of a pool, as the loop sees it."""
 
-    worker_group: RayWorkerGroup
+    sender: Sender
     pool: RayPool
     role: str
 
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> RayFuture:
-        return self.worker_group.call(self.pool, self.role, method, args, kwargs, deadline, aside)
+        pool, sender = self.pool, self.sender
+        keeps = STAYS.get((self.role, method)) in pool.roles
+        with sender.lock:
+            future = RayFuture(
+                self.role,
+                method,
+                args,
+                kwargs,
+                deadline,
+                aside,
+                sender,
+                pool,
+                next(sender.numbers),
+                keeps,
+            )
+            failed = [needed._error for needed in future.inputs() if needed._error is not None]
+            if failed:
+                raise failed[0]
+            if keeps:
+                weakref.finalize(future, pool.released.append, future.number)
+            sender.calls[future.number] = future
+            sender.flush(pool)
+        return future
 
 
 class RayWorkerGroup:
@@ -59,7 +80,7 @@ class RayWorkerGroup:
     ):
         """
         Args:
-            make_roles: as of `Starter`.
+            make_roles: (placement, pool, devices) -> role -> what makes it; runs in the worker.
             roles: those of the run; others may be placed.
             lazy: of these, those that are made at their first call.
             environment: further variables of every process; `${NAME}` is its own value.
@@ -77,24 +98,26 @@ class RayWorkerGroup:
             for index, pool in enumerate(placement.pools)
         ]
         self._pools = [pool for pool in pools if pool.roles]
-        self._end, self._sender = End(), Sender()
+        self._sender = Sender()
         self._starter = Starter(
             placement,
             self._pools,
             make_roles,
             log,
-            self._end,
-            kind=kind,
-            startup_s=startup_s,
-            lazy=lazy,
-            environment=environment,
-            protocols=protocols,
+            self._sender,
+            kind,
+            startup_s,
+            lazy,
+            environment,
+            protocols,
         )
-        self._supervisor = Supervisor(
-            config, self._pools, self._starter, self._sender, self._end, log
-        )
+        self._supervisor = Supervisor(config, self._starter)
         self._ending: str | None = None
-        self._guard = guard_own(self._lost) if started_here() else guard_head(self._lose_head)
+        self._guard = (
+            Guard(Health().trouble, self._lost)
+            if started_here()
+            else Guard(Head().trouble, self._lose_head)
+        )
 
     def start(self) -> None:
         """Processes, devices, roles: side by side, bounded, verified.
@@ -103,9 +126,8 @@ class RayWorkerGroup:
             RunLost: a process died or hung meanwhile; another try may do.
         """
         self._guard.start()
-        launching = Launch(self._starter, self._pools)
         try:
-            launching.wait(self._end)
+            launch_all(self._starter)
         except NotStarted as error:
             raise RunLost(str(error)) from error
         for pool in self._pools:
@@ -113,7 +135,8 @@ class RayWorkerGroup:
         self._supervisor.start()
 
     def _lost(self, why: str) -> None:
-        self._supervisor.end(RunLost(why))
+        end_daemons()  # so that whoever waits for one hears of it
+        self._sender.fail(RunLost(why))
 
     def _lose_head(self, why: str) -> None:
         """Workers and calls do without the head for a minute: time to save."""
@@ -125,7 +148,10 @@ class RayWorkerGroup:
 
     def handle(self, role: str) -> RayHandle:
         pool = next(pool for pool in self._pools if role in pool.roles)
-        return RayHandle(self, pool, role)
+        return self._handle(pool, role)
+
+    def _handle(self, pool: RayPool, role: str) -> RayHandle:
+        return RayHandle(self._sender, pool, role)
 
     def ending(self) -> str | None:
         return self._ending
@@ -139,68 +165,39 @@ class RayWorkerGroup:
 
     def _state(self, pool: RayPool, rank: int) -> WorkerState:
         info = pool.info[rank] if rank < len(pool.info) else None
-        answer, heard = pool.answers.get(rank, (None, pool.born))
-        phase, detail, since = "starting", "", pool.born
-        if answer is not None:
-            phase, detail = answer.phase, answer.detail
-            since = heard - (answer.now - answer.since)
-        if info is not None and not pool.alive and answer is not None:
-            phase = "died"
-        devices = [] if info is None else [d for d in info.devices if d[2]]
+        answer = pool.answers.get(rank)
+        phase = Phase(STARTING, pool.born) if answer is None else answer.phase
+        died = answer is not None and not pool.alive
         return WorkerState(
             pool.label(rank),
             pool.process_slots[rank].host.name if info is None else info.host,
             0 if info is None else info.pid,
             pool.roles,
-            tuple(f"{d[0]}:{d[2] if '.' not in d[2] else d[1]}" for d in devices),
-            phase,
-            detail,
-            since,
-            heard,
+            () if info is None else tuple(name for name, _ in info.devices),
+            "died" if died else phase.name,
+            phase.detail,
+            phase.since,
+            pool.heard(rank),
             pool.life,
         )
 
     def peaks(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for pool in self._pools:
-            answers = [answer for answer, _ in list(pool.answers.values())]
-            reported = [answer.peaks for answer in answers if answer.peaks is not None]
+            answers = list(pool.answers.values())
+            reported = [answer.peak for answer in answers if answer.peak is not None]
             if reported:
                 found |= dict.fromkeys(pool.roles, max(reported))
         return found
 
     def compiled(self) -> Compilations:
-        answers = (answer for pool in self._pools for answer, _ in list(pool.answers.values()))
+        answers = (answer for pool in self._pools for answer in list(pool.answers.values()))
         return sum((answer.compiled for answer in answers), Compilations())
-
-    def call(
-        self,
-        pool: RayPool,
-        role: str,
-        method: str,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        deadline: float,
-        aside: bool,
-    ) -> RayFuture:
-        with self._sender.lock:
-            number = self._sender.number()
-            future = RayFuture(self._end, pool, role, method, args, kwargs, deadline, aside, number)
-            future.lock = self._sender.lock
-            failed = [needed._error for needed in future.inputs() if needed._error is not None]
-            if failed:
-                raise failed[0]
-            if STAYS.get((role, method)) in pool.roles:
-                future.keeps = True
-                weakref.finalize(future, pool.released.append, future.number)
-            self._sender.add(future)
-            self._sender.flush(pool)
-        return future
 
     def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, RayFuture]:
         return {
-            pool.name: self.call(
-                pool, pool.roles[0], PROFILE, (folder, dtype), {}, deadline, aside=False
+            pool.name: self._handle(pool, pool.roles[0]).call(
+                PROFILE, folder, dtype, deadline=deadline
             )
             for pool in self._pools
         }
@@ -208,7 +205,7 @@ class RayWorkerGroup:
     def stop(self) -> None:
         """Asks every process to end, then kills it. Who still waits for a call gets an error."""
         self._guard.stop()
-        self._supervisor.end(Stopped("the run is over"))
+        self._sender.fail(Stopped("the run is over"))
         self._supervisor.join()
         if self._ending or not usable():  # Ray would wait for it
             end_here(self._pools)
