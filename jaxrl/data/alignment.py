@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.batch import DATA, pack, width_of
+from jaxrl.data.batch import DATA, pack, right_padded, width_for
 from jaxrl.data.borders import Joining, Path, words
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
@@ -45,21 +45,11 @@ class Speaker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
-    """The alignment of one completion; see `TokenAlignment`."""
+class Row(TokenAlignment):
+    """The alignment of one completion, [C] and [C']."""
 
     tokens: list[int]
     """The completion in the teacher's tokens."""
-    kinds: np.ndarray
-    sizes: np.ndarray
-    index: np.ndarray
-    cells: np.ndarray
-    ends: np.ndarray
-    left_out: np.ndarray
-    starts: np.ndarray
-    their_cells: np.ndarray
-    their_ends: np.ndarray
-    their_left_out: np.ndarray
 
 
 class Aligner:
@@ -133,28 +123,25 @@ class Aligner:
         rows = self.rows([one.tokens for one in rollout.completions], max_tokens, sampled)
         prompts = [prompt.teacher_tokens or () for prompt in rollout.prompts]
         count, width = rollout.sequences.loss_mask.shape
-        theirs = width_of(max((len(r.tokens) for r in rows), default=0), max_tokens, width_multiple)
-        longest = max(map(len, prompts), default=0)
+        tokens = [row.tokens for row in rows]
+        theirs = width_for(tokens, max_tokens, width_multiple)
         sequences = pack(
             prompts,
-            [row.tokens for row in rows],
-            prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+            tokens,
+            prompt_width=width_for(prompts, max_prompt_tokens, width_multiple),
             completion_width=theirs,
             pad_id=0,  # the mask leaves padding out
             row_multiple=count,
         )
-        none = {"cells": -1, "their_cells": -1}
-        alignment = TokenAlignment(
-            **{
-                name: _padded(
-                    [getattr(row, name) for row in rows],
-                    (count, theirs if name.startswith(("starts", "their")) else width),
-                    none.get(name, 0),
-                )
-                for name in (field.name for field in fields(TokenAlignment))
-            }
-        )
-        return replace(rollout, sequences=sequences, alignment=alignment)
+
+        def padded(name: str) -> np.ndarray:
+            wide = theirs if name.startswith(("starts", "their")) else width
+            dtype = bool if name == "starts" else np.int32
+            fill = -1 if name.endswith("cells") else 0
+            return right_padded([getattr(row, name) for row in rows], (count, wide), dtype, fill)
+
+        alignment = {one.name: padded(one.name) for one in fields(TokenAlignment)}
+        return replace(rollout, sequences=sequences, alignment=TokenAlignment(**alignment))
 
     def rows(
         self, completions: Sequence[Sequence[int]], max_tokens: int, sampled: bool = True
@@ -197,22 +184,17 @@ class Aligner:
         our_borders, their_borders = our_sizes.cumsum(), their_sizes.cumsum()
         shared = np.intersect1d(our_borders, their_borders)
         shared = shared[shared <= agreed]
-        before = np.searchsorted(our_borders, shared, "right")
+        borders = our_borders, their_borders
+        before = (np.searchsorted(each, shared, "right").tolist() for each in borders)
         paths = _Paths(self, ours, theirs)
-        kept = [
-            paths.ends(*both)
-            for both in zip(
-                before.tolist(),
-                np.searchsorted(their_borders, shared, "right").tolist(),
-                strict=True,
-            )
-        ]
+        kept = [paths.ends(*both) for both in zip(*before, strict=True)]
         shared = shared[np.array(kept, bool)]
         # The stretch of each token; that which follows the last one is not aligned.
         mine, its = np.searchsorted(shared, our_borders), np.searchsorted(shared, their_borders)
         stretches = np.arange(len(shared) + 1)
         index = np.searchsorted(its, stretches)[mine]
-        alone = _sizes(mine, stretches) + _sizes(its, stretches) == 2
+        ours_in, theirs_in = (np.bincount(x, minlength=len(stretches)) for x in (mine, its))
+        alone = ours_in + theirs_in == 2
         first = np.array([*theirs, 0])[index]
         starts, inside = _begins(mine), mine < len(shared)
         cells = np.where(inside & (starts | sampled), paths.cells[0], -1)
@@ -316,11 +298,6 @@ class _Paths:
             self.left_out[0][ours + 1] = words(bits[0] | bits[1])
 
 
-def _sizes(numbers: np.ndarray, stretches: np.ndarray) -> np.ndarray:
-    """Tokens in each stretch."""
-    return np.bincount(numbers, minlength=len(stretches))
-
-
 def _begins(numbers: np.ndarray) -> np.ndarray:
     """Whether a token is the first of its stretch."""
     return np.diff(numbers, prepend=-1) > 0
@@ -344,13 +321,3 @@ def _text(spelt: bytes) -> str:
         return spelt.decode()
     except UnicodeDecodeError as error:
         return spelt[: error.start].decode()
-
-
-def _padded(values: Sequence[np.ndarray], shape: tuple[int, int], fill: int) -> np.ndarray:
-    """[rows, width, ...], `fill` where there is no value."""
-    like = values[0] if values else np.zeros(0, np.int32)
-    dtype = bool if like.dtype == bool else np.int32
-    padded: np.ndarray = np.full((*shape, *like.shape[1:]), fill, dtype)
-    for row, value in zip(padded, values, strict=False):
-        row[: len(value)] = value
-    return padded

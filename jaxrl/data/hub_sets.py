@@ -215,11 +215,9 @@ def _inferred(there: Sequence[str]) -> Layout:
             config = next((name for name in reversed(folders) if name != "data"), "default")
             files = (unnamed if split is None else layout).setdefault(config, {})
             files.setdefault(split or "train", []).append(file)
-        if layout:
-            return layout
-        if unnamed:
-            return unnamed
-    return layout
+        if layout or unnamed:
+            return layout or unnamed
+    return {}
 
 
 def _split_of(stem: str) -> str | None:

@@ -172,11 +172,6 @@ class DatasetReader:
         return iter(self._table.select(columns).to_batches(_BATCH))
 
 
-def open_parquet(path: str, keys: Keys, label: str, cache: GroupCache) -> TablePart:
-    """The rows of one parquet file."""
-    return TablePart(path, lambda: ParquetReader(path, cache), keys, label)
-
-
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
     """The rows of a saved `Dataset`, which may be one split of a `DatasetDict`."""
     state = Path(folder) / "state.json"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import RunError
-from jaxrl.formats.weights import Index
+from jaxrl.formats.weights import Derived, Index
 
 if TYPE_CHECKING:
     from jaxrl.formats.gguf import GgufFile  # slow to import, and not every model is such a file
@@ -48,17 +48,11 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Derived):
     """The tensors of a GGUF file, of which the quantised ones are read from a `Scratch`."""
 
     tensors: GgufFile
     scratch: Scratch
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         if not self.tensors.is_quantised(name):

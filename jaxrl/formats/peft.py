@@ -72,7 +72,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(weights.Derived):
     """Trained adapters, and the model that they belong to."""
 
     lora: Lora
@@ -88,12 +88,6 @@ class Adapter:
     """The base model."""
     quantised: Quantisation | None = None
     """How the kernels were held under these adapters."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         """A box of the base model's tensor with what the adapter adds, in float32; of a quantised
