@@ -24,7 +24,7 @@ from jaxrl.data.batch import DATA, pack, right_padded, width_for
 from jaxrl.data.borders import Joining, Path, words
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.losses.cells import LEFT_OUT, LONGER, NEVER, OTHERS, WORDS, Cells, Side
+from jaxrl.losses.cells import LEFT_OUT, LONGER, NEVER, OTHERS, Cells, Side
 from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
 
 
@@ -193,29 +193,26 @@ class Aligner:
         mine, its = np.searchsorted(shared, our_borders), np.searchsorted(shared, their_borders)
         stretches = np.arange(len(shared) + 1)
         index = np.searchsorted(its, stretches)[mine]
-        ours_in, theirs_in = (np.bincount(x, minlength=len(stretches)) for x in (mine, its))
-        alone = ours_in + theirs_in == 2
+        alone = np.bincount(np.append(mine, its), minlength=len(stretches)) == 2
         first = np.array([*theirs, 0])[index]
         starts, inside = _begins(mine), mine < len(shared)
-        cells = np.where(inside & (starts | sampled), paths.cells[0], -1)
+        cells = np.where(inside & (starts | sampled), paths.student.cells, -1)
         same = (self.to_teacher[ours] == first) & (cells >= 0)
         kinds = np.where(starts, Aligned.START, Aligned.INSIDE)
         kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
         kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
-        (_, their_cells), (ends, their_ends) = paths.cells, paths.endings
-        left_out, theirs_out = paths.left_out
         return Row(
             tokens=theirs,
             kinds=kinds,
             sizes=sizes,
             index=index,
             cells=cells,
-            ends=ends,
-            left_out=left_out,
+            ends=paths.student.ends,
+            left_out=paths.student.left_out,
             starts=_begins(its),
-            their_cells=np.where(its < len(shared), their_cells, -1),
-            their_ends=their_ends,
-            their_left_out=theirs_out,
+            their_cells=np.where(its < len(shared), paths.teacher.cells, -1),
+            their_ends=paths.teacher.ends,
+            their_left_out=paths.teacher.left_out,
         )
 
     def _end(self, end: int) -> int:
@@ -243,43 +240,29 @@ class _Paths:
     """What is known of a completion at the borders of its stretches, for both models."""
 
     def __init__(self, aligner: Aligner, ours: list[int], theirs: list[int]):
-        both = tuple(zip(aligner._joining, (ours, theirs), strict=True))
-        self._paths = tuple(Path(*one) for one in both)
+        each = zip(aligner._joining, (ours, theirs), strict=True)
+        self.student, self.teacher = (Path(*one) for one in each)
         self._bits, self._to_teacher = aligner._bits, aligner.to_teacher
-        self.cells = tuple(np.full(len(tokens), -1) for _, tokens in both)
-        self.endings = tuple(np.zeros(len(tokens), np.int32) for _, tokens in both)
-        self.left_out = tuple(np.zeros((len(tokens), WORDS), np.int32) for _, tokens in both)
         self._begin(0, 0, 0)
 
     def ends(self, ours: int, theirs: int) -> bool:
         """Whether a stretch ends after so many tokens of each."""
-        counts = ours, theirs
-        known = [path.read(count) for path, count in zip(self._paths, counts, strict=True)]
+        known = self.student.read(ours), self.teacher.read(theirs)
         if not all(known):
             return False
-        left_out = 0
-        for path, count, endings in zip(self._paths, counts, self.endings, strict=True):
-            endings[count - 1], bits = path.end()
-            left_out |= bits
-        self._begin(ours, theirs, left_out)
+        self._begin(ours, theirs, self.student.end() | self.teacher.end())
         return True
 
     def _begin(self, ours: int, theirs: int, left_out: int) -> None:
-        places = ours, theirs
-        if any(n >= len(path.tokens) for n, path in zip(places, self._paths, strict=True)):
+        both = (self.student, ours), (self.teacher, theirs)
+        if any(place >= len(path.tokens) for path, place in both):
             return
-        first = [p.joining.cells[p.tokens[n]] for p, n in zip(self._paths, places, strict=True)]
+        first = [path.joining.cells[path.tokens[place]] for path, place in both]
         out = [left_out >> self._bits[cell] & 1 for cell in first]
         cell = first[0] if first[0] == first[1] < len(self._bits) - 2 else -1
         cell = LEFT_OUT if all(out) else -1 if any(out) else cell
-        for path, n, cells, given in zip(
-            self._paths, places, self.cells, self.left_out, strict=True
-        ):
-            cells[n] = cell
-            if left_out:
-                given[n] = words(left_out)
-            if cell >= 0:
-                path.first[n] = cell
+        for path, place in both:
+            path.begin(place, cell, left_out)
         if cell >= 0:
             self._choose(cell, ours, theirs)
 
@@ -287,15 +270,15 @@ class _Paths:
         """What a sample tells of a cell is which of the longer tokens follow, in one token or in
         several. Whether one does is in the divergence at the border after the token of the cell, if
         the student never says this token before what a longer one begins with."""
-        mine, its = self._paths
+        mine, its = self.student, self.teacher
         names = cell, int(self._to_teacher[cell])
         if mine.tokens[ours] != names[0]:
             if mine.joining.always_joins(names[0]):
-                self.cells[0][ours] = LONGER - cell
+                mine.cells[ours] = LONGER - cell
         elif its.tokens[theirs] != names[1] and ours + 1 < len(mine.tokens):
-            bits = [p.joining.after(name, True) for p, name in zip(self._paths, names, strict=True)]
-            self.cells[0][ours + 1] = LEFT_OUT
-            self.left_out[0][ours + 1] = words(bits[0] | bits[1])
+            bits = mine.joining.after(names[0], True) | its.joining.after(names[1], True)
+            mine.cells[ours + 1] = LEFT_OUT
+            mine.left_out[ours + 1] = words(bits)
 
 
 def _begins(numbers: np.ndarray) -> np.ndarray:

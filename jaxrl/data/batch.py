@@ -54,9 +54,7 @@ def pack(
     """Packs token lists into numpy arrays.
 
     Args:
-        prompts, completions: one of each for a row.
         prompt_width, completion_width: T - C and C, in tokens.
-        pad_id: fills the padding, which `mask` leaves out.
         row_multiple: masked rows are added until this divides B.
 
     Returns:
@@ -93,10 +91,8 @@ def make_rollout(
     What an environment said in an episode does not train.
 
     Args:
-        prompts: P of them.
         completions: for each prompt its samples.
         policy_version: batches trained into the weights that sampled.
-        pad_id: fills the padding.
         max_prompt_tokens, max_new_tokens: limits of the two widths, each a bucket.
         row_multiple: masked rows (group id -1, no prompt) are added until this divides B.
         width_multiple: the two widths are rounded up to a multiple of it.
@@ -197,8 +193,8 @@ def data_rollout(
         packing: the other arguments of `make_rollout`.
     """
     completions = [[_data_completion(prompt, max_new_tokens, decode)] for prompt in prompts]
-    limits = {"max_new_tokens": max_new_tokens, **packing}
-    return make_rollout(prompts, completions, policy_version=DATA, **limits)
+    packing["max_new_tokens"] = max_new_tokens
+    return make_rollout(prompts, completions, policy_version=DATA, **packing)
 
 
 def _data_completion(

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from jaxrl.data.example import Split
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, about, near
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName
 
@@ -46,13 +46,11 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
     Raises:
         UserError: they cannot be fetched, or there is no such configuration or split.
     """
-    try:
+    with about(label):
         name = hub.pin(name)
         files = find(name, split)
         place = hub.snapshot(name, hub.CARD)
         hub.complete(name, place, files)
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
     return [place / file for file in files]
 
 

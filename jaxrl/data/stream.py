@@ -19,7 +19,7 @@ from jaxrl.data.example import Example, Part
 from jaxrl.data.order import Mixture, Passes
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.types import Prompt
 
 NEEDS_COMPLETIONS = (
@@ -177,10 +177,8 @@ class PromptStream:
         for part, rows in zip(self._source.parts, parts, strict=True):
             if not len(rows):
                 raise self._all_too_long(part)
-        try:
+        with about("data.weights"):
             return Mixture(parts, weights, self._seed, self._shuffle)
-        except UserError as error:
-            raise UserError(f"data.weights: {error}") from error
 
     @property
     def _limit(self) -> str:

@@ -69,7 +69,7 @@ class Converted(Derived):
                 if not file.exists():
                     self._convert(name, file)
         dtype, shape = jnp.dtype(self.scratch.dtype), self.tensors.shape(name)
-        return np.memmap(file, _bits(dtype), "r", shape=shape).view(np.ndarray).view(dtype)
+        return np.memmap(file, dtype, "r", shape=shape).view(np.ndarray)
 
     def _convert(self, name: str, file: Path) -> None:
         shape = self.tensors.shape(name)
@@ -80,7 +80,7 @@ class Converted(Derived):
         with part.open("wb") as out:
             for at in range(0, shape[0], step):
                 band = self.tensors.read(name, (slice(at, at + step), *rest))
-                out.write(np.ascontiguousarray(band, dtype).view(_bits(dtype)).data)
+                out.write(np.ascontiguousarray(band, dtype).view(np.uint8).data)
         os.replace(part, file)
 
     @contextmanager
@@ -107,7 +107,3 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _bits(dtype: np.dtype) -> np.dtype:
-    return np.dtype(f"<u{dtype.itemsize}")

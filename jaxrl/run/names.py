@@ -15,7 +15,7 @@ from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Split
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName, data_name, model_name
 from jaxrl.process.plain import JsonObject
@@ -90,10 +90,8 @@ def fetch_models(config: Config) -> bool:
         name = _on_hub(key, text)
         if name is not None and name.kind == "model":
             found = True
-            try:
+            with about(key):
                 hub.with_weights(name)
-            except UserError as error:
-                raise UserError(f"{key}: {error}") from error
         return text
 
     _changed(config, fetch)
