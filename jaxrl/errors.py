@@ -56,3 +56,12 @@ def user_input(what: str = "") -> Iterator[None]:
         raise
     except ValueError as error:
         raise UserError(f"{what}: {error}" if what else str(error)) from error
+
+
+@contextmanager
+def about(place: object) -> Iterator[None]:
+    """Puts a place, such as a key or a file, before the messages of user errors in the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.batch import DATA, pack, width_of
+from jaxrl.data.batch import DATA, pack, right_padded, width_for
 from jaxrl.data.borders import Joining, Path, words
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.losses.cells import LEFT_OUT, LONGER, NEVER, OTHERS, WORDS, Cells, Side
+from jaxrl.losses.cells import LEFT_OUT, LONGER, NEVER, OTHERS, Cells, Side
 from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
 
 
@@ -45,21 +45,11 @@ class Speaker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
-    """The alignment of one completion; see `TokenAlignment`."""
+class Row(TokenAlignment):
+    """The alignment of one completion, [C] and [C']."""
 
     tokens: list[int]
     """The completion in the teacher's tokens."""
-    kinds: np.ndarray
-    sizes: np.ndarray
-    index: np.ndarray
-    cells: np.ndarray
-    ends: np.ndarray
-    left_out: np.ndarray
-    starts: np.ndarray
-    their_cells: np.ndarray
-    their_ends: np.ndarray
-    their_left_out: np.ndarray
 
 
 class Aligner:
@@ -133,28 +123,25 @@ class Aligner:
         rows = self.rows([one.tokens for one in rollout.completions], max_tokens, sampled)
         prompts = [prompt.teacher_tokens or () for prompt in rollout.prompts]
         count, width = rollout.sequences.loss_mask.shape
-        theirs = width_of(max((len(r.tokens) for r in rows), default=0), max_tokens, width_multiple)
-        longest = max(map(len, prompts), default=0)
+        tokens = [row.tokens for row in rows]
+        theirs = width_for(tokens, max_tokens, width_multiple)
         sequences = pack(
             prompts,
-            [row.tokens for row in rows],
-            prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+            tokens,
+            prompt_width=width_for(prompts, max_prompt_tokens, width_multiple),
             completion_width=theirs,
             pad_id=0,  # the mask leaves padding out
             row_multiple=count,
         )
-        none = {"cells": -1, "their_cells": -1}
-        alignment = TokenAlignment(
-            **{
-                name: _padded(
-                    [getattr(row, name) for row in rows],
-                    (count, theirs if name.startswith(("starts", "their")) else width),
-                    none.get(name, 0),
-                )
-                for name in (field.name for field in fields(TokenAlignment))
-            }
-        )
-        return replace(rollout, sequences=sequences, alignment=alignment)
+
+        def padded(name: str) -> np.ndarray:
+            wide = theirs if name.startswith(("starts", "their")) else width
+            dtype = bool if name == "starts" else np.int32
+            fill = -1 if name.endswith("cells") else 0
+            return right_padded([getattr(row, name) for row in rows], (count, wide), dtype, fill)
+
+        alignment = {one.name: padded(one.name) for one in fields(TokenAlignment)}
+        return replace(rollout, sequences=sequences, alignment=TokenAlignment(**alignment))
 
     def rows(
         self, completions: Sequence[Sequence[int]], max_tokens: int, sampled: bool = True
@@ -197,43 +184,35 @@ class Aligner:
         our_borders, their_borders = our_sizes.cumsum(), their_sizes.cumsum()
         shared = np.intersect1d(our_borders, their_borders)
         shared = shared[shared <= agreed]
-        before = np.searchsorted(our_borders, shared, "right")
+        borders = our_borders, their_borders
+        before = (np.searchsorted(each, shared, "right").tolist() for each in borders)
         paths = _Paths(self, ours, theirs)
-        kept = [
-            paths.ends(*both)
-            for both in zip(
-                before.tolist(),
-                np.searchsorted(their_borders, shared, "right").tolist(),
-                strict=True,
-            )
-        ]
+        kept = [paths.ends(*both) for both in zip(*before, strict=True)]
         shared = shared[np.array(kept, bool)]
         # The stretch of each token; that which follows the last one is not aligned.
         mine, its = np.searchsorted(shared, our_borders), np.searchsorted(shared, their_borders)
         stretches = np.arange(len(shared) + 1)
         index = np.searchsorted(its, stretches)[mine]
-        alone = _sizes(mine, stretches) + _sizes(its, stretches) == 2
+        alone = np.bincount(np.append(mine, its), minlength=len(stretches)) == 2
         first = np.array([*theirs, 0])[index]
         starts, inside = _begins(mine), mine < len(shared)
-        cells = np.where(inside & (starts | sampled), paths.cells[0], -1)
+        cells = np.where(inside & (starts | sampled), paths.student.cells, -1)
         same = (self.to_teacher[ours] == first) & (cells >= 0)
         kinds = np.where(starts, Aligned.START, Aligned.INSIDE)
         kinds = np.where(alone[mine] & same, Aligned.EXACT, kinds if sampled else Aligned.NOT)
         kinds, index = np.where(inside, kinds, Aligned.NOT), np.where(inside, index, 0)
-        (_, their_cells), (ends, their_ends) = paths.cells, paths.endings
-        left_out, theirs_out = paths.left_out
         return Row(
             tokens=theirs,
             kinds=kinds,
             sizes=sizes,
             index=index,
             cells=cells,
-            ends=ends,
-            left_out=left_out,
+            ends=paths.student.ends,
+            left_out=paths.student.left_out,
             starts=_begins(its),
-            their_cells=np.where(its < len(shared), their_cells, -1),
-            their_ends=their_ends,
-            their_left_out=theirs_out,
+            their_cells=np.where(its < len(shared), paths.teacher.cells, -1),
+            their_ends=paths.teacher.ends,
+            their_left_out=paths.teacher.left_out,
         )
 
     def _end(self, end: int) -> int:
@@ -261,43 +240,29 @@ class _Paths:
     """What is known of a completion at the borders of its stretches, for both models."""
 
     def __init__(self, aligner: Aligner, ours: list[int], theirs: list[int]):
-        both = tuple(zip(aligner._joining, (ours, theirs), strict=True))
-        self._paths = tuple(Path(*one) for one in both)
+        each = zip(aligner._joining, (ours, theirs), strict=True)
+        self.student, self.teacher = (Path(*one) for one in each)
         self._bits, self._to_teacher = aligner._bits, aligner.to_teacher
-        self.cells = tuple(np.full(len(tokens), -1) for _, tokens in both)
-        self.endings = tuple(np.zeros(len(tokens), np.int32) for _, tokens in both)
-        self.left_out = tuple(np.zeros((len(tokens), WORDS), np.int32) for _, tokens in both)
         self._begin(0, 0, 0)
 
     def ends(self, ours: int, theirs: int) -> bool:
         """Whether a stretch ends after so many tokens of each."""
-        counts = ours, theirs
-        known = [path.read(count) for path, count in zip(self._paths, counts, strict=True)]
+        known = self.student.read(ours), self.teacher.read(theirs)
         if not all(known):
             return False
-        left_out = 0
-        for path, count, endings in zip(self._paths, counts, self.endings, strict=True):
-            endings[count - 1], bits = path.end()
-            left_out |= bits
-        self._begin(ours, theirs, left_out)
+        self._begin(ours, theirs, self.student.end() | self.teacher.end())
         return True
 
     def _begin(self, ours: int, theirs: int, left_out: int) -> None:
-        places = ours, theirs
-        if any(n >= len(path.tokens) for n, path in zip(places, self._paths, strict=True)):
+        both = (self.student, ours), (self.teacher, theirs)
+        if any(place >= len(path.tokens) for path, place in both):
             return
-        first = [p.joining.cells[p.tokens[n]] for p, n in zip(self._paths, places, strict=True)]
+        first = [path.joining.cells[path.tokens[place]] for path, place in both]
         out = [left_out >> self._bits[cell] & 1 for cell in first]
         cell = first[0] if first[0] == first[1] < len(self._bits) - 2 else -1
         cell = LEFT_OUT if all(out) else -1 if any(out) else cell
-        for path, n, cells, given in zip(
-            self._paths, places, self.cells, self.left_out, strict=True
-        ):
-            cells[n] = cell
-            if left_out:
-                given[n] = words(left_out)
-            if cell >= 0:
-                path.first[n] = cell
+        for path, place in both:
+            path.begin(place, cell, left_out)
         if cell >= 0:
             self._choose(cell, ours, theirs)
 
@@ -305,20 +270,15 @@ class _Paths:
         """What a sample tells of a cell is which of the longer tokens follow, in one token or in
         several. Whether one does is in the divergence at the border after the token of the cell, if
         the student never says this token before what a longer one begins with."""
-        mine, its = self._paths
+        mine, its = self.student, self.teacher
         names = cell, int(self._to_teacher[cell])
         if mine.tokens[ours] != names[0]:
             if mine.joining.always_joins(names[0]):
-                self.cells[0][ours] = LONGER - cell
+                mine.cells[ours] = LONGER - cell
         elif its.tokens[theirs] != names[1] and ours + 1 < len(mine.tokens):
-            bits = [p.joining.after(name, True) for p, name in zip(self._paths, names, strict=True)]
-            self.cells[0][ours + 1] = LEFT_OUT
-            self.left_out[0][ours + 1] = words(bits[0] | bits[1])
-
-
-def _sizes(numbers: np.ndarray, stretches: np.ndarray) -> np.ndarray:
-    """Tokens in each stretch."""
-    return np.bincount(numbers, minlength=len(stretches))
+            bits = mine.joining.after(names[0], True) | its.joining.after(names[1], True)
+            mine.cells[ours + 1] = LEFT_OUT
+            mine.left_out[ours + 1] = words(bits)
 
 
 def _begins(numbers: np.ndarray) -> np.ndarray:
@@ -344,13 +304,3 @@ def _text(spelt: bytes) -> str:
         return spelt.decode()
     except UnicodeDecodeError as error:
         return spelt[: error.start].decode()
-
-
-def _padded(values: Sequence[np.ndarray], shape: tuple[int, int], fill: int) -> np.ndarray:
-    """[rows, width, ...], `fill` where there is no value."""
-    like = values[0] if values else np.zeros(0, np.int32)
-    dtype = bool if like.dtype == bool else np.int32
-    padded: np.ndarray = np.full((*shape, *like.shape[1:]), fill, dtype)
-    for row, value in zip(padded, values, strict=False):
-        row[: len(value)] = value
-    return padded

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxrl.data.example import Example, Split
@@ -64,10 +63,6 @@ class Arithmetic:
             f"digits={self.digits}, terms={self.terms}, operators={self.operators!r}; "
             "change one of them"
         )
-
-    def examples(self, count: int, split: Split = "train", start: int = 0) -> Iterator[Example]:
-        """Examples `start` to `start + count - 1` of `split`."""
-        return (self.example(index, split) for index in range(start, start + count))
 
     def _draw(self, key: str) -> tuple[list[int], str]:
         """Numbers and operators from a hash of `key`: 512 bits, of which a draw needs under 256."""

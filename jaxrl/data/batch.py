@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl.data.stream import NEEDS_COMPLETIONS
 from jaxrl.errors import UserError
@@ -36,6 +37,11 @@ def width_of(n: int, limit: int, multiple: int = 2) -> int:
     return bucket(n, smallest=NARROWEST, steps=2, multiple=multiple, most=limit)
 
 
+def width_for(rows: Sequence[Sequence[int]], limit: int, multiple: int) -> int:
+    """`width_of` the longest of the rows of tokens."""
+    return width_of(max(map(len, rows), default=0), limit, multiple)
+
+
 def pack(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
@@ -48,9 +54,7 @@ def pack(
     """Packs token lists into numpy arrays.
 
     Args:
-        prompts, completions: one of each for a row.
         prompt_width, completion_width: T - C and C, in tokens.
-        pad_id: fills the padding, which `mask` leaves out.
         row_multiple: masked rows are added until this divides B.
 
     Returns:
@@ -72,17 +76,6 @@ def pack(
     return Sequences(tokens, mask, mask[:, prompt_width:].copy())
 
 
-def unpack(sequences: Sequences) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The (prompt, completion) tokens of every row that has any: what `pack` was given."""
-    tokens, mask = np.asarray(sequences.tokens), np.asarray(sequences.mask)
-    split = tokens.shape[1] - sequences.loss_mask.shape[1]
-    return [
-        (tuple(row[:split][real[:split]].tolist()), tuple(row[split:][real[split:]].tolist()))
-        for row, real in zip(tokens, mask, strict=True)
-        if real.any()
-    ]
-
-
 def make_rollout(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
@@ -98,10 +91,8 @@ def make_rollout(
     What an environment said in an episode does not train.
 
     Args:
-        prompts: P of them.
         completions: for each prompt its samples.
         policy_version: batches trained into the weights that sampled.
-        pad_id: fills the padding.
         max_prompt_tokens, max_new_tokens: limits of the two widths, each a bucket.
         row_multiple: masked rows (group id -1, no prompt) are added until this divides B.
         width_multiple: the two widths are rounded up to a multiple of it.
@@ -113,32 +104,30 @@ def make_rollout(
     ]
     row_prompts = tuple(prompt for prompt, _, _ in each)
     row_completions = tuple(completion for _, completion, _ in each)
-    longest = max((len(c.tokens) for c in row_completions), default=0)
-    width = width_of(longest, max_new_tokens, width_multiple)
+    prompt_tokens = [prompt.tokens for prompt in row_prompts]
+    tokens = [completion.tokens for completion in row_completions]
     sequences = pack(
-        [prompt.tokens for prompt in row_prompts],
-        [completion.tokens for completion in row_completions],
-        prompt_width=width_of(
-            max((len(p.tokens) for p in row_prompts), default=0),
-            max_prompt_tokens,
-            width_multiple,
-        ),
-        completion_width=width,
+        prompt_tokens,
+        tokens,
+        prompt_width=width_for(prompt_tokens, max_prompt_tokens, width_multiple),
+        completion_width=width_for(tokens, max_new_tokens, width_multiple),
         pad_id=pad_id,
         row_multiple=row_multiple,
     )
     for trains, completion in zip(sequences.loss_mask, row_completions, strict=False):
         trains[: len(completion.tokens)] = completion.sampled
-    rows = len(sequences.tokens)
-    group_ids = np.full(rows, DATA, np.int32)
+    shape = sequences.loss_mask.shape
+    group_ids = np.full(len(sequences.tokens), DATA, np.int32)
     group_ids[: len(each)] = [group for _, _, group in each]
     return Rollout(
         sequences=sequences,
         prompts=row_prompts,
         completions=row_completions,
         group_ids=group_ids,
-        logprobs=_right_padded([c.logprobs for c in row_completions], rows, width),
-        sampler_logprobs=_right_padded([c.sampler_logprobs for c in row_completions], rows, width),
+        logprobs=right_padded([c.logprobs for c in row_completions], shape, np.float32),
+        sampler_logprobs=right_padded(
+            [c.sampler_logprobs for c in row_completions], shape, np.float32
+        ),
         policy_version=policy_version,
         experts=_experts(sequences, row_completions),
     )
@@ -173,12 +162,11 @@ def as_the_teacher_reads(
     if not theirs:
         return rollout
     assert len(theirs) == len(given), "one template makes the teacher's prompts of all rows"
-    longest = max(map(len, theirs))
     own, c = rollout.sequences, rollout.sequences.loss_mask.shape[1]
     prompts = pack(
         theirs,
         [()] * len(theirs),
-        prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
+        prompt_width=width_for(theirs, max_prompt_tokens, width_multiple),
         completion_width=0,
         pad_id=0,  # the mask leaves padding out
         row_multiple=len(own.tokens),
@@ -205,8 +193,8 @@ def data_rollout(
         packing: the other arguments of `make_rollout`.
     """
     completions = [[_data_completion(prompt, max_new_tokens, decode)] for prompt in prompts]
-    limits = {"max_new_tokens": max_new_tokens, **packing}
-    return make_rollout(prompts, completions, policy_version=DATA, **limits)
+    packing["max_new_tokens"] = max_new_tokens
+    return make_rollout(prompts, completions, policy_version=DATA, **packing)
 
 
 def _data_completion(
@@ -224,9 +212,12 @@ def _data_completion(
     return Completion(tokens, unknown, unknown, reason, text, prompt.turns)
 
 
-def _right_padded(values: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:
-    """[rows, width] float32, 0 where there is no value."""
-    padded = np.zeros((rows, width), np.float32)
-    for row, value in enumerate(values):
-        padded[row, : len(value)] = value
+def right_padded(
+    values: Sequence[np.ndarray], shape: tuple[int, int], dtype: DTypeLike, fill: int = 0
+) -> np.ndarray:
+    """[rows, width, ...], `fill` where there is no value."""
+    rest = values[0].shape[1:] if values else ()
+    padded = np.full((*shape, *rest), fill, dtype)
+    for row, value in zip(padded, values, strict=False):
+        row[: len(value)] = value
     return padded

@@ -73,12 +73,15 @@ class Joining:
 
 
 class Path:
-    """The tokens of one text, read from the left."""
+    """The tokens of one text, read from the left, and what is known of them at the borders of
+    stretches. The arrays are fields of a `TokenAlignment`."""
 
     def __init__(self, joining: Joining, tokens: Sequence[int]):
         self.joining, self.tokens = joining, tokens
-        self.first: dict[int, int] = {}
-        """The cells that tokens are known to be of, by their places."""
+        self.cells = np.full(len(tokens), -1)
+        self.ends = np.full(len(tokens), Continues.NONE, np.int32)
+        self.left_out = np.zeros((len(tokens), WORDS), np.int32)
+        self._first: dict[int, int] = {}  # the cells that tokens are known to be of, by place
         self._read = 0
         self._open: list[tuple[int, bytes]] = []  # places, and the text since then
 
@@ -96,21 +99,31 @@ class Path:
             self._open.append((place, own))
         self._read = count
         return len(self._open) < 2 or not any(
-            self.joining.longer(text, self.first.get(start))
+            self.joining.longer(text, self._first.get(start))
             for start, text in self._open
             if start < count - 1
         )
 
-    def end(self) -> tuple[Continues, int]:
-        """How the last token that was read may go on, and the bits of what would follow it."""
+    def begin(self, place: int, cell: int, left_out: int) -> None:
+        """A stretch begins at this token, with a cell (or -1, or `losses.cells.LEFT_OUT`) and the
+        bits of the cells that are left out."""
+        self.cells[place] = cell
+        if left_out:
+            self.left_out[place] = words(left_out)
+        if cell >= 0:
+            self._first[place] = cell
+
+    def end(self) -> int:
+        """A stretch ends with the last token that was read; the bits of what would follow it in a
+        longer one."""
         place = self._read - 1
         if not self.joining.is_text[self.tokens[place]]:
-            return Continues.NONE, 0
-        of_its_cell = place in self.first
+            return 0
+        of_its_cell = place in self._first
         bits = self.joining.after(self.tokens[place], of_its_cell)
-        return (
-            Continues.OF_A_CELL if of_its_cell else Continues.ANY
-        ) if bits else Continues.NONE, bits
+        if bits:
+            self.ends[place] = Continues.OF_A_CELL if of_its_cell else Continues.ANY
+        return bits
 
 
 @lru_cache(maxsize=4096)

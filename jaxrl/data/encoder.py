@@ -130,9 +130,6 @@ class PromptEncoder:
     def __post_init__(self) -> None:
         if self.tokenizer is None:
             raise UserError("data: prompts need a tokenizer, and the student's folder has none")
-        for name in ("max_prompt_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.system_prompt is not None and not has_template(self.tokenizer):
             raise UserError(
                 "data.system_prompt is set, but the student's tokenizer has no chat template to "
@@ -188,11 +185,8 @@ class PromptEncoder:
         prompt = self.prompt_of(example)
         tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         if len(tokens) > self.max_prompt_tokens:
-            if self.fit(example, may_cut) == "too long":
-                return None
-            example = self._cut(example)
-            prompt = self.prompt_of(example)
-            tokens = encode_prompt(self.tokenizer, prompt, example.tools)
+            cut = self.fit(example, may_cut) == "cut"
+            return self.encode(self._cut(example), prompt_id) if cut else None
         theirs, late = self._teacher_tokens(example), None
         if not self._short(theirs):
             return None
@@ -303,18 +297,19 @@ class PromptEncoder:
             )
 
 
-def few_shot(source: Source, rows: int, label: str = "data.few_shot") -> tuple[Example, ...]:
+def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
     """The first `rows` rows of a source, each with its completion."""
     if rows > len(source):
         raise UserError(
-            f"{label}: {source.name} has {len(source)} rows, data.few_shot_rows asks for {rows}"
+            f"data.few_shot: {source.name} has {len(source)} rows, data.few_shot_rows asks for"
+            f" {rows}"
         )
     for index in range(rows):
         if source[index].completion is None:
             part, row = source.locate(index)
             raise UserError(
-                f"{label}: {part.where(row)}: few-shot rows need a completion (data.completion_key"
-                ", or chat messages that end with the assistant's)"
+                f"data.few_shot: {part.where(row)}: few-shot rows need a completion"
+                " (data.completion_key, or chat messages that end with the assistant's)"
             )
     return tuple(source[index] for index in range(rows))
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from jaxrl.data.example import Split
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, about, near
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName
 
@@ -46,13 +46,11 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
     Raises:
         UserError: they cannot be fetched, or there is no such configuration or split.
     """
-    try:
+    with about(label):
         name = hub.pin(name)
         files = find(name, split)
         place = hub.snapshot(name, hub.CARD)
         hub.complete(name, place, files)
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
     return [place / file for file in files]
 
 
@@ -215,11 +213,9 @@ def _inferred(there: Sequence[str]) -> Layout:
             config = next((name for name in reversed(folders) if name != "data"), "default")
             files = (unnamed if split is None else layout).setdefault(config, {})
             files.setdefault(split or "train", []).append(file)
-        if layout:
-            return layout
-        if unnamed:
-            return unnamed
-    return layout
+        if layout or unnamed:
+            return layout or unnamed
+    return {}
 
 
 def _split_of(stem: str) -> str | None:

@@ -29,7 +29,6 @@ class JsonlFile:
         """
         Args:
             path: a UTF-8 file, with or without a byte order mark, with either line ending.
-            keys: the names of the fields.
             label: the config key, for error messages.
         """
         self.name = str(path)

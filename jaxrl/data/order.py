@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
-from typing import Protocol
 
 import numpy as np
 
@@ -16,12 +15,6 @@ LONGEST_BLOCK = 1000
 """Positions over which a mixture's shares hold exactly; finer shares are rounded to 1/1000."""
 _BLOCKS, _SOURCES = 1, 2
 """First of the seeds' second words. Never 0: numpy takes trailing zeros of a seed for nothing."""
-
-
-class Order(Protocol):
-    """The rows of a stream without end."""
-
-    def row(self, position: int) -> int: ...
 
 
 class Passes:

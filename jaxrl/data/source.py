@@ -6,7 +6,8 @@ import bisect
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import SPLIT_FILE, SUFFIXES, choose
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.rows import KEYS, Keys, listed
-from jaxrl.data.tables import GroupCache, dataset_splits, open_dataset, open_parquet
+from jaxrl.data.tables import GroupCache, ParquetReader, TablePart, dataset_splits, open_dataset
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near
 from jaxrl.formats.hub_names import data_name
@@ -88,8 +89,8 @@ def open_source(
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
         raise UserError(f"{label}: nothing is named; give a .jsonl file or a task")
-    cache = GroupCache()
-    source = Source([_open_part(one, seed, split, keys, label, cache) for one in specs])
+    open_one = _Opener(seed, split, keys, label)
+    source = Source([open_one.part(one) for one in specs])
     if split == "eval" and keys.answer != KEYS.answer:
         _check_known(source, keys.answer, "data.answer_key", label)
     if label == "data.train" and keys.tools is not None:
@@ -97,41 +98,82 @@ def open_source(
     return source
 
 
-def _open_part(
-    spec: str, seed: int, split: Split, keys: Keys, label: str, cache: GroupCache
-) -> Part:
-    on_hub = data_name(spec)
-    if on_hub is not None:
-        paths = hub_sets.fetch(on_hub, split, label)
-        return Source([_open_file(path, keys, label, cache) for path in paths], str(on_hub.asked))
-    path, options = _split_options(spec)
-    family = path.split(":")[0].split("/")[0]
-    if spec.startswith("hf:"):
+@dataclass(frozen=True)
+class _Opener:
+    """Opens one source after the other, as `open_source` was asked."""
+
+    seed: int
+    split: Split
+    keys: Keys
+    label: str
+    cache: GroupCache = field(default_factory=GroupCache)
+
+    def part(self, spec: str) -> Part:
+        label, on_hub = self.label, data_name(spec)
+        if on_hub is not None:
+            paths = hub_sets.fetch(on_hub, self.split, label)
+            return Source([self.file(path) for path in paths], str(on_hub.asked))
+        path, options = _split_options(spec)
+        family = path.split(":")[0].split("/")[0]
+        if spec.startswith("hf:"):
+            raise UserError(
+                f"{label}: {spec!r} is not the name of a data set: write hf:ORG/NAME:CONFIG:SPLIT,"
+                " or hf:ORG/NAME@REVISION:CONFIG:SPLIT"
+            )
+        if family in TASKS and not path.endswith(SUFFIXES):
+            return open_task(spec, self.seed, self.split, label)
+        place = Path(path).expanduser()
+        if place.is_dir():
+            return self.folder(spec, place, options)
+        if options:
+            raise UserError(
+                f"{label}: {path} takes no options (:{options}); a folder takes split=NAME, a task "
+                "its own"
+            )
+        if any(letter in path for letter in "*?[") and not place.exists():
+            return self.pattern(spec, place)
+        if path.endswith(SUFFIXES):
+            return self.file(place)
+        if place.exists():
+            raise UserError(f"{label}: {path}: neither a .jsonl nor a .parquet file, by its name")
         raise UserError(
-            f"{label}: {spec!r} is not the name of a data set: write hf:ORG/NAME:CONFIG:SPLIT, or"
-            " hf:ORG/NAME@REVISION:CONFIG:SPLIT"
+            f"{label}: {spec!r} is neither a .jsonl or .parquet file, a folder or pattern of such "
+            f"files, a data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
+            f" {', '.join(TASKS)}{near(family, TASKS)}"
         )
-    if family in TASKS and not path.endswith(SUFFIXES):
-        return open_task(spec, seed, split, label)
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return _open_folder(spec, place, options, split, keys, label, cache)
-    if options:
-        raise UserError(
-            f"{label}: {path} takes no options (:{options}); a folder takes split=NAME, a task its "
-            "own"
-        )
-    if any(letter in path for letter in "*?[") and not place.exists():
-        return _open_pattern(spec, place, keys, label, cache)
-    if path.endswith(SUFFIXES):
-        return _open_file(place, keys, label, cache)
-    if place.exists():
-        raise UserError(f"{label}: {path}: neither a .jsonl nor a .parquet file, by its name")
-    raise UserError(
-        f"{label}: {spec!r} is neither a .jsonl or .parquet file, a folder or pattern of such "
-        f"files, a data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
-        f" {', '.join(TASKS)}{near(family, TASKS)}"
-    )
+
+    def file(self, path: Path) -> Part:
+        if path.suffix == ".parquet":
+            name = str(path)
+            return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
+        return JsonlFile(path, self.keys, self.label)
+
+    def files(self, spec: str, paths: Iterable[Path]) -> Part:
+        parts = [self.file(path) for path in paths]
+        return parts[0] if len(parts) == 1 else Source(parts, spec)
+
+    def pattern(self, spec: str, pattern: Path) -> Part:
+        found = sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True)))
+        if not found:
+            raise UserError(f"{self.label}: {spec}: no file matches")
+        for path in found:
+            if not path.endswith(SUFFIXES):
+                raise UserError(
+                    f"{self.label}: {spec} matches {path}, neither a .jsonl nor a .parquet file"
+                )
+        return self.files(spec, map(Path, found))
+
+    def folder(self, spec: str, folder: Path, options: str) -> Part:
+        place = f"{self.label}: {spec}"
+        asked = _asked_split(options, place)
+        saved = dataset_splits(str(folder), self.label)
+        files = _files_by_split(folder, place) if saved is None else {}
+        splits = list(files) if saved is None else saved
+        whole = asked is None and splits in ([], [""])
+        chosen = "" if whole else choose(splits, asked, self.split, place, ":split=NAME")
+        if saved is None:
+            return self.files(spec, files[chosen])
+        return open_dataset(spec, str(folder / chosen), self.keys, self.label)
 
 
 def _split_options(spec: str) -> tuple[str, str]:
@@ -140,46 +182,6 @@ def _split_options(spec: str) -> tuple[str, str]:
     if not colon or Path(spec).expanduser().exists():
         return spec, ""
     return path, options
-
-
-def _open_file(path: Path, keys: Keys, label: str, cache: GroupCache) -> Part:
-    if path.suffix == ".parquet":
-        return open_parquet(str(path), keys, label, cache)
-    return JsonlFile(path, keys, label)
-
-
-def _open_pattern(spec: str, pattern: Path, keys: Keys, label: str, cache: GroupCache) -> Part:
-    found = sorted(path for path in glob.glob(str(pattern), recursive=True) if os.path.isfile(path))
-    if not found:
-        raise UserError(f"{label}: {spec}: no file matches")
-    for path in found:
-        if not path.endswith(SUFFIXES):
-            raise UserError(f"{label}: {spec} matches {path}, neither a .jsonl nor a .parquet file")
-    return _join(spec, [_open_file(Path(path), keys, label, cache) for path in found])
-
-
-def _open_folder(
-    spec: str,
-    folder: Path,
-    options: str,
-    split: Split,
-    keys: Keys,
-    label: str,
-    cache: GroupCache,
-) -> Part:
-    place = f"{label}: {spec}"
-    asked = _asked_split(options, place)
-    saved = dataset_splits(str(folder), label)
-    if saved is not None:
-        chosen = choose(saved, asked, split, place, ":split=NAME") if saved or asked else ""
-        return open_dataset(spec, str(folder / chosen), keys, label)
-    files = _files_by_split(folder, place)
-    chosen = (
-        choose(list(files), asked, split, place, ":split=NAME")
-        if list(files) != [""] or asked
-        else ""
-    )
-    return _join(spec, [_open_file(path, keys, label, cache) for path in files[chosen]])
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
@@ -218,10 +220,6 @@ def _asked_split(options: str, place: str) -> str | None:
         if key != "split":
             raise UserError(f"{place}: no option {key!r}{near(key, ['split'])}; a folder has split")
     return str(given["split"]) if given else None
-
-
-def _join(name: str, parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else Source(parts, name)
 
 
 def _check_known(source: Source, name: str, key: str, label: str) -> None:

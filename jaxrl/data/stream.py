@@ -16,16 +16,17 @@ import numpy as np
 
 from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.example import Example, Part
-from jaxrl.data.order import Mixture, Order, Passes
+from jaxrl.data.order import Mixture, Passes
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.types import Prompt
 
 NEEDS_COMPLETIONS = (
     "add completions to data.train, or learn from samples "
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
 )
+LABEL = "data.train"
 _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
 
@@ -45,7 +46,6 @@ class PromptStream:
         batch_size: int,
         seed: int,
         shuffle: bool = True,
-        label: str = "data.train",
         weights: Sequence[float] | None = None,
     ):
         """
@@ -53,17 +53,14 @@ class PromptStream:
             batch_size: prompts in a batch; an epoch's ragged end is filled from the next epoch.
             seed: of the order; each epoch has its own.
             shuffle: False takes the rows as they stand.
-            label: the config key, for error messages.
             weights: of each part of the source: its share of the prompts is its part of the sum,
                 exact in every block of at most 1000 prompts, and its epochs are its own. None: the
                 rows of all parts together, each once in an epoch.
         """
-        if batch_size < 1:
-            raise UserError(f"batch_size={batch_size} must be at least 1")
-        self._source, self._encoder, self._label = source, encoder, label
+        self._source, self._encoder = source, encoder
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
         self._weights = None if weights is None else tuple(weights)
-        parts, cut = _usable_rows(source, encoder, label)
+        parts, cut = _usable_rows(source, encoder)
         self._rows = np.concatenate(parts)
         self.dropped = len(source) - len(self._rows)
         """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
@@ -71,8 +68,8 @@ class PromptStream:
         self.cut = cut
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
         if not len(self._rows):
-            raise _all_too_long(label, source.name, len(source), encoder)
-        self._order: Order = Passes(self._rows, (seed,), shuffle)
+            raise self._all_too_long(source)
+        self._order: Passes | Mixture = Passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
             self._order = self._mixture(parts, self._weights)
 
@@ -143,7 +140,7 @@ class PromptStream:
                 there = f" among {listed(part.columns)}" if part.columns else ""
                 key = "" if part.procedural else " (data.completion_key)"
                 raise UserError(
-                    f"{self._label}: {part.name}: {those} have no completion{there}{key}; "
+                    f"{LABEL}: {part.name}: {those} have no completion{there}{key}; "
                     f"{NEEDS_COMPLETIONS}"
                 )
 
@@ -154,29 +151,44 @@ class PromptStream:
             for row in range(1 if part.procedural else len(part)):
                 yield part.where(row), part[row]
 
-    def epoch(self, index: int) -> int:
-        """The epoch in which batch `index` begins; of a mixture, counted in prompts of all."""
-        return index * self._batch_size // len(self._rows)
-
     def _prompt(self, position: int) -> Prompt:
-        row = self._order.row(position)
-        return _encode_row(self._source, row, self._encoder, position, self._label)
+        """Of the row at this position, or where it is too long of the next one of its part that is
+        not."""
+        part, row = self._source.locate(self._order.row(position))
+        for step in range(min(_TRIES, len(part))):
+            at = (row + step) % len(part)
+            with _placed(part, at, LABEL):
+                prompt = self._encoder.encode(part[at], position, not part.procedural)
+            if prompt is not None:
+                return prompt
+        raise UserError(
+            f"{LABEL}: {_TRIES} prompts of {part.name} one after the other are longer than "
+            f"{self._limit}; raise it, or make the task easier"
+        )
 
     def _mixture(self, parts: Sequence[np.ndarray], weights: tuple[float, ...]) -> Mixture:
         if len(weights) != len(parts):
             raise UserError(
                 f"data.weights: {len(weights)} weights for the {len(parts)} sources of "
-                f"{self._label}; give one for each"
+                f"{LABEL}; give one for each"
             )
         if not all(0 < weight < float("inf") for weight in weights):
             raise UserError(f"data.weights: {list(weights)}: weights are numbers above 0")
         for part, rows in zip(self._source.parts, parts, strict=True):
             if not len(rows):
-                raise _all_too_long(self._label, part.name, len(part), self._encoder)
-        try:
+                raise self._all_too_long(part)
+        with about("data.weights"):
             return Mixture(parts, weights, self._seed, self._shuffle)
-        except UserError as error:
-            raise UserError(f"data.weights: {error}") from error
+
+    @property
+    def _limit(self) -> str:
+        return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
+
+    def _all_too_long(self, rows: Source | Part) -> UserError:
+        return UserError(
+            f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
+            " it"
+        )
 
 
 @dataclass(frozen=True)
@@ -224,8 +236,6 @@ def eval_set(
     first_id: int = 0,
 ) -> EvalSet:
     """The first `count` usable prompts, the parts of `source` taking turns; or all there are."""
-    if count < 1:
-        raise UserError(f"eval.prompts={count} must be at least 1")
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
@@ -257,9 +267,7 @@ def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
                 yield part, row
 
 
-def _usable_rows(
-    source: Source, encoder: PromptEncoder, label: str
-) -> tuple[list[np.ndarray], int]:
+def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
     """For each part the rows (numbers in the source) whose prompt fits, those of procedural tasks
     unseen; and how many of them fit only when cut.
     """
@@ -267,38 +275,13 @@ def _usable_rows(
     for part in source.parts:
         usable = np.ones(len(part), bool)
         for row in () if part.procedural else range(len(part)):
-            with _placed(part, row, label):
+            with _placed(part, row, LABEL):
                 fit = encoder.fit(part[row])
             usable[row] = fit != "too long"
             cut += fit == "cut"
         parts.append(start + np.flatnonzero(usable))
         start += len(part)
     return parts, cut
-
-
-def _encode_row(
-    source: Source, index: int, encoder: PromptEncoder, prompt_id: int, label: str
-) -> Prompt:
-    """Row `index`, or where it is too long the next one of its part that is not."""
-    part, row = source.locate(index)
-    for step in range(min(_TRIES, len(part))):
-        at = (row + step) % len(part)
-        with _placed(part, at, label):
-            prompt = encoder.encode(part[at], prompt_id, not part.procedural)
-        if prompt is not None:
-            return prompt
-    raise UserError(
-        f"{label}: {_TRIES} prompts of {part.name} one after the other are longer than "
-        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it, or make"
-        " the task easier"
-    )
-
-
-def _all_too_long(label: str, name: str, rows: int, encoder: PromptEncoder) -> UserError:
-    return UserError(
-        f"{label}: all {rows} prompts of {name} are longer than "
-        f"max_prompt_tokens={encoder.max_prompt_tokens}{encoder.teacher_limit}; raise it"
-    )
 
 
 @contextmanager

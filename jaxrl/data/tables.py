@@ -44,7 +44,6 @@ class TablePart:
         """
         Args:
             name: as the source was given.
-            keys: the names of the columns.
             label: the config key, for error messages.
         """
         self.name, self._keys, self._place = name, keys, f"{label}: {name}"
@@ -72,8 +71,6 @@ class TablePart:
         return len(self._reader)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: row {index} of {len(self)}")
         place = f"{self._place}: row {index}"
         with _readable(place):
             (row,) = self._reader.row(index).to_pylist()
@@ -170,11 +167,6 @@ class DatasetReader:
 
     def batches(self, columns: list[str]) -> Iterator[Table]:
         return iter(self._table.select(columns).to_batches(_BATCH))
-
-
-def open_parquet(path: str, keys: Keys, label: str, cache: GroupCache) -> TablePart:
-    """The rows of one parquet file."""
-    return TablePart(path, lambda: ParquetReader(path, cache), keys, label)
 
 
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl.data.arithmetic import Arithmetic
 from jaxrl.data.example import Example, JsonObject, Part, Split
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, about, near
 
 SIZE = 10_000
 HELD_OUT = 4
@@ -66,8 +66,6 @@ class ProceduralPart:
         return self.size
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self.size:
-            raise IndexError(f"{self.name}: row {index} of {self.size}")
         return self.make(index)
 
 
@@ -80,19 +78,14 @@ def open_arithmetic(
         raise UserError(
             f"{label}: arithmetic/{dataset}: `arithmetic` has no parts; write arithmetic"
         )
-    allowed = [field.name for field in dataclasses.fields(Arithmetic) if field.name != "seed"]
-    _check_options(options, [*allowed, "size"], f"{label}: arithmetic")
-    given = {key: value for key, value in options.items() if key != "size"}
+    given, size = _checked(options, Arithmetic, f"{label}: arithmetic", label)
     for key, value in given.items():
         if type(value) is not type(getattr(Arithmetic(), key)):
             raise UserError(
                 f"{label}: arithmetic: {key}={value!r} must be like {getattr(Arithmetic(), key)!r}"
             )
-    try:
+    with about(label):
         task = Arithmetic(**given, seed=seed)
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
-    size = _size(options, label)
     return ProceduralPart(
         "arithmetic", size, (task, split), lambda index: task.example(index, split)
     )
@@ -116,10 +109,8 @@ def open_reasoning_gym(
             f"{where}: its rows depend on Python's hash seed, a resumed run would see others; "
             "set PYTHONHASHSEED=0 in the environment"
         )
-    fields = [field.name for field in dataclasses.fields(known[dataset])]
-    _check_options(options, [field for field in fields if field != "seed"], where)
-    given = {key: value for key, value in options.items() if key != "size"}
-    name, size = f"reasoning_gym/{dataset}", _size(options, label)
+    given, size = _checked(options, known[dataset], where, label)
+    name = f"reasoning_gym/{dataset}"
 
     @cache
     def draw(attempt: int) -> Any:
@@ -202,19 +193,19 @@ def make_dataset(name: str, settings: Options, label: str) -> Any:
         raise UserError(f"{label}: reasoning_gym/{name}: {given} is refused: {error}") from error
 
 
-def _check_options(options: Options, allowed: list[str], where: str) -> None:
+def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Options, int]:
+    """Options that are fields of a dataclass, without `size`, and this."""
+    names = dict.fromkeys((*(field.name for field in dataclasses.fields(config)), "size"))
+    allowed = [name for name in names if name != "seed"]
     for key in options:
         if key not in allowed:
             raise UserError(
                 f"{where}: no option {key!r} among {', '.join(allowed)}{near(key, allowed)}"
             )
-
-
-def _size(options: Options, label: str) -> int:
     size = options.get("size", SIZE)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"{label}: size={size!r} must be a whole number of at least 1")
-    return size
+    return {key: value for key, value in options.items() if key != "size"}, size
 
 
 def _literal(text: str) -> object:

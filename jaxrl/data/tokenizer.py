@@ -14,7 +14,7 @@ from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
-from jaxrl.formats import gguf, hf
+from jaxrl.formats import hf
 from jaxrl.process.plain import JsonObject
 from jaxrl.types import Prompt
 
@@ -41,7 +41,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if not place.exists():
         raise UserError(f"tokenizer: {path}: there is no such file or folder")
     if place.suffix == ".gguf":
-        return gguf.load_tokenizer(place)
+        from jaxrl.formats import gguf_tokenizer  # imports transformers
+
+        return gguf_tokenizer.load(place)
     if not hf.has_tokenizer(place):
         return None
     # It advises to install PyTorch, which nothing here needs.

@@ -35,11 +35,7 @@ def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
 class TurnEncoder:
     """Tokens of what an environment says, for one tokenizer."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        notify: Callable[[str], None] = lambda text: None,
-    ):
+    def __init__(self, tokenizer: Tokenizer, notify: Callable[[str], None] = lambda text: None):
         """
         Args:
             notify: gets a message, once, where the template has no role for the observations.
@@ -67,10 +63,6 @@ class TurnEncoder:
         self, pairs: tuple[tuple[str, str], ...], eos: int | None, chat: bool
     ) -> tuple[int, ...]:
         text = self._between(pairs, eos) if chat else "".join(content for _, content in pairs)
-        return self.of_text(text)
-
-    def of_text(self, text: str) -> tuple[int, ...]:
-        """Tokens of a part of a sequence: nothing is put before it or after it."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _between(self, pairs: tuple[tuple[str, str], ...], eos: int | None) -> str:

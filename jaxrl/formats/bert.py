@@ -25,24 +25,25 @@ def load(
     Raises:
         UserError: a tensor is missing or has another shape than `config` asks for.
     """
-    places, shapes = _places(tensors, config), bert.shapes(config)
-    weights.check(tensors, weights.stored_shapes((places[p], s) for p, s in shapes.items()))
+    places = _places(tensors, config)
+    weights.check(tensors, weights.stored_shapes(places.values()))
     layouts = {} if mesh is None else bert.specs(config, mesh.shape)
     values = {}
-    for path, shape in shapes.items():
+    for path, place in places.items():
         sharding = None if mesh is None else NamedSharding(mesh, layouts[path])
-        leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        values[path] = weights.read_parameter(tensors, places[path], leaf)
+        leaf = jax.ShapeDtypeStruct(place.shape, dtype, sharding=sharding)
+        values[path] = weights.read_parameter(tensors, place, leaf)
     return bert.tree(values)
 
 
 def _places(tensors: weights.Tensors, config: EncoderConfig) -> dict[str, Place]:
     """Path -> where the parameter is; checkpoints with a head put a prefix before every name."""
-    prefix = FAMILIES[config.family].prefix
+    prefix, shapes = FAMILIES[config.family].prefix, bert.shapes(config)
     if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is None:
         prefix = ""
-    places = {path: Place((f"{prefix}{name}",)) for path, (name, _) in bert.TOP.items()}
-    for path, (name, _) in bert.LAYER.items():
+    places = {p: Place(shapes[p], (f"{prefix}{name}",)) for p, (name, _) in bert.TOP.items()}
+    for rest, (name, _) in bert.LAYER.items():
+        path, transposed = f"layers/{rest}", rest.endswith("/kernel")
         names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
-        places[f"layers/{path}"] = Place(names, len(names), transposed=path.endswith("/kernel"))
+        places[path] = Place(shapes[path], names, len(names), transposed=transposed)
     return places

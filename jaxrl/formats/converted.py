@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import RunError
-from jaxrl.formats.weights import Index
+from jaxrl.formats.weights import Derived, Index
 
 if TYPE_CHECKING:
     from jaxrl.formats.gguf import GgufFile  # slow to import, and not every model is such a file
@@ -48,17 +48,11 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Derived):
     """The tensors of a GGUF file, of which the quantised ones are read from a `Scratch`."""
 
     tensors: GgufFile
     scratch: Scratch
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         if not self.tensors.is_quantised(name):
@@ -75,7 +69,7 @@ class Converted:
                 if not file.exists():
                     self._convert(name, file)
         dtype, shape = jnp.dtype(self.scratch.dtype), self.tensors.shape(name)
-        return np.memmap(file, _bits(dtype), "r", shape=shape).view(np.ndarray).view(dtype)
+        return np.memmap(file, dtype, "r", shape=shape).view(np.ndarray)
 
     def _convert(self, name: str, file: Path) -> None:
         shape = self.tensors.shape(name)
@@ -86,7 +80,7 @@ class Converted:
         with part.open("wb") as out:
             for at in range(0, shape[0], step):
                 band = self.tensors.read(name, (slice(at, at + step), *rest))
-                out.write(np.ascontiguousarray(band, dtype).view(_bits(dtype)).data)
+                out.write(np.ascontiguousarray(band, dtype).view(np.uint8).data)
         os.replace(part, file)
 
     @contextmanager
@@ -113,7 +107,3 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _bits(dtype: np.dtype) -> np.dtype:
-    return np.dtype(f"<u{dtype.itemsize}")

@@ -3,7 +3,6 @@ describe."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from gguf import (
 )
 from gguf.quants import dequantize
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.formats.weights import Index
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
@@ -43,6 +42,7 @@ from jaxrl.models.rope import (
     longrope_attention,
     positions_of,
 )
+from jaxrl.models.rotary import llama3
 from jaxrl.process.plain import JsonObject
 
 MOST_ELEMENTS = 1 << 22
@@ -105,8 +105,6 @@ class _Reader(GGUFReader):
 @cache
 def is_read(kind: GGMLQuantizationType) -> bool:
     """Whether the library dequantises a type."""
-    if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        return True
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
@@ -232,10 +230,8 @@ class GgufFile:
             raw["sliding_window_pattern"] = int(pattern)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             raw[key] = self.stated(key)
-        try:
+        with about(self.path):
             fields = entry.read(entry.prepare(raw | entry.from_gguf(config, self)))
-        except UserError as error:
-            raise UserError(f"{self.path}: {error}") from None
         if "kinds" not in fields and window and window < config.max_positions:
             raise UserError(
                 f"{self.path}: a sliding window of {window} positions is not supported; full"
@@ -459,10 +455,7 @@ class GgufFile:
         rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
         half = head_dim // 2
         freq = theta ** -(np.arange(half) / half)
-        turns = rope.original_max_positions * freq / (2 * np.pi)
-        span = rope.high_freq_factor - rope.low_freq_factor
-        smooth = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
-        divisors = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
+        divisors = freq / llama3(rope, freq)
         if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
             raise UserError(
                 f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"
@@ -564,21 +557,3 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise UserError(f"model {str(path)!r}: there is no such file")
     state = place.stat()
     return _opened(place, state.st_size, state.st_mtime_ns)
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The file's tokenizer with its chat template, as a transformers `PreTrainedTokenizerFast`."""
-    from jaxrl.formats import gguf_tokenizer
-
-    return gguf_tokenizer.build(open_gguf(path), str(path))
-
-
-def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
-    """Writes the file's tokenizer into a Hugging Face folder; transformers 4 and 5 read it."""
-    load_tokenizer(path).save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    raw = json.loads(file.read_text(encoding="utf-8"))
-    for key in ("backend", "is_local", "local_files_only"):
-        raw.pop(key, None)
-    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
-    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.errors import UserError
+from jaxrl.formats.gguf import GgufFile, open_gguf
+
+T = TypeVar("T")
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 """Token types of GGUF: special, always one token, and one raw byte (SentencePiece)."""
@@ -35,17 +41,12 @@ _CASED_WORDS = (
 """A capital letter after a small one begins a word; an ending such as 's belongs to its word."""
 
 
-class Metadata(Protocol):
-    def meta(self, key: str) -> Any:
-        """A value of the metadata; None where there is none."""
-
-
 @dataclass(frozen=True)
 class Pre:
     """How a byte-level BPE splits a text into words, by `tokenizer.ggml.pre`."""
 
     split: pre_tokenizers.PreTokenizer
-    use_regex: bool
+    use_regex: bool = False
     """Whether GPT-2's own regular expression splits further."""
     nfc: bool = False
     """Unicode normal form C first."""
@@ -55,38 +56,48 @@ class Pre:
     """Whether a text starts with BOS where the file does not say."""
 
 
-def _split(digits: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(_WORDS.replace("DIGITS", digits)), "isolated")
+def _split(words: str, digits: str = "") -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(words.replace("DIGITS", digits)), "isolated")
 
 
 PRE: dict[str, Pre] = {
     "smollm": Pre(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
     "gpt-2": Pre(pre_tokenizers.Sequence([]), use_regex=True),
-    "qwen2": Pre(_split(""), use_regex=False, nfc=True),
-    "qwen35": Pre(
-        pre_tokenizers.Split(Regex(_MARKED_WORDS), "isolated"), use_regex=False, nfc=True
-    ),
-    "dbrx": Pre(_split("{1,3}"), use_regex=False),
-    "smaug-bpe": Pre(_split("{1,3}"), use_regex=False),
-    "gpt-4o": Pre(pre_tokenizers.Split(Regex(_CASED_WORDS), "isolated"), use_regex=False),
-    "llama-bpe": Pre(_split("{1,3}"), use_regex=False, whole_words=True, add_bos=True),
+    "qwen2": Pre(_split(_WORDS), nfc=True),
+    "qwen35": Pre(_split(_MARKED_WORDS), nfc=True),
+    "dbrx": Pre(_split(_WORDS, "{1,3}")),
+    "smaug-bpe": Pre(_split(_WORDS, "{1,3}")),
+    "gpt-4o": Pre(_split(_CASED_WORDS)),
+    "llama-bpe": Pre(_split(_WORDS, "{1,3}"), whole_words=True, add_bos=True),
 }
 
 
-def build(file: Metadata, name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, chat template included; `name` is for errors.
+def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF file, with its chat template."""
+    return build(open_gguf(path))
+
+
+def save(path: str | os.PathLike[str], folder: Path) -> None:
+    """Writes it into a Hugging Face folder; transformers 4 and 5 read it."""
+    load(path).save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("backend", "is_local", "local_files_only"):
+        raw.pop(key, None)
+    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def build(file: GgufFile) -> PreTrainedTokenizerFast:
+    """`load` of a file that is open.
 
     Raises:
         UserError: a tokenizer model or a pre-tokenizer that is not supported.
     """
-    kind = file.meta("tokenizer.ggml.model")
-    if kind not in KINDS:
-        raise UserError(
-            f"{name}: tokenizer.ggml.model={kind!r} is not supported; supported: {', '.join(KINDS)}"
-        )
+    kind = _named(file, "model", KINDS)
     tokens: list[str] = file.meta("tokenizer.ggml.tokens")
     types: list[int] = file.meta("tokenizer.ggml.token_type") or [1] * len(tokens)
-    tokenizer, add_bos = KINDS[kind](file, name, tokens, types)
+    tokenizer, add_bos = kind(file, tokens, types)
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
     )
@@ -119,21 +130,25 @@ def build(file: Metadata, name: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _merges(file: Metadata) -> list[tuple[str, str]]:
+def _named(file: GgufFile, key: str, supported: Mapping[str, T]) -> T:
+    """What the metadata name by a key. Raises UserError."""
+    name = file.meta(f"tokenizer.ggml.{key}")
+    if name not in supported:
+        raise UserError(
+            f"{file.path}: tokenizer.ggml.{key}={name!r} is not supported;"
+            f" supported: {', '.join(supported)}"
+        )
+    return supported[name]
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
     found: list[str] = file.meta("tokenizer.ggml.merges")
     return [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in found]
 
 
-def _byte_level(
-    file: Metadata, name: str, tokens: list[str], types: list[int]
-) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     """BPE over bytes with the merges of the file."""
-    pre_name = file.meta("tokenizer.ggml.pre")
-    if pre_name not in PRE:
-        raise UserError(
-            f"{name}: tokenizer.ggml.pre={pre_name!r} is not supported; supported: {', '.join(PRE)}"
-        )
-    pre = PRE[pre_name]
+    pre = _named(file, "pre", PRE)
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, _merges(file), ignore_merges=pre.whole_words))
     if pre.nfc:
@@ -144,9 +159,7 @@ def _byte_level(
     return tokenizer, pre.add_bos
 
 
-def _sentencepiece(
-    file: Metadata, name: str, tokens: list[str], types: list[int]
-) -> tuple[Tokenizer, bool]:
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     """BPE over characters whose merges follow from the scores of the pieces (Llama 2)."""
     scores: list[float] = file.meta("tokenizer.ggml.scores")
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -164,15 +177,13 @@ def _sentencepiece(
     return _of_characters(file, tokens, merges, prefix), True
 
 
-def _gemma4(
-    file: Metadata, name: str, tokens: list[str], types: list[int]
-) -> tuple[Tokenizer, bool]:
+def _gemma4(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     """BPE over characters with the merges of the file, and bytes of what it has no token for."""
     return _of_characters(file, tokens, _merges(file), prefix=False), True
 
 
 def _of_characters(
-    file: Metadata, tokens: list[str], merges: list[tuple[str, str]], prefix: bool
+    file: GgufFile, tokens: list[str], merges: list[tuple[str, str]], prefix: bool
 ) -> Tokenizer:
     """BPE over characters, in which a space is `SPACE`; `prefix`: one comes before the text."""
     vocab = {token: i for i, token in enumerate(tokens)}

@@ -7,7 +7,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class SafetensorsFolder:
             files: of the folder; those of a model where none are named.
         """
         self.path = Path(path)
-        self._files, self._file_of = (list(files), {}) if files else _weight_files(self.path)
+        self._files, self._file_of = (list(files), {}) if files else _safetensors(self.path)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
             self._entries |= {_text_name(k): entry for k, entry in _read_header(file).items()}
@@ -104,9 +105,7 @@ class SafetensorsFolder:
             blocks, scales = (_mapped(part, np.dtype(np.uint8)) for part in self._packed(name))
             return mxfp4.read(blocks, scales, index)
         entry = self._entries[name]
-        dtype = STORED[entry.stored]
-        bits = np.dtype(f"<u{dtype.itemsize}")
-        return _mapped(entry, bits)[index].view(dtype)
+        return _mapped(entry, STORED[entry.stored])[index]
 
     def _is_packed(self, name: str) -> bool:
         return name not in self._entries and f"{name}{mxfp4.BLOCKS}" in self._entries
@@ -125,8 +124,8 @@ class SafetensorsFolder:
         return blocks, scales
 
 
-def _mapped(entry: _Entry, bits: np.dtype) -> np.ndarray:
-    return np.memmap(entry.file, bits, "r", entry.offset, entry.shape)
+def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(entry.file, dtype, "r", entry.offset, entry.shape)
 
 
 def _text_name(name: str) -> str:
@@ -212,17 +211,10 @@ def write_folder(
     """`save_hf` for anything that gives tensors by Hugging Face name."""
     if dtype not in WRITTEN:
         raise UserError(f"dtype={dtype!r} cannot be written; choose one of {', '.join(WRITTEN)}")
-    final = Path(path).resolve()
-    partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        write_description(partial, config, dtype, tokenizer_from)
-        _write_weights(partial, weights.tensor_shapes(config), read, dtype, shard_bytes)
-        replace_folder(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final
+    with replaced_folder(path) as folder:
+        write_description(folder, config, dtype, tokenizer_from)
+        _write_weights(folder, weights.tensor_shapes(config), read, dtype, shard_bytes)
+    return Path(path).resolve()
 
 
 def write_description(
@@ -249,34 +241,38 @@ def has_tokenizer(folder: Path) -> bool:
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
     """Copies the tokenizer and chat template of a folder, or writes those of a GGUF file."""
     if Path(source).is_file():
-        from jaxrl.formats import gguf
+        from jaxrl.formats import gguf_tokenizer  # imports transformers
 
-        gguf.save_tokenizer(source, folder)
+        gguf_tokenizer.save(source, folder)
         return
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, folder / name)
 
 
-def indexed_files(index: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, as the index of a folder says. Raises UserError."""
-    weight_map = read_json(index).get("weight_map")
+def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
+    """The files of the weights in a folder, and which of them its index, where it has one, says
+    should hold each tensor.
+
+    Raises:
+        UserError: an index that names no file, or one that is missing.
+    """
+    if not (folder / index).is_file():
+        return [folder / single], {}
+    weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index}: `weight_map` names no file of weights")
-    files = {name: index.parent / str(file) for name, file in weight_map.items()}
-    for file in files.values():
+        raise UserError(f"{folder / index}: `weight_map` names no file of weights")
+    file_of = {name: folder / str(file) for name, file in weight_map.items()}
+    for file in file_of.values():
         if not file.is_file():
-            raise UserError(f"{file} is missing, but {index} names it")
-    return files
+            raise UserError(f"{file} is missing, but {folder / index} names it")
+    return sorted(set(file_of.values())), file_of
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The safetensors files, and which of them an index says should hold each tensor."""
-    if (folder / INDEX).is_file():
-        file_of = indexed_files(folder / INDEX)
-        return sorted(set(file_of.values())), file_of
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE], {}
+def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """`weight_files`. Raises UserError where a folder has none."""
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return weight_files(folder, SINGLE, INDEX)
     if not folder.is_dir():
         raise UserError(f"model {str(folder)!r}: there is no such folder")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
@@ -321,20 +317,19 @@ def _write_weights(
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():
-        n = math.prod(shape) * itemsize
-        if shards[-1] and filled + n > shard_bytes:
+        size = math.prod(shape) * itemsize
+        if shards[-1] and filled + size > shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = shape
-        filled += n
-    if len(shards) == 1:
-        write_safetensors(folder / SINGLE, shards[0], read, dtype)
-        return
-    weight_map: dict[str, str] = {}
+        filled += size
+    n, weight_map = len(shards), dict[str, str]()
     for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
         write_safetensors(folder / file, shard, read, dtype)
         weight_map |= dict.fromkeys(shard, file)
+    if n == 1:
+        return
     total = sum(math.prod(s) for s in shapes.values()) * itemsize
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -368,13 +363,22 @@ def _generation_config(config: DecoderConfig) -> JsonObject:
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
 
-def replace_folder(source: Path, target: Path) -> None:
-    """Renames a folder to where one may stand; the old one goes once the new one is there."""
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(source, target)
-    shutil.rmtree(old, ignore_errors=True)
+@contextmanager
+def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to write into, which is renamed to `path` once the block ends. One that stands there
+    goes once the new one is there."""
+    final = Path(path).resolve()
+    partial, old = (final.with_name(f".{final.name}.{k}-{os.getpid()}") for k in ("partial", "old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if final.exists():
+            os.rename(final, old)
+        os.rename(partial, final)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_json(file: Path, value: JsonObject) -> None:

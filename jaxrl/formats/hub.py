@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
@@ -24,8 +24,6 @@ from jaxrl.formats.hub_errors import explained, is_offline, limit_silence, not_c
 from jaxrl.formats.hub_names import COMMIT, HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
-
-T = TypeVar("T")
 
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
@@ -115,9 +113,8 @@ def with_weights(name: HubName) -> Path:
     if name.rest:
         return place
     wanted = _weight_files(place)
-    if not _lacking(name, place, wanted):
-        return place
-    if wanted == [hf.SINGLE] and hf.SINGLE not in files(name):
+    lacking = _lacking(name, place, wanted)
+    if wanted == lacking == [hf.SINGLE] and hf.SINGLE not in files(name):
         raise UserError(
             f"{name.asked}: the repository on the hub has no {hf.SINGLE}; only safetensors are"
             " fetched (pytorch_model.bin is a pickle): name a repository that has them, or a GGUF"
@@ -277,53 +274,37 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
             options["disable"] = not (large and sys.stderr.isatty())
             super().__init__(*given, **options)
 
-    def fetch() -> str:
-        return snapshot_download(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.sha,
-            allow_patterns=list(patterns),
-            tqdm_class=Bar,
-        )
-
-    with explained(name):
-        return Path(_interruptible(fetch))
+    return _interruptible(
+        name, snapshot_download, repo_type=name.kind, allow_patterns=list(patterns), tqdm_class=Bar
+    )
 
 
 def _file(name: HubName) -> Path:
     from huggingface_hub import hf_hub_download
 
-    def fetch() -> str:
-        return hf_hub_download(name.repo, name.rest.removeprefix("/"), revision=name.sha)
-
-    with explained(name):
-        return Path(_interruptible(fetch))
+    return _interruptible(name, hf_hub_download, filename=name.rest.removeprefix("/"))
 
 
-def _interruptible(fetch: Callable[[], T]) -> T:
-    """The result of a function in a thread: the library's own wait for its threads ends with the
-    files that they are about, and a signal would be heard after minutes."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
+def _interruptible(name: HubName, fetch: Callable[..., str], **options: object) -> Path:
+    """The place that `fetch` returns of a pinned name. It runs in a thread: the library's own wait
+    for its threads ends with the files that they are about, and a signal would be heard after
+    minutes."""
+    done: Future[str] = Future()
 
     def run() -> None:
         try:
-            results.append(fetch())
+            done.set_result(fetch(name.repo, revision=name.sha, **options))
         except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
+            done.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
-        while not done.wait(RENEWED_S):
-            limit_silence()
-    except BaseException:  # a signal
-        left_behind.append(thread)
-        raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    with explained(name):
+        thread.start()
+        try:
+            # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
+            while not wait([done], RENEWED_S).done:
+                limit_silence()
+        except BaseException:  # a signal
+            left_behind.append(thread)
+            raise
+        return Path(done.result())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,7 +71,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(weights.Derived):
     """Trained adapters, and the model that they belong to."""
 
     lora: Lora
@@ -88,12 +87,6 @@ class Adapter:
     """The base model."""
     quantised: Quantisation | None = None
     """How the kernels were held under these adapters."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         """A box of the base model's tensor with what the adapter adds, in float32; of a quantised
@@ -158,14 +151,13 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
         raise UserError(f"{folder}: {CONFIG} is there, and {WEIGHTS} is missing")
     tensors = hf.SafetensorsFolder(folder, (file,))
     found: dict[str, Pair] = {}
-    unread = set(tensors.names)
-    targets = []
+    kernel_shapes, unread, targets = weights.tensor_shapes(model), set(tensors.names), []
     for target, paths in model.targets.items():
         names = kernels(model, paths[0])
         if not unread.intersection(f"{_named(name)}.lora_A.weight" for name in names):
             continue
         targets.append(target)
-        n_out, n_in = weights.tensor_shapes(model)[names[0]]
+        n_out, n_in = kernel_shapes[names[0]]
         for name in names:
             shapes = {"lora_A": (lora.rank, n_in), "lora_B": (n_out, lora.rank)}
             expected = {f"{_named(name)}.{key}.weight": shape for key, shape in shapes.items()}
@@ -188,12 +180,9 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
     """Names of the tensors of a projection's kernels, layer by layer, those of a layer's experts
     next to each other; none where the model has no such projection."""
-    places, found = weights.places(model, "stacked"), dict[int, tuple[str, ...]]()
-    for prefix, layers in weights.block_layers(model).items():
-        if (place := places.get(f"{prefix}/{path}/kernel")) is not None:
-            names = np.reshape(place.names, (len(layers), -1))
-            found |= {layer: tuple(map(str, own)) for layer, own in zip(layers, names, strict=True)}
-    return tuple(chain.from_iterable(found[layer] for layer in sorted(found)))
+    places = weights.places(model)
+    found = (places.get(f"layers/{layer}/{path}/kernel") for layer in range(model.n_layers))
+    return tuple(name for place in found if place is not None for name in place.names)
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
@@ -285,20 +274,13 @@ def write(
     for name, (a, b) in pairs.items():
         tensors[f"{_named(name)}.lora_A.weight"] = a.T
         tensors[f"{_named(name)}.lora_B.weight"] = b.T
-    final = Path(folder).resolve()
-    partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with hf.replaced_folder(folder) as partial:
         describe(partial, model, base)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         hf.write_safetensors(partial / WEIGHTS, shapes, tensors.__getitem__, "float32")
         if tokenizer_from is not None:
             hf.save_tokenizer(tokenizer_from, partial)
-        hf.replace_folder(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final
+    return Path(folder).resolve()
 
 
 def describe(folder: Path, model: DecoderConfig, base: str) -> None:

@@ -12,15 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.formats import hub, weights
+from jaxrl.formats import hf, hub, torch_bin, weights
 from jaxrl.formats.hub_names import HubName, model_name
 
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+WEIGHTS = (hf.SINGLE, hf.INDEX, torch_bin.SINGLE, torch_bin.INDEX)
+"""Files that a folder with weights in a format that is read has one of."""
 
 
 def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
-from jaxrl.formats.hf import SafetensorsFolder, indexed_files
+from jaxrl.formats.hf import SafetensorsFolder, weight_files
 from jaxrl.formats.weights import Index, Tensors
 
 SINGLE = "pytorch_model.bin"
@@ -51,9 +51,7 @@ class TorchBinFolder:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._tensors: dict[str, _Tensor] = {}
-        indexed = (self.path / INDEX).is_file()
-        files = indexed_files(self.path / INDEX).values() if indexed else [self.path / SINGLE]
-        self._files = sorted(set(files))
+        self._files, _ = weight_files(self.path, SINGLE, INDEX)
         for file in self._files:
             self._tensors |= _read_file(file)
 
@@ -68,16 +66,14 @@ class TorchBinFolder:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         tensor = self._tensors[name]
-        storage = tensor.storage
-        bits = np.dtype(f"<u{storage.dtype.itemsize}")
-        span = tensor.span
-        if span == 0:
-            return np.empty(tensor.shape, storage.dtype)[index]
-        start = storage.at + tensor.offset * bits.itemsize
-        flat = np.memmap(storage.file, bits, "r", start, (span,))
-        strides = tuple(n * bits.itemsize for n in tensor.strides)
+        storage, dtype = tensor.storage, tensor.storage.dtype
+        if tensor.span == 0:
+            return np.empty(tensor.shape, dtype)[index]
+        start = storage.at + tensor.offset * dtype.itemsize
+        flat = np.memmap(storage.file, dtype, "r", start, (tensor.span,))
+        strides = tuple(n * dtype.itemsize for n in tensor.strides)
         whole = np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
-        return whole[index].view(storage.dtype)
+        return whole[index]
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Tensors:

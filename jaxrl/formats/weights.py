@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
@@ -28,6 +27,7 @@ from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed,
 from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host
 from jaxrl.sharding.shards import Box, box_of
+from jaxrl.types import Tree
 
 Index = tuple[slice, ...]
 
@@ -79,20 +79,26 @@ class KeptLayers:
         return f"model.layers.{self.keep[int(layer)]}.{rest}"
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """Tensors of a model with the values that its quantised kernels stand for, in float32."""
+class Derived:
+    """Tensors that are computed from those of a file, under the same names."""
 
     tensors: Tensors
-    kernels: frozenset[str]
-    """Names of those that are quantised."""
-    kind: Quantisation
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self.tensors.shape(name)
 
     def file(self, name: str) -> Path:
         return self.tensors.file(name)
+
+
+@dataclass(frozen=True)
+class Rounded(Derived):
+    """Tensors of a model with the values that its quantised kernels stand for, in float32."""
+
+    tensors: Tensors
+    kernels: frozenset[str]
+    """Names of those that are quantised."""
+    kind: Quantisation
 
     def read(self, name: str, index: Index) -> np.ndarray:
         if name not in self.kernels:
@@ -112,6 +118,8 @@ class Rounded:
 class Place:
     """Where a checkpoint keeps one parameter."""
 
+    shape: tuple[int, ...]
+    """Of the parameter."""
     names: tuple[str, ...]
     """Its tensor or, of a parameter of several layers or experts, the tensors of these: those of a
     layer next to each other."""
@@ -132,9 +140,10 @@ class Place:
         """Its first dims, of which each combination is a tensor."""
         return tuple(n for n in (self.layers, self.experts) if n)
 
-    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of its part of each of the tensors, of a parameter of this shape."""
-        one = shape[len(self.several) :]
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of its part of each of the tensors."""
+        one = self.shape[len(self.several) :]
         one = (*one[:-2], one[-1], one[-2]) if self.transposed else one
         return (*one[:-1], one[-1] * self.step)
 
@@ -143,9 +152,10 @@ class Place:
         """Which dim of its tensors `first` counts."""
         return -2 if self.transposed else 0
 
-    def end(self, shape: tuple[int, ...]) -> int:
-        """The row of its tensors behind its own, of a parameter of this shape."""
-        return self.first + self.stored(shape)[self.rows]
+    @property
+    def end(self) -> int:
+        """The row of its tensors behind its own."""
+        return self.first + self.stored[self.rows]
 
     def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
         """The box `index` of the parameter, in `dtype`."""
@@ -177,34 +187,33 @@ class Place:
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
     """Parameter path -> where it is, in the order in which parameters are written; adapters have a
     format of their own, and files of quantised kernels are not read."""
-    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.plain, layout=layout))
-    shapes = {path_string(path): leaf.shape for path, leaf in flat}
+    abstract = leaves_by_path(abstract_params(config.plain, layout=layout))
+    shapes = {path: leaf.shape for path, leaf in abstract.items()}
     stacked, n = layout == "stacked", config.n_layers
     blocks = block_layers(config) if stacked else {f"layers/{i}": range(i, i + 1) for i in range(n)}
     family = FAMILIES[config.family]
     experts = 0 if config.experts is None else config.experts.count
-    found = {"embed/embedding": Place((TOP["embed/embedding"],))}
+    embedding = "embed/embedding"
+    found = {embedding: Place(shapes[embedding], (TOP[embedding],))}
     for prefix, numbers in blocks.items():
         rows: dict[str, int] = {}
         for rest, name in family.layer.items():
             path = f"{prefix}/{rest}"
-            if path in shapes:
-                each: tuple[str, ...] = (name,)
-                if "{expert}" in name:
-                    each = tuple(name.format(expert=e) for e in range(experts))
-                names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
-                dims = len(numbers) * stacked, len(each) * ("{expert}" in name)
-                whole = "/experts/" in rest and "{expert}" not in name  # one tensor of all experts
-                transposed = rest.endswith("/kernel") and not (whole and family.alternating)
+            if path not in shapes:
+                continue
+            by_expert = "{expert}" in name  # else one tensor of all experts
+            each = [name.format(expert=e) for e in range(experts)] if by_expert else [name]
+            names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
+            dims = len(numbers) * stacked, len(each) * by_expert
+            alternates = family.alternating and "/experts/" in rest and not by_expert
+            transposed = rest.endswith("/kernel") and not alternates
+            first, step = rows.get(name, 0), 1
+            if alternates:
                 sharing = [own for own, other in family.layer.items() if other == name]
-                if whole and family.alternating:
-                    first, step = sharing.index(rest), len(sharing)
-                    place = Place(names, *dims, transposed, first, step)
-                else:
-                    place = Place(names, *dims, transposed, rows.get(name, 0))
-                    rows[name] = place.end(shapes[path])
-                found[path] = place
-    found |= {path: Place((name,)) for path, name in TOP.items() if path in shapes}
+                first, step = sharing.index(rest), len(sharing)
+            found[path] = Place(shapes[path], names, *dims, transposed, first, step)
+            rows[name] = found[path].end
+    found |= {path: Place(shapes[path], (name,)) for path, name in TOP.items() if path in shapes}
     assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
     return found
 
@@ -217,28 +226,25 @@ def block_layers(config: DecoderConfig) -> dict[str, range]:
     return {f"layers/{i}": range(i, n, cycle) for i in range(cycle)}
 
 
-def path_string(path: KeyPath) -> str:
-    """A jax key path as `layers/attn/q/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def leaves_by_path(tree: Tree) -> dict[str, Any]:
+    """Path, such as `layers/attn/q/kernel` -> leaf."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in Hugging Face's orientation."""
-    flat = jax.tree_util.tree_leaves_with_path(abstract_params(config.plain, layout="unstacked"))
-    shapes = {path_string(path): leaf.shape for path, leaf in flat}
-    return stored_shapes((place, shapes[path]) for path, place in places(config).items())
+    return stored_shapes(places(config).values())
 
 
-def stored_shapes(
-    parameters: Iterable[tuple[Place, tuple[int, ...]]],
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that hold parameters of these places and shapes; those that
-    share a tensor come in the order of its rows."""
+def stored_shapes(places: Iterable[Place]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that hold parameters of these places; those that share a tensor
+    come in the order of its rows."""
     found: dict[str, tuple[int, ...]] = {}
-    for place, shape in parameters:
-        dims = list(place.stored(shape))
+    for place in places:
+        dims = list(place.stored)
         if place.step == 1:
-            dims[place.rows] = place.end(shape)
+            dims[place.rows] = place.end
         found |= dict.fromkeys(place.names, tuple(dims))
     return found
 
@@ -282,8 +288,7 @@ def load(
         abstract = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings
         )
-    leaves, form = jax.tree_util.tree_flatten_with_path(abstract)
-    each = {path_string(path): leaf for path, leaf in leaves}
+    each = leaves_by_path(abstract)
     found: dict[str, jax.Array] = {}
     for path, place in places(config, layout).items():
         if f"{path}_scale" in each:
@@ -293,7 +298,7 @@ def load(
             found |= {path: codes, f"{path}_scale": scale}
         else:
             found[path] = read_parameter(tensors, place, each[path])
-    return jax.tree.unflatten(form, [found[path] for path in each])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [found[path] for path in each])
 
 
 def load_head(
@@ -303,13 +308,13 @@ def load_head(
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Only the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
-    place = Place((TOP["embed/embedding" if config.tie_embeddings else "lm_head/kernel"],))
+    name = TOP["embed/embedding" if config.tie_embeddings else "lm_head/kernel"]
+    place = Place((config.vocab_size, config.d_model), (name,))
     sharding = None
     if mesh is not None:
         sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
-    shape = (config.vocab_size, config.d_model)
-    check(tensors, stored_shapes([(place, shape)]))
-    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    check(tensors, stored_shapes([place]))
+    leaf = jax.ShapeDtypeStruct(place.shape, jnp.dtype(dtype), sharding=sharding)
     return read_parameter(tensors, place, leaf)
 
 
@@ -403,8 +408,7 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
     in the same order.
     """
     parts: dict[str, list[tuple[str, Place, int]]] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    leaf_of = {path_string(path): leaf for path, leaf in leaves}
+    leaf_of = leaves_by_path(params)
     for path, place in places(config, layout_of(params)).items():
         for i, name in enumerate(place.names):
             parts.setdefault(name, []).append((path, place, i))

@@ -17,6 +17,7 @@ from jaxrl.models.rope import (
     ProportionalRope,
     YarnRope,
 )
+from jaxrl.types import Array
 
 Length = int | jax.Array
 """Tokens of the longest sequence."""
@@ -47,11 +48,12 @@ def _proportional(rope: ProportionalRope, freq: jax.Array, *_: object) -> jax.Ar
     return jnp.where(jnp.arange(len(freq)) < rotate, freq / rope.factor, 0.0)
 
 
-def _llama3(rope: Llama3Rope, freq: jax.Array, *_: object) -> jax.Array:
+def llama3(rope: Llama3Rope, freq: Array, *_: object) -> Array:
+    """Of a jax or a numpy array."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = jnp.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
+    smooth = ((turns - rope.low_freq_factor) / span).clip(0.0, 1.0)
     return freq * (smooth + (1 - smooth) / rope.factor)
 
 
@@ -90,7 +92,7 @@ def _longrope(rope: LongRope, freq: jax.Array, _: DecoderConfig, length: Length)
 
 SCALED: dict[type, Callable[..., jax.Array]] = {
     LinearRope: _linear,
-    Llama3Rope: _llama3,
+    Llama3Rope: llama3,
     DynamicRope: _dynamic,
     YarnRope: _yarn,
     LongRope: _longrope,

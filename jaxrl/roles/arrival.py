@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxrl.formats.weights import path_string
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.parameters import Params
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import current
@@ -41,5 +41,5 @@ def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:
 
 def described(params: Tree) -> dict[str, str]:
     """Path -> dtype and shape of each leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    leaves = leaves_by_path(params)
+    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
 from jaxrl.formats.places import find_folder, open_tensors
 from jaxrl.formats.torch_bin import open_weights
@@ -127,10 +127,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int,
             "the reward model's tokenizer has no chat template to render chat messages with: put"
             " chat_template.jinja into its folder"
         )
-    try:
+    with about("the reward model"):
         return render_chat(tokenizer, messages, add_generation_prompt=False)
-    except UserError as error:
-        raise UserError(f"the reward model: {error}") from error
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from jaxrl.data.tokenizer import (
     same_prompts,
 )
 from jaxrl.environments.episodes import Episodes, pool_of
-from jaxrl.errors import UserError, user_input
+from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
 from jaxrl.losses.cells import Cells
@@ -401,10 +401,8 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
 def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
     """Those of the sources that are not to be fetched first."""
     names = [(text, data_name(text)) for text in sources]
-    try:
+    with about(label):
         return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
-    except UserError as error:
-        raise UserError(f"{label}: {error}") from error
 
 
 def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:

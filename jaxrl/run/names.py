@@ -15,7 +15,7 @@ from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Split
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, about
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName, data_name, model_name
 from jaxrl.process.plain import JsonObject
@@ -92,10 +92,8 @@ def fetch_models(config: Config) -> bool:
     names = _names(config.model_dump(mode="json"), _keys(config))
     models = [(key, name) for key, name in names if name.kind == "model"]
     for key, name in models:
-        try:
+        with about(key):
             hub.with_weights(name)
-        except UserError as error:
-            raise UserError(f"{key}: {error}") from error
     return bool(models)
 
 

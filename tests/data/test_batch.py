@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrl.data.batch import data_rollout, make_rollout, pack, unpack, width_of
+from jaxrl.data.batch import data_rollout, make_rollout, pack, width_of
 from jaxrl.errors import UserError
-from jaxrl.types import Completion, Prompt
+from jaxrl.types import Completion, Prompt, Sequences
 
 PAD = 9
 
@@ -19,6 +19,16 @@ def prompt(i: int, tokens: tuple[int, ...], completion: tuple[int, ...] | None =
 def completion(*tokens: int) -> Completion:
     scores = -np.arange(1, len(tokens) + 1, dtype=np.float32)
     return Completion(tokens, scores, 2 * scores, "stop")
+
+
+def unpack(sequences: Sequences) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The (prompt, completion) tokens of every row that has any: what `pack` was given."""
+    split = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
+    return [
+        (tuple(row[:split][real[:split]].tolist()), tuple(row[split:][real[split:]].tolist()))
+        for row, real in zip(sequences.tokens, sequences.mask, strict=True)
+        if real.any()
+    ]
 
 
 def test_bucket_is_the_smallest_width_that_holds():

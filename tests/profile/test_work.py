@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import random_params
 
-from jaxrl.formats.weights import path_string
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.kinds import LayerKind
@@ -33,9 +33,8 @@ def counted(function, *shapes):
 
 
 def test_block_params_are_the_kernels_of_the_blocks():
-    params = random_params(MODEL)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    kernels = [leaf.size for path, leaf in leaves if path_string(path).endswith("kernel")]
+    leaves = leaves_by_path(random_params(MODEL))
+    kernels = [leaf.size for path, leaf in leaves.items() if path.endswith("kernel")]
     assert block_params(MODEL) == sum(kernels)
 
 
