@@ -31,7 +31,7 @@ from jaxrl.checkpoint.store import settle
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, frame
+from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, first_mistake, frame
 from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal
 
 FORMAT = 1
@@ -196,7 +196,7 @@ def write_manifest(
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     with path.open("wb") as file:
-        for piece in frame(aligned, {}):
+        for piece in frame(aligned):
             file.write(piece)
 
 
@@ -296,8 +296,7 @@ class _Keys:
             keys: [n, KEY_BYTES] uint8.
         """
         flat = np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").reshape(-1)
-        self._order = np.argsort(flat, kind="stable")
-        self._sorted = flat[self._order]
+        self._sorted, self._first = np.unique(flat, return_index=True)
 
     def find(self, keys: Sequence[bytes]) -> np.ndarray:
         """[n] row of each key, -1 where there is none."""
@@ -305,7 +304,7 @@ class _Keys:
         if not len(self._sorted):
             return np.full(len(wanted), -1)
         at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
+        return np.where(self._sorted[at] == wanted, self._first[at], -1)
 
 
 class ScoreCache:
@@ -321,7 +320,8 @@ class ScoreCache:
         self.manifest = read_manifest(self.path, f"teacher.cache={path}")
         self.tokenizer_path = self.path / TEACHER
         self.config = hf.read_config(self.tokenizer_path)
-        self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._files = shard_files(self.path)
+        self._open = lru_cache(OPEN_SHARDS)(lambda shard: _opened(self._files[shard]))
 
     def __len__(self) -> int:
         return len(self._index.length)
@@ -403,13 +403,6 @@ class ScoreCache:
         stop = start + int(index.length[at])
         return self._open(shard).get_slice(name)[start:stop]
 
-    def _open_shard(self, shard: int) -> safe_open:
-        return _opened(self._files[shard])
-
-    @cached_property
-    def _files(self) -> list[Path]:
-        return shard_files(self.path)
-
     @cached_property
     def _index(self) -> _Index:
         parts: dict[str, list[np.ndarray]] = {name: [] for name in OF_ROWS}
@@ -447,9 +440,7 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
     except OSError as error:
         raise UserError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{name}: {path} cannot be understood: {where}: {first['msg']}") from None
+        raise UserError(f"{name}: {path} cannot be understood: {first_mistake(error)}") from None
     if manifest.format != FORMAT:
         raise UserError(
             f"{name}: written by another jaxrl (format {manifest.format}, this one reads {FORMAT});"

@@ -206,25 +206,11 @@ def _message(body: bytes) -> str:
     return (message if isinstance(message, str) else json.dumps(message))[:600]
 
 
+@dataclass
 class TeacherClient:
     """Asks one server. Thread-safe: every question has a connection of its own."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str | None,
-        timeout: float,
-        name: str = "",
-        ca_file: str | None = None,
-    ):
-        """
-        Args:
-            address: `host:port`, or a URL.
-            timeout: seconds for each question, tries after a failure included.
-            name, ca_file: as in `Endpoint`.
-        """
-        url = address if "://" in address else f"http://{address}"
-        self.endpoint = Endpoint(url.rstrip("/"), token, timeout, name, ca_file)
+    endpoint: Endpoint
 
     @cached_property
     def info(self) -> Info:

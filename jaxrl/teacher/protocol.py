@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self, get_args
 import numpy as np
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.numpy import save
 
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
@@ -226,14 +227,14 @@ def write_request(
     options: Options, fingerprint: str, sequences: Sequences, ids: np.ndarray | None
 ) -> bytes:
     tensors = {
-        "tokens": np.asarray(sequences.tokens, np.int32),
-        "mask": np.asarray(sequences.mask, bool),
-        "loss_mask": np.asarray(sequences.loss_mask, bool),
+        "tokens": np.ascontiguousarray(sequences.tokens, np.int32),
+        "mask": np.ascontiguousarray(sequences.mask, bool),
+        "loss_mask": np.ascontiguousarray(sequences.loss_mask, bool),
     }
     if ids is not None:
-        tensors["ids"] = np.asarray(ids, np.int32)
+        tensors["ids"] = np.ascontiguousarray(ids, np.int32)
     words = Asked(options=options, fingerprint=fingerprint).model_dump_json()
-    return encode(tensors, {REQUEST: words})
+    return save(tensors, {REQUEST: words})
 
 
 def read_request(body: bytes, info: Info) -> Request:
@@ -242,7 +243,7 @@ def read_request(body: bytes, info: Info) -> Request:
         tensors, metadata = decode(body)
         asked = Asked.model_validate_json(metadata.get(REQUEST, "{}"))
     except ValidationError as error:
-        raise Refused(400, f"metadata {REQUEST!r}: {_first_mistake(error)}") from error
+        raise Refused(400, f"metadata {REQUEST!r}: {first_mistake(error)}") from error
     except ValueError as error:
         raise Refused(400, f"the body cannot be read: {error}") from error
     options = asked.options
@@ -322,20 +323,20 @@ def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int
     return tensor
 
 
-def _first_mistake(error: ValidationError) -> str:
+def first_mistake(error: ValidationError) -> str:
     """By the name of its field; never the whole input."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
 
 
 def write_signal(signal: TeacherSignal) -> list[Piece]:
-    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None}, {})
+    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None})
 
 
-def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Piece]:
+def frame(tensors: Mapping[str, np.ndarray]) -> list[Piece]:
     """Safetensors in pieces, to be sent one after the other: unlike with `safetensors.serialize`,
     the tensors are not copied."""
-    header: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonObject = {}
     pieces: list[Piece] = []
     at = 0
     for name, tensor in tensors.items():
@@ -347,10 +348,6 @@ def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> lis
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *pieces]
-
-
-def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    return b"".join(frame(tensors, metadata))
 
 
 def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -310,7 +310,7 @@ class TeacherServer:
         service = self._teacher(request)
         if FINGERPRINT in request.query_params:
             check_meant(request.query_params[FINGERPRINT], service.info)
-        return self._tensors(lambda wanted: frame({HEAD: service.head()}, {}))
+        return self._tensors(lambda wanted: frame({HEAD: service.head()}))
 
     async def _score(self, request: Request) -> ASGIApp:
         service = self._teacher(request)
