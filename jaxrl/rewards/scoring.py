@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Self
 
 import numpy as np
 
@@ -195,19 +194,9 @@ class RewardFunctions:
         messages = tuple("\n".join(filter(None, lines)) for lines in said)
         return RewardReport(total, task, values, metrics, notes, messages)
 
-    def score(self, rollout: Rollout, model_scores: np.ndarray | None = None) -> RewardReport:
-        """`submit`, and wait for it."""
-        return self.report(rollout, self.submit(rollout), model_scores)
-
     def close(self) -> None:
         """Ends the processes."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:

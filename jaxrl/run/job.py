@@ -358,7 +358,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
-        with reward_functions(config, given) as rewards:
+        with contextlib.closing(reward_functions(config, given)) as rewards:
             rewards.pool.facts()
 
 
@@ -414,7 +414,7 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
         configured_correction(config)
         if config.spec.loss is not None:
             notes = objective_notes(config)
-    with reward_functions(config, given) as rewards:
+    with contextlib.closing(reward_functions(config, given)) as rewards:
         rewards.check(train.batch(0))
     if config.reward.model is not None:
         open_reward(config.reward.model)
