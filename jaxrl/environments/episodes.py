@@ -18,7 +18,8 @@ from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt,
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool, Prompted, Session
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.environments.process import Prompted, Session
 from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
@@ -225,8 +226,7 @@ class EpisodeBatch:
     def give_up(self) -> None:
         """Ends the episodes that the engine did not begin."""
         for episode in self._episodes.values():
-            if episode.session.process is not None:
-                self._all.pool.submit(self._all.pool.end(episode.session))
+            self._all.pool.submit(self._all.pool.end(episode.session))
 
     async def _reset(self, index: int) -> Prompted:
         """The prompt of a row, by the instance of its first episode."""

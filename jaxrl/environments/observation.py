@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
-from jaxrl.errors import UserError, near, short
+from jaxrl.errors import UserError, near, shown
 from jaxrl.process.plain import finite
 
 ROLES = ("user", "tool", "system")
@@ -90,11 +90,6 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
         _check_text(str(texts[1]), method)
         found.append({"role": str(texts[0]), "content": str(texts[1])})
     return tuple(found)
-
-
-def shown(value: object) -> str:
-    """A value for a message, with its type."""
-    return f"{short(repr(value))} ({type(value).__name__})"
 
 
 def _reward(value: object) -> float | None:

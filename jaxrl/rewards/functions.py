@@ -18,15 +18,14 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
-from jaxrl.errors import UserError, near, short
+from jaxrl.errors import UserError, near, shown
 from jaxrl.process.guard import Say
 from jaxrl.process.plain import JsonObject, finite
-from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
+from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
@@ -185,21 +184,13 @@ class Function:
         names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
         return {name: [row.get(name) for row in rows] for name in names}
 
-    def _found(self, result: object, n: int) -> JsonObject:
+    def _found(self, result: Any, n: int) -> JsonObject:
         """The checked result of a call with `n` completions: numbers and, where there are any,
         messages."""
-        listed = self._listed(result, n)
-        pairs = [value if _is_pair(value) else (value, "") for value in listed]
-        name = f"{KEY}: {self.source.text}"
-        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
-        messages = [message for _, message in pairs]
-        return found | ({"messages": messages} if any(messages) else {})
-
-    def _listed(self, result: object, n: int) -> Any:
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
-                f"{name} returned {_shown(result)} for {n} completions: it must return a list with"
+                f"{name} returned {shown(result)} for {n} completions: it must return a list with"
                 " a number or None for each"
             )
         if len(result) != n:
@@ -207,7 +198,10 @@ class Function:
                 f"{name} returned {len(result)} numbers for {n} completions: it must return one"
                 " number or None for each"
             )
-        return result
+        pairs = [value if _is_pair(value) else (value, "") for value in result]
+        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
+        messages = [message for _, message in pairs]
+        return found | ({"messages": messages} if any(messages) else {})
 
 
 def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
@@ -221,7 +215,7 @@ def _number(name: str, value: object) -> float | None:
     number = finite(value)
     if number is None:
         raise UserError(
-            f"{name} returned {_shown(value)} for a completion: it must be a finite number, or None"
+            f"{name} returned {shown(value)} for a completion: it must be a finite number, or None"
             " where the function cannot judge"
         )
     return number
@@ -259,15 +253,7 @@ def _load(source: ItemSource) -> Callable[..., Any]:
                 f" {type(error).__name__}: {error}; write it in a file, and name it"
                 " path.py:function"
             ) from error
-    if source.option == "file" and digest_of(Path(source.place)) != source.digest:
-        raise UserError(
-            f"{KEY}: {source.place} has changed since the run began: half of its rewards would be"
-            " of another function; start the run again"
-        )
-    try:
-        found = load_object(f"{source.place}:{source.attribute}", "function ")
-    except UserError as error:
-        raise UserError(f"{KEY}: {error}") from error.__cause__
+    found = load_located(KEY, source.place, source.attribute, source.digest, "function")
     if inspect.isclass(found) or not callable(found):
         raise UserError(
             f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
@@ -299,7 +285,3 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
         takes=[p.name for p in named if p.name in takes],
         takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
     )
-
-
-def _shown(value: object) -> str:
-    return f"{short(repr(value), 60)} ({type(value).__name__})"

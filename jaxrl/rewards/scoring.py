@@ -238,9 +238,8 @@ def _item(prompt: Prompt, completion: Completion) -> Item:
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:
     """[B] float64, NaN where there is none."""
-    out = np.full(rows, np.nan)
-    out[: len(values)] = np.array(values, np.float64)
-    return out
+    known = np.array(values, np.float64)
+    return np.pad(known, (0, rows - len(known)), constant_values=np.nan)
 
 
 def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[str, float]:
