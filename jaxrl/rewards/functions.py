@@ -38,15 +38,6 @@ FORMAT = re.compile(
     r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*",
     re.DOTALL,
 )
-COMMENTS: dict[str, Callable[[Item], str]] = {
-    "arithmetic": lambda item: arithmetic.correction(item.prompt, item.completion),
-    "auto": lambda item: (
-        arithmetic.correction(item.prompt, item.completion)
-        if item.columns.get("task") == "arithmetic"
-        else ""
-    ),
-}
-"""Verifier -> what it says of a completion beside its score; "" for nothing."""
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
@@ -112,14 +103,9 @@ class Function:
             self.signature = _signature(source, call)
             self._call = lambda items: call(**self._arguments(items))
         else:
-            judge, comment = _judge_of(source), COMMENTS.get(source.text)
+            judge = _judge_of(source)
             self.signature = Signature("each")
-
-            def judged(item: Item) -> float | tuple[float | None, str] | None:
-                score = judge(item.completion, item)
-                return score if comment is None else (score, comment(item))
-
-            self._call = lambda items: [judged(item) for item in items]
+            self._call = lambda items: [judge(item) for item in items]
 
     def prepare(self, items: Sequence[Item]) -> None:
         """Imports what the first call would import: no completion's time is spent on it."""
@@ -228,18 +214,27 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _judge_of(source: ItemSource) -> Callable[[str, Item], float | None]:
-    """What comes with jaxrl."""
+def _judge_of(source: ItemSource) -> Callable[[Item], object]:
+    """What comes with jaxrl; of sums it also says what is wrong."""
     if source.option == "format":
-        return lambda completion, item: think_format(completion)
+        return lambda item: think_format(item.completion)
     if source.option == "regex":
         pattern = re.compile(source.place)
-        return lambda completion, item: float(pattern.search(completion) is not None)
+        return lambda item: float(pattern.search(item.completion) is not None)
     if source.text == "math":
         # At every call it would warn that nobody limits its time.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         VERIFIERS["math"]("0", Item("", "", "0", {}))  # imports, or names what is missing
-    return VERIFIERS[source.text]
+    verifier = VERIFIERS[source.text]
+
+    def judged(item: Item) -> object:
+        score = verifier(item.completion, item)
+        task = item.columns.get("task") if source.text == "auto" else source.text
+        if task != "arithmetic":
+            return score
+        return score, arithmetic.correction(item.prompt, item.completion)
+
+    return judged
 
 
 def _load(source: ItemSource) -> Callable[..., Any]:

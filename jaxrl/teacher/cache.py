@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -27,11 +27,11 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.checkpoint.store import settle
+from jaxrl.checkpoint.store import put_file
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, first_mistake, frame
+from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake, frame
 from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal
 
 FORMAT = 1
@@ -51,8 +51,6 @@ SAMPLED = {
     "sampler_logprobs": ("float32", ()),
 }
 """Tensors of the teacher's own samples, beside their scores."""
-Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> name of its dtype, and its dims after the tokens."""
 Stored = Literal["float32", "bfloat16", "int8"]
 """How hidden states lie on disk. int8: each token's with a scale of its own, float32."""
 
@@ -135,13 +133,9 @@ def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
     Args:
         width: of the teacher's hidden states.
     """
-    found: Shapes = {}
-    if manifest.options.signal != "hidden":
-        found |= manifest.options.fields
-    else:
-        found["hidden"] = manifest.stored, (width,)
-        if manifest.stored == "int8":
-            found["scale"] = "float32", ()
+    found = manifest.options.tensors(manifest.stored, width)
+    if manifest.stored == "int8":
+        found["scale"] = "float32", ()
     return found | (SAMPLED if manifest.samples else {})
 
 
@@ -164,18 +158,6 @@ class ScoredRow:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.tensors.values())
-
-
-def put_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file: all of it, on the disk when this returns, or nothing."""
-    begun = path.with_name(f".{path.name}.partial")
-    try:
-        write(begun)
-        settle(begun)
-        begun.replace(path)
-        settle(path.parent)
-    finally:
-        begun.unlink(missing_ok=True)
 
 
 def write_manifest(

@@ -35,8 +35,8 @@ class CachedTeacher:
     ):
         self._cache, self._live = cache, teacher
         self._dtype = config.teacher.compute_dtype
-        hidden = config.distill.signal == "hidden"
-        self._fields = ("hidden",) if hidden else (*Options.of(config.distill, vocab_size).fields,)
+        options = Options.of(config.distill, vocab_size)
+        self._fields = tuple(options.tensors(self._dtype, cache.config.d_model))
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for each completion position of a slice of the rows; read signals

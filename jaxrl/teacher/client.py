@@ -256,7 +256,8 @@ class TeacherClient:
     ) -> TeacherSignal:
         def read(body: bytes) -> TeacherSignal:
             tensors, mask = decode(body)[0], np.asarray(sequences.loss_mask)
-            check_answer(tensors, options.answer(self.info), mask, options.vocab_size)
+            shapes = options.tensors(self.info.dtype, self.info.d_model)
+            check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
             return TeacherSignal(**tensors)

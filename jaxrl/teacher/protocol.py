@@ -51,6 +51,8 @@ _DTYPES = STORED | {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Piece = bytes | memoryview
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""Name of a tensor -> name of its dtype, and its dims after those of the tokens."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -172,14 +174,15 @@ class Options(ProtocolMessage):
         """Bytes of one sequence of T tokens, C of them in the completion, in a request."""
         return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
 
-    def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of an answer (`teacher.check.Shapes`)."""
-        return {"hidden": (info.dtype, (info.d_model,))} if self.signal == "hidden" else self.fields
+    def tensors(self, dtype: str, width: int) -> Shapes:
+        """The tensors of an answer.
 
-    @property
-    def fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of all signals but `hidden`, as in `answer`."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
+        Args:
+            dtype, width: of hidden states.
+        """
+        if self.signal == "hidden":
+            return {"hidden": (dtype, (width,))}
+        tensors: Shapes = {"token_logprobs": ("float32", ())}
         if self.signal != "sampled":
             tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)
         if self.entropy_top_k is not None:
@@ -189,11 +192,11 @@ class Options(ProtocolMessage):
 
     def answer_row_bytes(self, c: int, info: Info) -> int:
         """Bytes of one sequence in an answer."""
-        each = (np.dtype(dtype).itemsize * prod(dims) for dtype, dims in self.answer(info).values())
-        return c * sum(each)
+        tensors = self.tensors(info.dtype, info.d_model).values()
+        return c * sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in tensors)
 
 
-def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _best(ids: str, logprobs: str, tail: str, k: int) -> Shapes:
     return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
