@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Unpack
 
 from jaxrl.data.example import JsonObject
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Content, Prompted
 from jaxrl.environments.process import Session as Session
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
-from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
-from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
+from jaxrl.process.killable import KillableProcess, Lost
+from jaxrl.process.pool import ASYNC_SLACK_S, Limits, ProcessPool
 from jaxrl.rewards.items import Failure
 
 SERVICE = "jaxrl.environments.process"
@@ -74,26 +75,9 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
     """Some processes that have loaded the same environment. What is submitted may await `begin`,
     `step` and `end`."""
 
-    def __init__(
-        self,
-        source: EnvironmentSource,
-        *,
-        workers: int,
-        timeout: float,
-        startup: float,
-        memory_mb: int | None = None,
-        max_processes: int = MAX_PROCESSES,
-    ) -> None:
-        """Starts the processes and does not wait for them.
-
-        Args:
-            timeout: seconds for one call of an environment.
-            startup: seconds for a process to import what it needs.
-            memory_mb: megabytes that each process may address; None: no limit.
-            max_processes: number that each process may grow to, itself and all below it.
-        """
-        self.source, self.timeout = source, timeout
-        self._memory_mb, self._max_processes = memory_mb, max_processes
+    def __init__(self, source: EnvironmentSource, **limits: Unpack[Limits]) -> None:
+        """Starts the processes and does not wait for them."""
+        self.source = source
         self._describe = True
         """Whether the next process is to say what the environment is."""
         self._ready: list[_Process] = []
@@ -101,9 +85,9 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         """The processes that hold the episodes' instances, by the episodes' keys."""
         self._arrived = asyncio.Condition()
         """Notified when a process is ready."""
-        self._to_start = workers
+        self._to_start = limits["workers"]
         """Of the first processes, those that are not ready; episodes are shared out among all."""
-        super().__init__("environments", source.text, workers, startup)
+        super().__init__("environments", source.text, **limits)
 
     async def begin(self, session: Session) -> Prompted | Failure:
         """Makes the instance of an episode; the prompt that its `reset` returns."""

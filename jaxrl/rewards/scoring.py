@@ -81,7 +81,7 @@ class RewardFunctions:
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(
             self.sources,
-            workers=workers,
+            workers=workers if self.sources else 0,
             timeout=config.timeout,
             startup=startup,
             memory_mb=config.memory_mb,
