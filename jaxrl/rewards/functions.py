@@ -14,16 +14,18 @@ import asyncio
 import importlib
 import inspect
 import logging
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Any, BinaryIO, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.guard import Say
+from jaxrl.process.guard import Say, limit_memory, sayer
 from jaxrl.process.plain import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
@@ -83,6 +85,34 @@ def think_format(completion: str) -> float:
     some chat templates end with it.
     """
     return float(FORMAT.fullmatch(completion) is not None)
+
+
+def serve(orders: BinaryIO, answers: int) -> None:
+    """What a process that runs reward functions does, under `process.guard`: answers orders until
+    there are no more (EOFError).
+
+    The content of the first is (sources, seconds for an awaited call, megabytes of memory or None),
+    that of each other one (index of the function, items).
+    """
+    number, (sources, timeout, memory_mb) = pickle.load(orders)
+    say = sayer(answers, number)
+    limit_memory(memory_mb)
+    try:
+        functions = [Function(source, memory_mb) for source in sources]
+    except UserError as error:
+        say({"refused": str(error)})
+        return
+    say({"ready": os.getpid(), "signatures": [asdict(f.signature) for f in functions]})
+    while True:
+        number, (index, items) = pickle.load(orders)
+        # An awaited call that outlives its order must not speak for the next one.
+        say = sayer(answers, number)
+        try:
+            functions[index].prepare(items)
+            say({"begin": True})
+            functions[index].run(items, timeout, say)
+        except UserError as error:  # a result that is none
+            say({"refused": str(error)})
 
 
 class Function:

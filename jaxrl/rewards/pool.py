@@ -22,7 +22,7 @@ from jaxrl.process.plain import JsonObject
 from jaxrl.process.pool import ASYNC_SLACK_S, Limits, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature, too_many
 
-SERVICE = "jaxrl.rewards.process"
+SERVICE = "jaxrl.rewards.functions"
 CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
 OURS = os.path.join("rewards", "functions.py")
