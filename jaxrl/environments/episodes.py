@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxrl.config.paths import without_folders
@@ -284,10 +284,9 @@ class EpisodeBatch:
             episode.session.strict = False
             return observation
         result = await self._all.pool.step(episode.session, text)
+        content = asdict(result)
         if isinstance(result, Failure):
-            content: JsonObject = {"failure": [result.kind, result.text]}
-        else:
-            content = result.as_json()
+            content = {"failure": [result.kind, result.text]}
         await self._write(episode, turn, content)
         return result
 

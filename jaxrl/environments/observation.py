@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
@@ -24,12 +24,9 @@ class Observation:
     reward: float | None
     done: bool
 
-    def as_json(self) -> JsonObject:
-        return asdict(self) | {"messages": [dict(message) for message in self.messages]}
-
     @classmethod
     def of_json(cls, value: JsonObject) -> Observation:
-        """What `as_json` gave."""
+        """The answer of which this is the `asdict`, perhaps read from JSON."""
         return cls(tuple(value["messages"]), value["reward"], value["done"])
 
 

@@ -166,7 +166,7 @@ class _Host:
                 first, self._live[key] = await self._begun(say, row)
                 say({"first": first})
             elif kind == "step":
-                say({"answer": (await self._step(say, key, *rest)).as_json()})
+                say({"answer": asdict(await self._step(say, key, *rest))})
             else:
                 await self._end(say, key)
                 say({"closed": True})

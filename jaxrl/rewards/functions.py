@@ -67,15 +67,15 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
                 f"{KEY}: {text} is a function of a Python program: give it from there, as in"
                 f" train(config, rewards=[{name}])"
             )
-        return ItemSource(text, name, "python", attribute=name, code=given[text])
+        return ItemSource(text, name, "python", code=given[text])
     if not is_plugin(text):
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, PLAIN)}: it is path/to/file.py:function,"
             f" package.module:function, regex:PATTERN or one of {', '.join(sorted(PLAIN))}"
         )
-    place, attribute, digest = locate(text, KEY, "function")
+    place, name, digest = locate(text, KEY, "function")
     option: Literal["file", "module"] = "file" if digest else "module"
-    return ItemSource(text, attribute, option, place, attribute, digest)
+    return ItemSource(text, name, option, place, digest)
 
 
 def think_format(completion: str) -> float:
@@ -278,7 +278,7 @@ def _load(source: ItemSource) -> Callable[..., Any]:
                 f" {type(error).__name__}: {error}; write it in a file, and name it"
                 " path.py:function"
             ) from error
-    found = load_located(KEY, source.place, source.attribute, source.digest, "function")
+    found = load_located(KEY, source.place, source.name, source.digest, "function")
     if inspect.isclass(found) or not callable(found):
         raise UserError(
             f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
@@ -296,9 +296,7 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
     fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
     if "completions" not in signature.parameters or fixed:
         why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
-        raise UserError(
-            f"{KEY}: {source.text}: {source.attribute}{signature}: {why}; write {SHAPE}"
-        )
+        raise UserError(f"{KEY}: {source.text}: {source.name}{signature}: {why}; write {SHAPE}")
     named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
     waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
