@@ -251,7 +251,7 @@ def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
         "lengths": np.array([len(row.completion) for row in rows], np.int32),
         "stopped": np.array([row.stopped for row in rows], np.uint8),
     }
-    for name in rows[0].tensors:
+    for name in rows[0].tensors if rows else ():
         tensors[name] = np.concatenate([row.tensors[name] for row in rows])
     return tensors
 
@@ -387,28 +387,17 @@ class ScoreCache:
 
     @cached_property
     def _index(self) -> _Index:
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in OF_ROWS}
-        shards, starts = [], []
-        for number, path in enumerate(self._files):
+        parts = [_shard([])]  # has no row, so that a folder without shards has an index too
+        for path in self._files:
             with _opened(path) as file:
-                for name in OF_ROWS:
-                    parts[name].append(file.get_tensor(name))
-            lengths = parts["lengths"][-1]
-            shards.append(np.full(len(lengths), number, np.int32))
-            starts.append(np.cumsum(lengths, dtype=np.int64) - lengths)
-        if not shards:
-            keys = _Keys(np.zeros((0, KEY_BYTES), np.uint8))
-            none = np.zeros(0, np.int64)
-            return _Index(keys, keys, none, none, none, none)
-        whole = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        return _Index(
-            _Keys(whole["keys"]),
-            _Keys(whole["prompts"]),
-            np.concatenate(shards),
-            np.concatenate(starts),
-            whole["lengths"],
-            whole["stopped"],
+                parts.append({name: file.get_tensor(name) for name in OF_ROWS})
+        rows = [len(part["lengths"]) for part in parts]
+        shard = np.repeat(np.arange(-1, len(self._files)), rows)
+        start = [np.cumsum(part["lengths"], dtype=np.int64) - part["lengths"] for part in parts]
+        keys, prompts, length, stopped = (
+            np.concatenate([part[name] for part in parts]) for name in OF_ROWS
         )
+        return _Index(_Keys(keys), _Keys(prompts), shard, np.concatenate(start), length, stopped)
 
 
 def read_manifest(folder: Path, name: str) -> ScoreManifest:
