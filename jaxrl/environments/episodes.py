@@ -109,7 +109,6 @@ class Episodes:
         return [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)], batch
 
     def close(self) -> None:
-        """Ends the processes."""
         self.pool.close()
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
@@ -199,7 +198,6 @@ class EpisodeBatch:
         self._recorded: set[int] = set()
         """The prompts for which that was recorded by an earlier process."""
         self._failures: dict[tuple[int, int], Failure] = {}
-        """By prompt and sample."""
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], _Episode] = {}
 

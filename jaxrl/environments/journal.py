@@ -38,7 +38,6 @@ class Journal:
         self._writing = asyncio.Lock()
         self._forgets = False
         self._refused = False
-        """The disk has refused an answer."""
         for record in _records(self.path):
             self.read[tuple(record.pop("place"))] = record
 

@@ -195,7 +195,6 @@ class RewardFunctions:
         return RewardReport(total, task, values, metrics, notes, messages)
 
     def close(self) -> None:
-        """Ends the processes."""
         self.pool.close()
 
 

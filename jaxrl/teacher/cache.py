@@ -242,7 +242,6 @@ def _number(shard: Path) -> int:
 
 
 def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
-    """The tensors of a shard."""
     keys = b"".join(key_of(row.prompt, row.completion) for row in rows)
     prompts = b"".join(key_of(row.prompt) for row in rows)
     tensors: dict[str, np.ndarray] = {

@@ -39,7 +39,6 @@ MOST_PADDING = 128
 """Columns that no sequence uses: widths of prompts and completions are rounded up to a multiple of
 64 at most."""
 HEAD = "head"
-"""Name of the LM head's tensor."""
 FINGERPRINT = "fingerprint"
 """Name in the query of a request for the head: the teacher that is meant."""
 _DTYPES = STORED | {

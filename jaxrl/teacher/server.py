@@ -147,7 +147,6 @@ class TeacherServer:
             raise UserError(f"--host {host} --port {port}: {error}") from error
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """`host:port`."""
         self.url = f"{'https' if tls else 'http'}://{self.address}"
 
     def start(self, services: Mapping[str, ScoringService]) -> None:
