@@ -22,7 +22,7 @@ from jaxrl.environments.process import CELL, Content, Prompted
 from jaxrl.environments.process import Session as Session
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
 from jaxrl.process.killable import KillableProcess, Lost
-from jaxrl.process.pool import ASYNC_SLACK_S, Limits, ProcessPool
+from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure
 
 SERVICE = "jaxrl.environments.process"
@@ -75,7 +75,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
     """Some processes that have loaded the same environment. What is submitted may await `begin`,
     `step` and `end`."""
 
-    def __init__(self, source: EnvironmentSource, **limits: Unpack[Limits]) -> None:
+    def __init__(self, source: EnvironmentSource, **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them."""
         self.source = source
         self._describe = True

@@ -22,7 +22,7 @@ Facts = TypeVar("Facts")
 Result = TypeVar("Result")
 
 
-class Limits(TypedDict):
+class PoolLimits(TypedDict):
     """Keyword arguments of a pool."""
 
     workers: int
@@ -43,7 +43,7 @@ class ProcessPool(ABC, Generic[Process, Facts]):
     started, everything that is not done raises why.
     """
 
-    def __init__(self, section: str, names: str, **limits: Unpack[Limits]) -> None:
+    def __init__(self, section: str, names: str, **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them; the last step of a subclass's own.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Unpack
 from jaxrl.errors import UserError
 from jaxrl.process.killable import KillableProcess, Lost
 from jaxrl.process.plain import JsonObject
-from jaxrl.process.pool import ASYNC_SLACK_S, Limits, ProcessPool
+from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature, too_many
 
 SERVICE = "jaxrl.rewards.functions"
@@ -63,7 +63,7 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
     """Some processes that have loaded the same reward functions. Its facts are what each of these
     asks for."""
 
-    def __init__(self, sources: Sequence[ItemSource], **limits: Unpack[Limits]) -> None:
+    def __init__(self, sources: Sequence[ItemSource], **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them.
 
         Args:
