@@ -43,7 +43,7 @@ PROBE_TOKENS = 32
 """Tokens of a prompt with which a completions server is tried."""
 
 
-Given = tuple[Sequences, np.ndarray | None]
+RowInputs = tuple[Sequences, np.ndarray | None]
 """Rows of a rollout: sequences, and the student's most probable tokens where there are any."""
 
 
@@ -86,10 +86,10 @@ class RemoteTeachers:
                 return self._ask(self._clients[0], given)
             return self._combined(given, weights[rows])
 
-    def _ask(self, client: AnyClient, given: Given) -> TeacherSignal:
+    def _ask(self, client: AnyClient, given: RowInputs) -> TeacherSignal:
         return client.score(*given, self._config.distill, self._vocab_size)
 
-    def _combined(self, given: Given, weights: np.ndarray) -> TeacherSignal:
+    def _combined(self, given: RowInputs, weights: np.ndarray) -> TeacherSignal:
         """What several teachers say of rows with these weights [n, K]."""
         asked = weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
