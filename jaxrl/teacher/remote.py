@@ -32,6 +32,8 @@ from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
 AnyInfo = Info | CompletionsInfo
 AnyClient = TeacherClient | CompletionsClient
+RowInputs = tuple[Sequences, np.ndarray | None]
+"""Rows of a rollout: sequences, and the student's most probable tokens where there are any."""
 ONLY = "teacher"
 """Name in `Config.served` of a teacher that is the only one."""
 MEET_S = 30.0
@@ -41,10 +43,6 @@ EARLIER = 0.9
 worker's."""
 PROBE_TOKENS = 32
 """Tokens of a prompt with which a completions server is tried."""
-
-
-RowInputs = tuple[Sequences, np.ndarray | None]
-"""Rows of a rollout: sequences, and the student's most probable tokens where there are any."""
 
 
 class RemoteTeachers:
