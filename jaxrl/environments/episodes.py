@@ -23,7 +23,7 @@ from jaxrl.environments.process import Prompted, Session
 from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
-from jaxrl.rewards.items import Failure, too_many
+from jaxrl.rewards.items import Failure
 from jaxrl.sampling.episodes import Partner, Reply
 from jaxrl.types import Prompt
 
@@ -314,8 +314,14 @@ class EpisodeBatch:
         if len(failures) > allowed * len(self._prompts) * self._n:
             if self._journal is not None:
                 self._journal.forget_failures()
-            what = f"{self._all.source.text} failed in {len(failures)} of {total} episodes"
-            raise too_many(failures, f"{KEY}: {what}", f"environment.max_failures={allowed:g}")
+            late = sum(one.kind == "timeout" for one in failures.values())
+            first = next(iter(failures.values()))
+            raise RunError(
+                f"{KEY}: {self._all.source.text} failed in {len(failures)} of {total} episodes"
+                f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
+                f" than environment.max_failures={allowed:g} allows; the first, {first.kind}:\n"
+                f"{first.text}"
+            )
         return Reply(failure=f"{failure.kind}: {failure.text}")
 
     def _episode(self, prompt: int, sample: int) -> _Episode:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from jaxrl.errors import RunError
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,3 @@ class Failure:
     """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
     how the process ended."""
     text: str
-
-
-def too_many(failures: Mapping[Any, Failure], what: str, limit: str) -> RunError:
-    """The error where more failed than a limit allows, with the first of them.
-
-    Args:
-        what: failed among how many, as in "reward.functions: f failed on 3 of 4 completions".
-        limit: key of the config.
-    """
-    late = sum(failure.kind == "timeout" for failure in failures.values())
-    first = next(iter(failures.values()))
-    return RunError(
-        f"{what} ({late} timeouts, {len(failures) - late} exceptions or ended processes), more than"
-        f" {limit} allows; the first, {first.kind}:\n{first.text}"
-    )

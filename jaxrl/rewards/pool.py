@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
 from jaxrl.process.killable import KillableProcess, Lost
 from jaxrl.process.plain import JsonObject
 from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
-from jaxrl.rewards.items import Failure, Item, ItemSource, Signature, too_many
+from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
 SERVICE = "jaxrl.rewards.functions"
 CALL_ITEMS = 16
@@ -166,9 +166,15 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
             job.calls.create_task(self._call(job, some))
 
     def _fail(self, job: _Job, index: int, failure: Failure) -> None:
-        failures, name = job.scores.failures, self.sources[job.function].text
+        failures = job.scores.failures
         failures[index] = failure
-        if len(failures) > job.limit:
-            of = f"{len(failures)} of {len(job.items)} completions"
-            what = f"reward.functions: {name} failed on {of}"
-            raise too_many(failures, what, "reward.max_failures")
+        if len(failures) <= job.limit:
+            return
+        late = sum(failure.kind == "timeout" for failure in failures.values())
+        first = next(iter(failures.values()))
+        name = self.sources[job.function].text
+        raise RunError(
+            f"reward.functions: {name} failed on {len(failures)} of {len(job.items)} completions"
+            f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more than"
+            f" reward.max_failures allows; the first, {first.kind}:\n{first.text}"
+        )
