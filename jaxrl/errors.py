@@ -44,6 +44,11 @@ def short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def shown(value: object) -> str:
+    """A value of the user's for a message, with its type."""
+    return f"{short(repr(value))} ({type(value).__name__})"
+
+
 @contextmanager
 def user_input(what: str = "") -> Iterator[None]:
     """Turns a ``ValueError`` inside the block into a ``UserError``.

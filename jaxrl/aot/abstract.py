@@ -157,9 +157,8 @@ class AbstractRun:
         """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
         c, m, at = self.config, self.setting, self.rows(role)
         if "teacher" not in self.meshes:  # the signal is read from disk
-            shapes = Options.of(c.distill, m.vocab).fields
-            if m.signal == "hidden" and m.teacher is not None:
-                shapes = {"hidden": (c.teacher.compute_dtype, (m.teacher.d_model,))}
+            width = 0 if m.teacher is None else m.teacher.d_model
+            shapes = Options.of(c.distill, m.vocab).tensors(c.teacher.compute_dtype, width)
             arrays = {
                 name: shaped((rows, m.new_tokens, *dims), jnp.dtype(dtype), at)
                 for name, (dtype, dims) in shapes.items()

@@ -171,11 +171,20 @@ def judge(path: Path, accuracy: float | None) -> None:
 
 def _write(path: Path, manifest: Manifest) -> None:
     """The manifest, in one rename; on the disk when this returns."""
-    partial = path / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
-    settle(partial)
-    partial.replace(path / MANIFEST)
-    settle(path)
+    text = json.dumps(asdict(manifest), indent=1)
+    put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def put_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file: all of it, on the disk when this returns, or what was there before."""
+    begun = path.with_name(f".{path.name}.partial")
+    try:
+        write(begun)
+        settle(begun)
+        begun.replace(path)
+        settle(path.parent)
+    finally:
+        begun.unlink(missing_ok=True)
 
 
 def settle(path: Path) -> None:

@@ -147,6 +147,14 @@ def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
     return prompt  # type: ignore[return-value]  # the first item says so
 
 
+def chat_of(prompt: Prompt) -> Sequence[Message] | None:
+    """The messages of a prompt that was a chat, else None. A text prompt may have a column
+    `messages` too; of a chat, the prompt's text is the last message."""
+    chat = prompt.columns.get("messages")
+    messages = as_messages(chat) if isinstance(chat, Sequence) else None
+    return None if messages is None or messages[-1].get("content") != prompt.text else messages
+
+
 def check_same_vocabulary(
     student: Tokenizer | None,
     teacher: Tokenizer | None,

@@ -8,18 +8,18 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_prompt, has_template
+from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt, has_template
 from jaxrl.data.turns import TurnEncoder
-from jaxrl.environments.journal import Journal, forget
+from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool, Prompted, Session
+from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.environments.process import Prompted, Session
 from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
@@ -52,7 +52,7 @@ class Episodes:
             notify: gets messages for the user.
 
         Raises:
-            UserError: there is no such environment; `facts` finds out whether it can be loaded.
+            UserError: there is no such environment; `pool.facts` says whether it can be loaded.
         """
         e = config.environment
         self.config, self.environment, self.tokenizer = config, e, tokenizer
@@ -65,11 +65,6 @@ class Episodes:
         self.source = self.pool.source
         self._batches = itertools.count()
         self._last: EpisodeBatch | None = None
-
-    def facts(self) -> EnvironmentFacts:
-        """What the environment is; waits until it is loaded. Raises UserError where it cannot be,
-        RunError where its processes cannot be started."""
-        return self.pool.facts()
 
     def begin(
         self,
@@ -108,20 +103,13 @@ class Episodes:
             None if self.run_dir is None else Journal(self.run_dir, split, step, self.notify),
         )
         self._last = batch
-        facts = self.facts()
+        facts = self.pool.facts()
         if facts.resets:
             batch.reset()
         return [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)], batch
 
     def close(self) -> None:
-        """Ends the processes."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
         """The prompt as the environment begins it."""
@@ -156,11 +144,14 @@ class Episodes:
 
 @dataclass
 class _Episode:
+    prompt: int
+    """Index of its prompt in the batch."""
+    sample: int
     session: Session
+    chain: str
+    """Digest of the environment and of all turns so far."""
     turn: int = 0
     """Turns of the model that were answered."""
-    chain: str = ""
-    """Digest of the environment and of all turns so far."""
     replaying: bool = True
     """Whether the records may still have its next answer."""
 
@@ -202,14 +193,11 @@ class EpisodeBatch:
         """
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
         (self._number, self._attempt), self._journal = name, journal
-        self._max_turns = episodes.environment.max_turns
-        self._most_failures = episodes.environment.max_failures * len(prompts) * n
         self.firsts: dict[int, Prompted] = {}
         """What `reset` returned, by the prompt's index."""
         self._recorded: set[int] = set()
         """The prompts for which that was recorded by an earlier process."""
-        self.failures: dict[tuple[int, int], Failure] = {}
-        """By prompt and sample."""
+        self._failures: dict[tuple[int, int], Failure] = {}
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], _Episode] = {}
 
@@ -236,13 +224,12 @@ class EpisodeBatch:
     def give_up(self) -> None:
         """Ends the episodes that the engine did not begin."""
         for episode in self._episodes.values():
-            if episode.session.process is not None:
-                self._all.pool.submit(self._all.pool.end(episode.session))
+            self._all.pool.submit(self._all.pool.end(episode.session))
 
     async def _reset(self, index: int) -> Prompted:
         """The prompt of a row, by the instance of its first episode."""
         episode = self._episode(index, 0)
-        record = self._record(episode, index, 0, PROMPT)
+        record = self._record(episode, PROMPT)
         if record is not None:
             first = record["first"]
             self._recorded.add(index)
@@ -254,7 +241,7 @@ class EpisodeBatch:
                 f"{KEY}: {self._all.source.text} has no prompt for {prompt.text[:60]!r} (prompt"
                 f" {prompt.id}); {result.kind}: {result.text}"
             )
-        await self._write(episode, index, 0, PROMPT, {"first": result})
+        await self._write(episode, PROMPT, {"first": result})
         return result
 
     async def _answer(
@@ -265,9 +252,9 @@ class EpisodeBatch:
         episode.session.strict &= prompt not in self._recorded
         turn, episode.turn = episode.turn, episode.turn + 1
         episode.chain = _digest(episode.chain, text)
-        result = await self._observe(episode, prompt, sample, turn, text)
+        result = await self._observe(episode, turn, text)
         if isinstance(result, Failure):
-            return self._failed(prompt, sample, result)
+            return self._failed(episode, result)
         said = "\n".join(message["content"] for message in result.messages)
         if result.done:
             return Reply(text=said, reward=result.reward)
@@ -276,19 +263,17 @@ class EpisodeBatch:
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
-        last = episode.turn == self._max_turns
+        last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)
         if not tokens:
             result = Failure("exception", f"{self._all.source.text}: its answer has no tokens")
-            return self._failed(prompt, sample, result)
+            return self._failed(episode, result)
         return Reply(tokens, said, result.reward)
 
-    async def _observe(
-        self, episode: _Episode, prompt: int, sample: int, turn: int, text: str
-    ) -> Observation | Failure:
+    async def _observe(self, episode: _Episode, turn: int, text: str) -> Observation | Failure:
         """The recorded answer, or else that of the environment, which is then recorded."""
-        record = self._record(episode, prompt, sample, turn)
+        record = self._record(episode, turn)
         if record is not None and "failure" in record:
             return Failure(*record["failure"])
         if record is not None:
@@ -297,59 +282,56 @@ class EpisodeBatch:
             episode.session.strict = False
             return observation
         result = await self._all.pool.step(episode.session, text)
+        content = asdict(result)
         if isinstance(result, Failure):
-            content: JsonObject = {"failure": [result.kind, result.text]}
-        else:
-            content = result.as_json()
-        await self._write(episode, prompt, sample, turn, content)
+            content = {"failure": [result.kind, result.text]}
+        await self._write(episode, turn, content)
         return result
 
-    def _record(self, episode: _Episode, prompt: int, sample: int, turn: int) -> JsonObject | None:
+    def _place(self, episode: _Episode, turn: int) -> Place:
+        return self._attempt, self._prompts[episode.prompt].id, episode.sample, turn
+
+    def _record(self, episode: _Episode, turn: int) -> JsonObject | None:
         """What an earlier process recorded; None from the first turn on that it did not see."""
         if self._journal is None or not episode.replaying:
             return None
-        place = (self._attempt, self._prompts[prompt].id, sample, turn)
-        record = self._journal.read.get(place)
+        record = self._journal.read.get(self._place(episode, turn))
         if record is None or record["chain"] != episode.chain:
             episode.replaying = turn == PROMPT
             return None
         return record
 
-    async def _write(
-        self, episode: _Episode, prompt: int, sample: int, turn: int, content: JsonObject
-    ) -> None:
+    async def _write(self, episode: _Episode, turn: int, content: JsonObject) -> None:
         if self._journal is not None:
-            place = (self._attempt, self._prompts[prompt].id, sample, turn)
-            await self._journal.add(place, {"chain": episode.chain, **content})
+            record = {"chain": episode.chain, **content}
+            await self._journal.add(self._place(episode, turn), record)
 
-    def _failed(self, prompt: int, sample: int, failure: Failure) -> Reply:
+    def _failed(self, episode: _Episode, failure: Failure) -> Reply:
         """The reply about an episode that failed; raises RunError where it is one too many."""
-        self.failures[prompt, sample] = failure
-        if len(self.failures) > self._most_failures:
-            total = len(self._prompts) * self._n
-            late = sum(one.kind == "timeout" for one in self.failures.values())
-            first = next(iter(self.failures.values()))
+        failures, allowed = self._failures, self._all.environment.max_failures
+        failures[episode.prompt, episode.sample] = failure
+        total = len(self._prompts) * self._n
+        if len(failures) > allowed * len(self._prompts) * self._n:
             if self._journal is not None:
                 self._journal.forget_failures()
+            late = sum(one.kind == "timeout" for one in failures.values())
+            first = next(iter(failures.values()))
             raise RunError(
-                f"{KEY}: {self._all.source.text} failed in {len(self.failures)} of {total} episodes"
-                f" ({late} timeouts, {len(self.failures) - late} exceptions or ended processes),"
-                " more than"
-                f" environment.max_failures={self._all.environment.max_failures:g} allows; the"
-                f" first, {first.kind}:\n{first.text}"
+                f"{KEY}: {self._all.source.text} failed in {len(failures)} of {total} episodes"
+                f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
+                f" than environment.max_failures={allowed:g} allows; the first, {first.kind}:\n"
+                f"{first.text}"
             )
         return Reply(failure=f"{failure.kind}: {failure.text}")
 
     def _episode(self, prompt: int, sample: int) -> _Episode:
         if (prompt, sample) not in self._episodes:
-            row = self._prompts[prompt]
-            key = (self._number, prompt, sample)
-            columns = row_of(row)
-            source = self._all.source
+            columns, source = row_of(self._prompts[prompt]), self._all.source
             what = without_folders([source.text, dict(source.arguments)])
             known = json.dumps([columns, what], sort_keys=True, default=repr)
+            session = Session((self._number, prompt, sample), columns)
             chain = _digest(source.digest, known)
-            self._episodes[prompt, sample] = _Episode(Session(key, columns), chain=chain)
+            self._episodes[prompt, sample] = _Episode(prompt, sample, session, chain)
         return self._episodes[prompt, sample]
 
 
@@ -365,13 +347,6 @@ def own_prompt(prompt: Prompt) -> Prompted:
     """What `reset` returns where it makes no prompt of its own."""
     chat = chat_of(prompt)
     return prompt.text if chat is None else tuple(dict(message) for message in chat)
-
-
-def chat_of(prompt: Prompt) -> Sequence[Message] | None:
-    """The messages of a prompt that is a chat; its text is the last of them."""
-    chat = prompt.columns.get("messages")
-    messages = as_messages(chat) if isinstance(chat, Sequence) else None
-    return None if messages is None or messages[-1].get("content") != prompt.text else messages
 
 
 def _digest(*parts: str) -> str:

@@ -38,7 +38,6 @@ class Journal:
         self._writing = asyncio.Lock()
         self._forgets = False
         self._refused = False
-        """The disk has refused an answer."""
         for record in _records(self.path):
             self.read[tuple(record.pop("place"))] = record
 
@@ -67,11 +66,9 @@ class Journal:
         environments again once it is resumed."""
         self._forgets = True
         kept = [record for record in _records(self.path) if "failure" not in record]
-        new = self.path.with_suffix(".new")
+        text = "".join(json.dumps(record) + "\n" for record in kept)
         with suppress(OSError):
-            new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            store.settle(new)
-            new.replace(self.path)
+            store.put_file(self.path, lambda file: file.write_text(text))
 
     def _write(self, text: str) -> None:
         self.path.parent.mkdir(exist_ok=True)

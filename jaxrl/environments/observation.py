@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
-from jaxrl.errors import UserError, near, short
+from jaxrl.errors import UserError, near, shown
 from jaxrl.process.plain import finite
 
 ROLES = ("user", "tool", "system")
@@ -24,12 +24,9 @@ class Observation:
     reward: float | None
     done: bool
 
-    def as_json(self) -> JsonObject:
-        return asdict(self) | {"messages": [dict(message) for message in self.messages]}
-
     @classmethod
     def of_json(cls, value: JsonObject) -> Observation:
-        """What `as_json` gave."""
+        """The answer of which this is the `asdict`, perhaps read from JSON."""
         return cls(tuple(value["messages"]), value["reward"], value["done"])
 
 
@@ -90,11 +87,6 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
         _check_text(str(texts[1]), method)
         found.append({"role": str(texts[0]), "content": str(texts[1])})
     return tuple(found)
-
-
-def shown(value: object) -> str:
-    """A value for a message, with its type."""
-    return f"{short(repr(value))} ({type(value).__name__})"
 
 
 def _reward(value: object) -> float | None:

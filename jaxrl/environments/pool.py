@@ -13,14 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Unpack
 
-from jaxrl.data.example import JsonObject, Message
+from jaxrl.data.example import JsonObject
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.process import CELL, Content, Past
+from jaxrl.environments.process import CELL, Content, Prompted
+from jaxrl.environments.process import Session as Session
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
-from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
-from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
+from jaxrl.process.killable import KillableProcess, Lost
+from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure
 
 SERVICE = "jaxrl.environments.process"
@@ -30,24 +32,6 @@ LOOK_S = 0.25
 """Seconds between two looks whether a process is late."""
 MOST_LOSSES = 2
 """Processes that an order may lose without being the one that was running; then it fails too."""
-
-Prompted = tuple[Message, ...] | str
-
-
-@dataclass
-class Session:
-    """One episode, as the run sees it."""
-
-    key: Hashable
-    row: JsonObject
-    first: Prompted | None = None
-    """The prompt that its `reset` returned; None: it was not asked for one."""
-    turns: list[tuple[str, Observation]] = field(default_factory=list)
-    strict: bool = True
-    """Whether an instance that is made again must give the same answers again; else the recorded
-    ones count."""
-    process: _Process | None = None
-    """Holds its instance."""
 
 
 class _Process(KillableProcess):
@@ -91,38 +75,23 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
     """Some processes that have loaded the same environment. What is submitted may await `begin`,
     `step` and `end`."""
 
-    def __init__(
-        self,
-        source: EnvironmentSource,
-        *,
-        workers: int,
-        timeout: float,
-        startup: float,
-        memory_mb: int | None = None,
-        max_processes: int = MAX_PROCESSES,
-    ) -> None:
-        """Starts the processes and does not wait for them.
-
-        Args:
-            timeout: seconds for one call of an environment.
-            startup: seconds for a process to import what it needs.
-            memory_mb: megabytes that each process may address; None: no limit.
-            max_processes: number that each process may grow to, itself and all below it.
-        """
-        self.source, self.timeout = source, timeout
-        self._memory_mb, self._max_processes = memory_mb, max_processes
+    def __init__(self, source: EnvironmentSource, **limits: Unpack[PoolLimits]) -> None:
+        """Starts the processes and does not wait for them."""
+        self.source = source
         self._describe = True
         """Whether the next process is to say what the environment is."""
         self._ready: list[_Process] = []
+        self._holders: dict[Hashable, _Process] = {}
+        """The processes that hold the episodes' instances, by the episodes' keys."""
         self._arrived = asyncio.Condition()
         """Notified when a process is ready."""
-        self._to_start = workers
+        self._to_start = limits["workers"]
         """Of the first processes, those that are not ready; episodes are shared out among all."""
-        super().__init__("environments", source.text, workers, startup)
+        super().__init__("environments", source.text, **limits)
 
     async def begin(self, session: Session) -> Prompted | Failure:
         """Makes the instance of an episode; the prompt that its `reset` returns."""
-        answer = await self._ask(session, lambda: ("begin", session.key, session.row))
+        answer = await self._ask(session, lambda past: ("begin", session.key, session.row))
         if isinstance(answer, Failure):
             return answer
         first = answer["first"]
@@ -131,14 +100,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
 
     async def step(self, session: Session, text: str) -> Observation | Failure:
         """The answer to a turn; it is also noted in the session."""
-
-        def content() -> Content:
-            past = None
-            if session.process is None:
-                past = Past(session.row, session.first, tuple(session.turns), session.strict)
-            return ("step", session.key, past, text)
-
-        answer = await self._ask(session, content)
+        answer = await self._ask(session, lambda past: ("step", session.key, past, text))
         if isinstance(answer, Failure):
             return answer
         observation = Observation.of_json(answer["answer"])
@@ -147,7 +109,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
 
     async def end(self, session: Session) -> None:
         """Has the instance of an episode closed, which is over."""
-        process, session.process = session.process, None
+        process = self._holders.pop(session.key, None)
         if process is not None and not process.killed:
             process.sessions.discard(session.key)
             with suppress(_Blamed):
@@ -224,23 +186,27 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
                 order.done.set_exception(_Blamed(lost, order is guilty, guilty is None))
         process.orders.clear()
 
-    async def _ask(self, session: Session, content: Callable[[], Content]) -> JsonObject | Failure:
+    async def _ask(
+        self, session: Session, content: Callable[[Session | None], Content]
+    ) -> JsonObject | Failure:
         """The answer to an order about an episode; a second time where it lost its process through
-        no fault of its own."""
+        no fault of its own.
+
+        Args:
+            content: of the order, given the session where no process holds its instance.
+        """
         losses = 0
         while True:
-            if session.process is None or session.process.killed:
-                session.process = None
-                process = await self._freest()
-            else:
-                process = session.process
-            order = self._order(process, content())
-            session.process = process
+            process, past = self._holders.get(session.key), None
+            if process is None or process.killed:
+                process, past = await self._freest(), session
+            order = self._order(process, content(past))
+            self._holders[session.key] = process
             process.sessions.add(session.key)
             try:
                 answer = await order.done
             except _Blamed as blamed:
-                session.process = None
+                self._holders.pop(session.key, None)
                 losses += blamed.unknown
                 if blamed.guilty or losses >= MOST_LOSSES:
                     return Failure(blamed.lost.kind, str(blamed.lost))

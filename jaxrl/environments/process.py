@@ -17,39 +17,42 @@ import pickle
 import threading
 import traceback
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Environment, Unavailable
-from jaxrl.environments.observation import Observation, first_messages, observed, shown
+from jaxrl.environments.observation import Observation, first_messages, observed
 from jaxrl.environments.source import EnvironmentSource, facts_of, load
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, shown
 from jaxrl.process.guard import Say, limit_memory, sayer
 from jaxrl.process.plugin import traceback_below
 
 CELL = 8
 """Bytes of the shared cell: an order's number, little endian; 0: none is running."""
 T = TypeVar("T")
+Prompted = tuple[Message, ...] | str
 Content = tuple[str, Hashable, *tuple[Any, ...]]
 """Of an order: its kind, the key of its episode, and what it needs (`serve`)."""
 _ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("order")
 
 
-@dataclass(frozen=True)
-class Past:
-    """What is needed to make the instance of an episode again."""
+@dataclass
+class Session:
+    """One episode, as the run sees it; also what is needed to make its instance again."""
 
+    key: Hashable
     row: JsonObject
-    first: tuple[Message, ...] | str | None
-    """The prompt that its `reset` returned before; None: it has not been called."""
-    turns: Sequence[tuple[str, Observation]]
+    first: Prompted | None = None
+    """The prompt that its `reset` returned; None: it was not asked for one."""
+    turns: list[tuple[str, Observation]] = field(default_factory=list)
     """The model's turns and their answers."""
-    strict: bool
-    """Whether other answers than these are a failure; else these count."""
+    strict: bool = True
+    """Whether an instance that is made again must give the same answers again; else these
+    count."""
 
 
 @dataclass
@@ -71,7 +74,8 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
 
     The content of the first is (source, seconds for a call, megabytes of memory or None, whether to
     say what it is), that of each other one is a tuple that begins with its kind and the key of
-    its episode: ("begin", key, row), ("step", key, `Past` or None, text), ("end", key).
+    its episode: ("begin", key, row), ("step", key, `Session` of an instance to make again or None,
+    text), ("end", key).
     """
     number, (source, timeout, memory_mb, describe) = pickle.load(orders)
     say = sayer(answers, number)
@@ -162,19 +166,19 @@ class _Host:
                 first, self._live[key] = await self._begun(say, row)
                 say({"first": first})
             elif kind == "step":
-                say({"answer": (await self._step(say, key, *rest)).as_json()})
+                say({"answer": asdict(await self._step(say, key, *rest))})
             else:
                 await self._end(say, key)
                 say({"closed": True})
         except _Failed as failed:
             say({"failure": [failed.kind, str(failed)]})
 
-    async def _step(self, say: Say, key: Hashable, past: Past | None, text: str) -> Observation:
+    async def _step(self, say: Say, key: Hashable, past: Session | None, text: str) -> Observation:
         if past is not None:
             self._live[key] = await self._again(say, past)
         return await self._stepped(say, self._live[key], text)
 
-    async def _again(self, say: Say, past: Past) -> _Live:
+    async def _again(self, say: Say, past: Session) -> _Live:
         """The instance of an episode that another process had."""
         first, live = await self._begun(say, past.row)
         if past.first is not None and first != past.first:
@@ -191,7 +195,7 @@ class _Host:
             live.messages[heard + 1 :] = before.messages
         return live
 
-    async def _begun(self, say: Say, row: JsonObject) -> tuple[tuple[Message, ...] | str, _Live]:
+    async def _begun(self, say: Say, row: JsonObject) -> tuple[Prompted, _Live]:
         environment = await self._call(say, partial(self._kind, **self._source.arguments))
         environment.row = row
         first = await self._call(say, environment.reset, row)
@@ -269,5 +273,5 @@ async def _awaited(waits: Awaitable[T]) -> T:
     return await waits
 
 
-def _as_messages(first: tuple[Message, ...] | str) -> list[Message]:
+def _as_messages(first: Prompted) -> list[Message]:
     return [{"role": "user", "content": first}] if isinstance(first, str) else list(first)

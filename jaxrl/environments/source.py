@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from jaxrl.data.example import JsonObject
 from jaxrl.environments.environment import Environment, SchemaTool, Tool
 from jaxrl.errors import UserError, near
-from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate
+from jaxrl.process.plugin import is_plugin, load_located, locate
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
 PACKAGES = {
@@ -81,20 +80,15 @@ def load(source: EnvironmentSource) -> type[Environment]:
         UserError: it cannot be imported, is not there, or is no environment; or its file has
             changed since the run began.
     """
-    if source.digest and digest_of(Path(source.place)) != source.digest:
-        raise UserError(
-            f"{KEY}: {source.place} has changed since the run began: some of its episodes would be"
-            " of another environment; start the run again"
-        )
     try:
-        found = load_object(f"{source.place}:{source.attribute}", "class ")
+        found = load_located(KEY, source.place, source.attribute, source.digest, "class")
     except UserError as error:
         if source.text in PACKAGES and isinstance(error.__cause__, ImportError):
             raise UserError(
                 f"{KEY}: {source.text} needs the extra `{source.text}`: pip install"
                 f" 'jaxrl[{source.text}]' ({error.__cause__})"
             ) from error.__cause__
-        raise UserError(f"{KEY}: {error}") from error.__cause__
+        raise
     if not inspect.isclass(found) or not issubclass(found, Environment):
         what = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise UserError(

@@ -98,6 +98,23 @@ def load_object(text: str, kind: str = "") -> Any:
     return getattr(module, name)
 
 
+def load_located(key: str, place: str, name: str, digest: str, kind: str) -> Any:
+    """The object that `locate` found, in a process of its own.
+
+    Raises:
+        UserError: its file has changed since, or as `load_object` raises it.
+    """
+    if digest and digest_of(Path(place)) != digest:
+        raise UserError(
+            f"{key}: {place} has changed since the run began: a part of the run would be with"
+            f" another {kind}; start the run again"
+        )
+    try:
+        return load_object(f"{place}:{name}", f"{kind} ")
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error.__cause__
+
+
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, Self, TypeVar
+from typing import Generic, NotRequired, Self, TypedDict, TypeVar, Unpack
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import END_S, KillableProcess, Lost
+from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
 from jaxrl.process.plain import JsonObject
 
 ASYNC_SLACK_S = 1.0
@@ -22,6 +22,20 @@ Facts = TypeVar("Facts")
 Result = TypeVar("Result")
 
 
+class PoolLimits(TypedDict):
+    """Keyword arguments of a pool."""
+
+    workers: int
+    timeout: float
+    """Seconds for the user's code to answer once."""
+    startup: float
+    """Seconds for a process to import what it needs."""
+    memory_mb: NotRequired[int | None]
+    """Megabytes that each process may address; None: no limit."""
+    max_processes: NotRequired[int]
+    """Number that each process may grow to, itself and all below it."""
+
+
 class ProcessPool(ABC, Generic[Process, Facts]):
     """Some processes that have loaded the same code of the user's.
 
@@ -29,18 +43,19 @@ class ProcessPool(ABC, Generic[Process, Facts]):
     started, everything that is not done raises why.
     """
 
-    def __init__(self, section: str, names: str, workers: int, startup: float) -> None:
+    def __init__(self, section: str, names: str, **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them; the last step of a subclass's own.
 
         Args:
             section: of the config, for messages.
             names: what they load, for messages.
-            startup: seconds for a process to import what it needs.
         """
-        self.startup = startup
+        self.timeout, self.startup = limits["timeout"], limits["startup"]
+        self._memory_mb = limits.get("memory_mb")
+        self._max_processes = limits.get("max_processes", MAX_PROCESSES)
         self.lost = 0
         """Processes that were late or ended at work, and are replaced."""
-        self._section, self._names, self._workers = section, names, workers
+        self._section, self._names, self._workers = section, names, limits["workers"]
         self._facts: Future[Facts] = Future()
         """What a process says of the code that it has loaded."""
         self._error: Exception | None = None

@@ -14,19 +14,20 @@ import asyncio
 import importlib
 import inspect
 import logging
+import os
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Any, BinaryIO, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
-from jaxrl.errors import UserError, near, short
-from jaxrl.process.guard import Say
+from jaxrl.errors import UserError, near, shown
+from jaxrl.process.guard import Say, limit_memory, sayer
 from jaxrl.process.plain import JsonObject, finite
-from jaxrl.process.plugin import digest_of, is_plugin, load_object, locate, traceback_below
+from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
@@ -39,15 +40,6 @@ FORMAT = re.compile(
     r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*",
     re.DOTALL,
 )
-COMMENTS: dict[str, Callable[[Item], str]] = {
-    "arithmetic": lambda item: arithmetic.correction(item.prompt, item.completion),
-    "auto": lambda item: (
-        arithmetic.correction(item.prompt, item.completion)
-        if item.columns.get("task") == "arithmetic"
-        else ""
-    ),
-}
-"""Verifier -> what it says of a completion beside its score; "" for nothing."""
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
@@ -75,15 +67,15 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
                 f"{KEY}: {text} is a function of a Python program: give it from there, as in"
                 f" train(config, rewards=[{name}])"
             )
-        return ItemSource(text, name, "python", attribute=name, code=given[text])
+        return ItemSource(text, name, "python", code=given[text])
     if not is_plugin(text):
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, PLAIN)}: it is path/to/file.py:function,"
             f" package.module:function, regex:PATTERN or one of {', '.join(sorted(PLAIN))}"
         )
-    place, attribute, digest = locate(text, KEY, "function")
+    place, name, digest = locate(text, KEY, "function")
     option: Literal["file", "module"] = "file" if digest else "module"
-    return ItemSource(text, attribute, option, place, attribute, digest)
+    return ItemSource(text, name, option, place, digest)
 
 
 def think_format(completion: str) -> float:
@@ -93,6 +85,34 @@ def think_format(completion: str) -> float:
     some chat templates end with it.
     """
     return float(FORMAT.fullmatch(completion) is not None)
+
+
+def serve(orders: BinaryIO, answers: int) -> None:
+    """What a process that runs reward functions does, under `process.guard`: answers orders until
+    there are no more (EOFError).
+
+    The content of the first is (sources, seconds for an awaited call, megabytes of memory or None),
+    that of each other one (index of the function, items).
+    """
+    number, (sources, timeout, memory_mb) = pickle.load(orders)
+    say = sayer(answers, number)
+    limit_memory(memory_mb)
+    try:
+        functions = [Function(source, memory_mb) for source in sources]
+    except UserError as error:
+        say({"refused": str(error)})
+        return
+    say({"ready": os.getpid(), "signatures": [asdict(f.signature) for f in functions]})
+    while True:
+        number, (index, items) = pickle.load(orders)
+        # An awaited call that outlives its order must not speak for the next one.
+        say = sayer(answers, number)
+        try:
+            functions[index].prepare(items)
+            say({"begin": True})
+            functions[index].run(items, timeout, say)
+        except UserError as error:  # a result that is none
+            say({"refused": str(error)})
 
 
 class Function:
@@ -113,14 +133,9 @@ class Function:
             self.signature = _signature(source, call)
             self._call = lambda items: call(**self._arguments(items))
         else:
-            judge, comment = _judge_of(source), COMMENTS.get(source.text)
+            judge = _judge_of(source)
             self.signature = Signature("each")
-
-            def judged(item: Item) -> float | tuple[float | None, str] | None:
-                score = judge(item.completion, item)
-                return score if comment is None else (score, comment(item))
-
-            self._call = lambda items: [judged(item) for item in items]
+            self._call = lambda items: [judge(item) for item in items]
 
     def prepare(self, items: Sequence[Item]) -> None:
         """Imports what the first call would import: no completion's time is spent on it."""
@@ -185,21 +200,13 @@ class Function:
         names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
         return {name: [row.get(name) for row in rows] for name in names}
 
-    def _found(self, result: object, n: int) -> JsonObject:
+    def _found(self, result: Any, n: int) -> JsonObject:
         """The checked result of a call with `n` completions: numbers and, where there are any,
         messages."""
-        listed = self._listed(result, n)
-        pairs = [value if _is_pair(value) else (value, "") for value in listed]
-        name = f"{KEY}: {self.source.text}"
-        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
-        messages = [message for _, message in pairs]
-        return found | ({"messages": messages} if any(messages) else {})
-
-    def _listed(self, result: object, n: int) -> Any:
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
-                f"{name} returned {_shown(result)} for {n} completions: it must return a list with"
+                f"{name} returned {shown(result)} for {n} completions: it must return a list with"
                 " a number or None for each"
             )
         if len(result) != n:
@@ -207,7 +214,10 @@ class Function:
                 f"{name} returned {len(result)} numbers for {n} completions: it must return one"
                 " number or None for each"
             )
-        return result
+        pairs = [value if _is_pair(value) else (value, "") for value in result]
+        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
+        messages = [message for _, message in pairs]
+        return found | ({"messages": messages} if any(messages) else {})
 
 
 def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
@@ -221,7 +231,7 @@ def _number(name: str, value: object) -> float | None:
     number = finite(value)
     if number is None:
         raise UserError(
-            f"{name} returned {_shown(value)} for a completion: it must be a finite number, or None"
+            f"{name} returned {shown(value)} for a completion: it must be a finite number, or None"
             " where the function cannot judge"
         )
     return number
@@ -234,18 +244,27 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _judge_of(source: ItemSource) -> Callable[[str, Item], float | None]:
-    """What comes with jaxrl."""
+def _judge_of(source: ItemSource) -> Callable[[Item], object]:
+    """What comes with jaxrl; of sums it also says what is wrong."""
     if source.option == "format":
-        return lambda completion, item: think_format(completion)
+        return lambda item: think_format(item.completion)
     if source.option == "regex":
         pattern = re.compile(source.place)
-        return lambda completion, item: float(pattern.search(completion) is not None)
+        return lambda item: float(pattern.search(item.completion) is not None)
     if source.text == "math":
         # At every call it would warn that nobody limits its time.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         VERIFIERS["math"]("0", Item("", "", "0", {}))  # imports, or names what is missing
-    return VERIFIERS[source.text]
+    verifier = VERIFIERS[source.text]
+
+    def judged(item: Item) -> object:
+        score = verifier(item.completion, item)
+        task = item.columns.get("task") if source.text == "auto" else source.text
+        if task != "arithmetic":
+            return score
+        return score, arithmetic.correction(item.prompt, item.completion)
+
+    return judged
 
 
 def _load(source: ItemSource) -> Callable[..., Any]:
@@ -259,15 +278,7 @@ def _load(source: ItemSource) -> Callable[..., Any]:
                 f" {type(error).__name__}: {error}; write it in a file, and name it"
                 " path.py:function"
             ) from error
-    if source.option == "file" and digest_of(Path(source.place)) != source.digest:
-        raise UserError(
-            f"{KEY}: {source.place} has changed since the run began: half of its rewards would be"
-            " of another function; start the run again"
-        )
-    try:
-        found = load_object(f"{source.place}:{source.attribute}", "function ")
-    except UserError as error:
-        raise UserError(f"{KEY}: {error}") from error.__cause__
+    found = load_located(KEY, source.place, source.name, source.digest, "function")
     if inspect.isclass(found) or not callable(found):
         raise UserError(
             f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
@@ -285,9 +296,7 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
     fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
     if "completions" not in signature.parameters or fixed:
         why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
-        raise UserError(
-            f"{KEY}: {source.text}: {source.attribute}{signature}: {why}; write {SHAPE}"
-        )
+        raise UserError(f"{KEY}: {source.text}: {source.name}{signature}: {why}; write {SHAPE}")
     named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
     waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
@@ -299,7 +308,3 @@ def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
         takes=[p.name for p in named if p.name in takes],
         takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
     )
-
-
-def _shown(value: object) -> str:
-    return f"{short(repr(value), 60)} ({type(value).__name__})"

@@ -26,12 +26,10 @@ class ItemSource:
     text: str
     """As in `reward.functions`."""
     name: str
-    """As in the metrics `reward/NAME/...`."""
+    """As in the metrics `reward/NAME/...`: the function's in its file or module."""
     option: Literal["verifier", "regex", "format", "file", "module", "python"]
     place: str = ""
     """Absolute path of a file, dotted name of a module, or regular expression."""
-    attribute: str = ""
-    """Name of the function in that file or module."""
     digest: str = ""
     """sha256 of the file, in hex, when the run began: a new process must not run another one."""
     code: bytes = b""

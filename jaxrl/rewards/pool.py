@@ -14,14 +14,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Unpack
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.killable import KillableProcess, Lost
 from jaxrl.process.plain import JsonObject
-from jaxrl.process.pool import ASYNC_SLACK_S, ProcessPool
+from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
 
-SERVICE = "jaxrl.rewards.process"
+SERVICE = "jaxrl.rewards.functions"
 CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
 OURS = os.path.join("rewards", "functions.py")
@@ -62,30 +63,17 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
     """Some processes that have loaded the same reward functions. Its facts are what each of these
     asks for."""
 
-    def __init__(
-        self,
-        sources: Sequence[ItemSource],
-        *,
-        workers: int,
-        timeout: float,
-        startup: float,
-        memory_mb: int | None = None,
-        max_processes: int = MAX_PROCESSES,
-    ) -> None:
+    def __init__(self, sources: Sequence[ItemSource], **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them.
 
         Args:
-            timeout: seconds for one item; a call with several gets no more before its items are
-                judged one by one.
-            startup: seconds for a process to import what it needs.
-            memory_mb: megabytes that each process may address; None: no limit.
-            max_processes: number that each process may grow to, itself and all below it.
+            limits: the timeout is that of one item; a call with several gets no more before its
+                items are judged one by one.
         """
-        self.sources, self.timeout = tuple(sources), timeout
-        self._memory_mb, self._max_processes = memory_mb, max_processes
+        self.sources = tuple(sources)
         self._idle: asyncio.Queue[KillableProcess] = asyncio.Queue()
         names = ", ".join(source.text for source in self.sources)
-        super().__init__("rewards", names, workers if self.sources else 0, startup)
+        super().__init__("rewards", names, **limits)
         if not self.sources:
             self._facts.set_result(())
 

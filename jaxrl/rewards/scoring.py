@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Self
 
 import numpy as np
 
@@ -82,7 +81,7 @@ class RewardFunctions:
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(
             self.sources,
-            workers=workers,
+            workers=workers if self.sources else 0,
             timeout=config.timeout,
             startup=startup,
             memory_mb=config.memory_mb,
@@ -195,19 +194,8 @@ class RewardFunctions:
         messages = tuple("\n".join(filter(None, lines)) for lines in said)
         return RewardReport(total, task, values, metrics, notes, messages)
 
-    def score(self, rollout: Rollout, model_scores: np.ndarray | None = None) -> RewardReport:
-        """`submit`, and wait for it."""
-        return self.report(rollout, self.submit(rollout), model_scores)
-
     def close(self) -> None:
-        """Ends the processes."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
@@ -249,9 +237,8 @@ def _item(prompt: Prompt, completion: Completion) -> Item:
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:
     """[B] float64, NaN where there is none."""
-    out = np.full(rows, np.nan)
-    out[: len(values)] = np.array(values, np.float64)
-    return out
+    known = np.array(values, np.float64)
+    return np.pad(known, (0, rows - len(known)), constant_values=np.nan)
 
 
 def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -116,12 +116,6 @@ def math(completion: str, answer: str) -> bool:
     return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
-@_with_answer
-def arithmetic_task(completion: str, answer: str) -> float:
-    """The checker of the built-in task `arithmetic`: the number after the last `=`."""
-    return arithmetic.score(completion, answer)
-
-
 def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     r"""The data set's own score of the completion's final answer.
 
@@ -148,7 +142,7 @@ def auto(completion: str, prompt: Judged) -> float | None:
     if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
         return reasoning_gym(completion, prompt)
     if task == "arithmetic":
-        return arithmetic_task(completion, prompt)
+        return VERIFIERS["arithmetic"](completion, prompt)
     if prompt.answer is not None and whole_number(prompt.answer) is not None:
         return number(completion, prompt)
     return exact(completion, prompt)
@@ -161,7 +155,7 @@ VERIFIERS: dict[str, Verifier] = {
     "number": number,
     "boxed": boxed,
     "math": math,
-    "arithmetic": arithmetic_task,
+    "arithmetic": _with_answer(arithmetic.score),
     "reasoning_gym": reasoning_gym,
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import as_messages
+from jaxrl.data.tokenizer import chat_of
 from jaxrl.models.batching import BATCH_TOKENS
 from jaxrl.rewards.scoring import RewardFunctions, RewardReport
 from jaxrl.roles.reward_model import RewardScorer, RewardSource, render
@@ -83,20 +83,8 @@ class RewardModel:
 def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[Message]:
     """What the last turn of a completion answers: the prompt and, of an episode, all turns before
     it, as messages where the prompt is a chat."""
-    begun, turns = chat_or_text(prompt), completion.turns[:-1]
-    if isinstance(begun, str):
-        return begun + "".join(turn.text for turn in turns)
+    chat, turns = chat_of(prompt), completion.turns[:-1]
+    if chat is None:
+        return prompt.text + "".join(turn.text for turn in turns)
     roles = {"assistant": "assistant", "environment": "user"}
-    return [*begun, *({"role": roles[turn.role], "content": turn.text} for turn in turns)]
-
-
-def chat_or_text(prompt: Prompt) -> str | Sequence[Message]:
-    """The prompt as messages where it was a chat, else its text.
-
-    A text prompt may have a column `messages` too; of a chat, the text is its last message.
-    """
-    chat = prompt.columns.get("messages")
-    messages = as_messages(chat) if isinstance(chat, Sequence) else None
-    if messages is None or messages[-1].get("content") != prompt.text:
-        return prompt.text
-    return messages
+    return [*chat, *({"role": roles[turn.role], "content": turn.text} for turn in turns)]

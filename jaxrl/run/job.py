@@ -213,7 +213,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     if cache is not None:
         digest = digest_model(teachers["teacher"].path) if teachers else None
         rows = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-        notes += check_cache(config, cache, digest, vocab_size, rows)
+        notes.append(check_cache(config, cache, digest, vocab_size, rows))
         if not teachers and config.eval.teacher and held_out:
             notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
     for name, info in served.items():
@@ -358,7 +358,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
-        with reward_functions(config, given) as rewards:
+        with contextlib.closing(reward_functions(config, given)) as rewards:
             rewards.pool.facts()
 
 
@@ -412,7 +412,7 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
         configured_correction(config)
         if config.spec.loss is not None:
             notes = objective_notes(config)
-    with reward_functions(config, given) as rewards:
+    with contextlib.closing(reward_functions(config, given)) as rewards:
         rewards.check(train.batch(0))
     if config.reward.model is not None:
         open_reward(config.reward.model)

@@ -70,7 +70,7 @@ from jaxrl.sharding.reshard import put
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached import CachedTeacher
 from jaxrl.teacher.protocol import Info
-from jaxrl.teacher.remote import RemoteTeacher, RemoteTeachers, remote_head
+from jaxrl.teacher.remote import RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
 Log = Callable[[str], None]
@@ -357,9 +357,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     if not setup.teachers:
         if cache is not None:
             return CachedTeacher(config, cache, setup.vocab_size)
-        if config.teachers:
-            return RemoteTeachers(config, setup.vocab_size, setup.served)
-        return RemoteTeacher(config, setup.vocab_size, info=setup.served["teacher"])
+        return RemoteTeachers(config, setup.vocab_size, setup.served)
     mesh, layout = meshes["teacher"], _teacher_layout(setup)
     dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
     aligner, rows = _opened(setup.aligner), setup.vocab_size

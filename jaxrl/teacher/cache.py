@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -27,11 +27,11 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.checkpoint.store import settle
+from jaxrl.checkpoint.store import put_file
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, frame
+from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake, frame
 from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal
 
 FORMAT = 1
@@ -51,8 +51,6 @@ SAMPLED = {
     "sampler_logprobs": ("float32", ()),
 }
 """Tensors of the teacher's own samples, beside their scores."""
-Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> name of its dtype, and its dims after the tokens."""
 Stored = Literal["float32", "bfloat16", "int8"]
 """How hidden states lie on disk. int8: each token's with a scale of its own, float32."""
 
@@ -135,13 +133,9 @@ def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
     Args:
         width: of the teacher's hidden states.
     """
-    found: Shapes = {}
-    if manifest.options.signal != "hidden":
-        found |= manifest.options.fields
-    else:
-        found["hidden"] = manifest.stored, (width,)
-        if manifest.stored == "int8":
-            found["scale"] = "float32", ()
+    found = manifest.options.tensors(manifest.stored, width)
+    if manifest.stored == "int8":
+        found["scale"] = "float32", ()
     return found | (SAMPLED if manifest.samples else {})
 
 
@@ -166,18 +160,6 @@ class ScoredRow:
         return sum(x.nbytes for x in self.tensors.values())
 
 
-def put_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file: all of it, on the disk when this returns, or nothing."""
-    begun = path.with_name(f".{path.name}.partial")
-    try:
-        write(begun)
-        settle(begun)
-        begun.replace(path)
-        settle(path.parent)
-    finally:
-        begun.unlink(missing_ok=True)
-
-
 def write_manifest(
     folder: Path,
     manifest: ScoreManifest,
@@ -196,7 +178,7 @@ def write_manifest(
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
     aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     with path.open("wb") as file:
-        for piece in frame(aligned, {}):
+        for piece in frame(aligned):
             file.write(piece)
 
 
@@ -260,7 +242,6 @@ def _number(shard: Path) -> int:
 
 
 def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
-    """The tensors of a shard."""
     keys = b"".join(key_of(row.prompt, row.completion) for row in rows)
     prompts = b"".join(key_of(row.prompt) for row in rows)
     tensors: dict[str, np.ndarray] = {
@@ -269,7 +250,7 @@ def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
         "lengths": np.array([len(row.completion) for row in rows], np.int32),
         "stopped": np.array([row.stopped for row in rows], np.uint8),
     }
-    for name in rows[0].tensors:
+    for name in rows[0].tensors if rows else ():
         tensors[name] = np.concatenate([row.tensors[name] for row in rows])
     return tensors
 
@@ -296,8 +277,7 @@ class _Keys:
             keys: [n, KEY_BYTES] uint8.
         """
         flat = np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").reshape(-1)
-        self._order = np.argsort(flat, kind="stable")
-        self._sorted = flat[self._order]
+        self._sorted, self._first = np.unique(flat, return_index=True)
 
     def find(self, keys: Sequence[bytes]) -> np.ndarray:
         """[n] row of each key, -1 where there is none."""
@@ -305,7 +285,7 @@ class _Keys:
         if not len(self._sorted):
             return np.full(len(wanted), -1)
         at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
+        return np.where(self._sorted[at] == wanted, self._first[at], -1)
 
 
 class ScoreCache:
@@ -321,7 +301,8 @@ class ScoreCache:
         self.manifest = read_manifest(self.path, f"teacher.cache={path}")
         self.tokenizer_path = self.path / TEACHER
         self.config = hf.read_config(self.tokenizer_path)
-        self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._files = shard_files(self.path)
+        self._open = lru_cache(OPEN_SHARDS)(lambda shard: _opened(self._files[shard]))
 
     def __len__(self) -> int:
         return len(self._index.length)
@@ -403,37 +384,19 @@ class ScoreCache:
         stop = start + int(index.length[at])
         return self._open(shard).get_slice(name)[start:stop]
 
-    def _open_shard(self, shard: int) -> safe_open:
-        return _opened(self._files[shard])
-
-    @cached_property
-    def _files(self) -> list[Path]:
-        return shard_files(self.path)
-
     @cached_property
     def _index(self) -> _Index:
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in OF_ROWS}
-        shards, starts = [], []
-        for number, path in enumerate(self._files):
+        parts = [_shard([])]  # has no row, so that a folder without shards has an index too
+        for path in self._files:
             with _opened(path) as file:
-                for name in OF_ROWS:
-                    parts[name].append(file.get_tensor(name))
-            lengths = parts["lengths"][-1]
-            shards.append(np.full(len(lengths), number, np.int32))
-            starts.append(np.cumsum(lengths, dtype=np.int64) - lengths)
-        if not shards:
-            keys = _Keys(np.zeros((0, KEY_BYTES), np.uint8))
-            none = np.zeros(0, np.int64)
-            return _Index(keys, keys, none, none, none, none)
-        whole = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        return _Index(
-            _Keys(whole["keys"]),
-            _Keys(whole["prompts"]),
-            np.concatenate(shards),
-            np.concatenate(starts),
-            whole["lengths"],
-            whole["stopped"],
+                parts.append({name: file.get_tensor(name) for name in OF_ROWS})
+        rows = [len(part["lengths"]) for part in parts]
+        shard = np.repeat(np.arange(-1, len(self._files)), rows)
+        start = [np.cumsum(part["lengths"], dtype=np.int64) - part["lengths"] for part in parts]
+        keys, prompts, length, stopped = (
+            np.concatenate([part[name] for part in parts]) for name in OF_ROWS
         )
+        return _Index(_Keys(keys), _Keys(prompts), shard, np.concatenate(start), length, stopped)
 
 
 def read_manifest(folder: Path, name: str) -> ScoreManifest:
@@ -447,9 +410,7 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
     except OSError as error:
         raise UserError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{name}: {path} cannot be understood: {where}: {first['msg']}") from None
+        raise UserError(f"{name}: {path} cannot be understood: {first_mistake(error)}") from None
     if manifest.format != FORMAT:
         raise UserError(
             f"{name}: written by another jaxrl (format {manifest.format}, this one reads {FORMAT});"

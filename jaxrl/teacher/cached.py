@@ -35,8 +35,8 @@ class CachedTeacher:
     ):
         self._cache, self._live = cache, teacher
         self._dtype = config.teacher.compute_dtype
-        hidden = config.distill.signal == "hidden"
-        self._fields = ("hidden",) if hidden else (*Options.of(config.distill, vocab_size).fields,)
+        options = Options.of(config.distill, vocab_size)
+        self._fields = tuple(options.tensors(self._dtype, cache.config.d_model))
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
         """The teacher's signal for each completion position of a slice of the rows; read signals
@@ -51,15 +51,12 @@ class CachedTeacher:
             return self._cache.signal(sequences, self._fields, self._dtype)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        return self._teacher.generate(prompts, step)
+        assert self._live is not None, "scores on disk sample nothing"
+        return self._live.generate(prompts, step)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        return self._teacher.sample(prompts)
-
-    @property
-    def _teacher(self) -> TeacherRole:
         assert self._live is not None, "scores on disk sample nothing"
-        return self._live
+        return self._live.sample(prompts)
 
 
 def check_cache(
@@ -68,7 +65,7 @@ def check_cache(
     digest: str | None,
     vocab_size: int,
     rows: Iterable[tuple[int, Prompt]],
-) -> list[str]:
+) -> str:
     """Refuses scores that the run cannot learn from.
 
     Args:
@@ -77,7 +74,7 @@ def check_cache(
         rows: (batch, prompt) of all rows of the data that the run reads scores of.
 
     Returns:
-        Messages for the user.
+        What the user reads of them.
 
     Raises:
         UserError: with what the folder has and what the run needs.
@@ -102,7 +99,7 @@ def check_cache(
     signal = manifest.options.signal
     kind = f"{signal} in {manifest.stored}" if signal == "hidden" else signal
     note = f"{name}: {kind}, of {manifest.model}; {len(cache)} rows"
-    return [note if manifest.error is None else f"{note}; {manifest.error}"]
+    return note if manifest.error is None else f"{note}; {manifest.error}"
 
 
 def _check_options(config: Config, has: Options, needs: Options, name: str) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxrl.teacher.protocol import Shapes
+
 ROUNDING = 1e-3
 """Nats, or probability: what float32 sums over a large vocabulary may be off by."""
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> name of its dtype, and its dims after [B, C]."""
 
 
 def check_answer(

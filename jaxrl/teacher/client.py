@@ -206,25 +206,11 @@ def _message(body: bytes) -> str:
     return (message if isinstance(message, str) else json.dumps(message))[:600]
 
 
+@dataclass
 class TeacherClient:
     """Asks one server. Thread-safe: every question has a connection of its own."""
 
-    def __init__(
-        self,
-        address: str,
-        token: str | None,
-        timeout: float,
-        name: str = "",
-        ca_file: str | None = None,
-    ):
-        """
-        Args:
-            address: `host:port`, or a URL.
-            timeout: seconds for each question, tries after a failure included.
-            name, ca_file: as in `Endpoint`.
-        """
-        url = address if "://" in address else f"http://{address}"
-        self.endpoint = Endpoint(url.rstrip("/"), token, timeout, name, ca_file)
+    endpoint: Endpoint
 
     @cached_property
     def info(self) -> Info:
@@ -270,7 +256,8 @@ class TeacherClient:
     ) -> TeacherSignal:
         def read(body: bytes) -> TeacherSignal:
             tensors, mask = decode(body)[0], np.asarray(sequences.loss_mask)
-            check_answer(tensors, options.answer(self.info), mask, options.vocab_size)
+            shapes = options.tensors(self.info.dtype, self.info.d_model)
+            check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
             return TeacherSignal(**tensors)

@@ -63,26 +63,14 @@ class CompletionsInfo:
 class CompletionsClient:
     """Asks one server; `score` is thread-safe."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str | None,
-        token: str | None,
-        timeout: float,
-        at_once: int,
-        name: str = "",
-        ca_file: str | None = None,
-    ):
+    def __init__(self, endpoint: Endpoint, model: str | None, at_once: int):
         """
         Args:
-            url: what `/completions` is put after, as in `http://host:8000/v1`.
+            endpoint: `/completions` comes after its URL, as in `http://host:8000/v1`.
             model: name of the model there; None: the only one that it has.
-            timeout: seconds for each sequence, tries after a failure included.
             at_once: requests in hand at once, over all calls of `score`.
-            name, ca_file: as in `Endpoint`.
         """
-        self.endpoint = Endpoint(url.rstrip("/"), token, timeout, name, ca_file)
-        self._model = model
+        self.endpoint, self._model = endpoint, model
         self._at_once, self._free = at_once, threading.Semaphore(at_once)
 
     @cached_property
@@ -104,7 +92,7 @@ class CompletionsClient:
         problems = []
         for style in _STYLES:
             try:
-                self._ask(model, style, (1, 2), 1)  # tokens that every vocabulary has
+                self._ask(model, style, (1, 2), 1, None)  # tokens that every vocabulary has
                 return CompletionsInfo(model, most, style)
             except TeacherError as error:
                 problems.append(f"{style}: {error}")
@@ -147,22 +135,20 @@ class CompletionsClient:
             return TeacherSignal(token_logprobs=token)
         return TeacherSignal(topk_ids=best_ids, topk_logprobs=best, tail_logprob=tail)
 
-    def positions(
-        self, tokens: Sequence[int], k: int, vocab_size: int | None = None
-    ) -> list[Position]:
+    def positions(self, tokens: Sequence[int], k: int, vocab_size: int) -> list[Position]:
         """What the server says about each token of a sequence but the first, which nothing
         predicts.
 
         Args:
             k: most probable tokens to name for each, at least; 0: none.
-            vocab_size: the student's tokens; None: unknown.
+            vocab_size: the student's tokens.
         """
         info = self.info
         with self._free:
             return self._ask(info.model, info.style, tokens, k, vocab_size)
 
     def _ask(
-        self, model: str, style: str, tokens: Sequence[int], k: int, vocab_size: int | None = None
+        self, model: str, style: str, tokens: Sequence[int], k: int, vocab_size: int | None
     ) -> list[Position]:
         words, read_positions = _STYLES[style]
         body = {

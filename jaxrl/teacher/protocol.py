@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self, get_args
 import numpy as np
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.numpy import save
 
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
@@ -38,7 +39,6 @@ MOST_PADDING = 128
 """Columns that no sequence uses: widths of prompts and completions are rounded up to a multiple of
 64 at most."""
 HEAD = "head"
-"""Name of the LM head's tensor."""
 FINGERPRINT = "fingerprint"
 """Name in the query of a request for the head: the teacher that is meant."""
 _DTYPES = STORED | {
@@ -50,6 +50,8 @@ _DTYPES = STORED | {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Piece = bytes | memoryview
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""Name of a tensor -> name of its dtype, and its dims after those of the tokens."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -171,14 +173,15 @@ class Options(ProtocolMessage):
         """Bytes of one sequence of T tokens, C of them in the completion, in a request."""
         return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
 
-    def answer(self, info: Info) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of an answer (`teacher.check.Shapes`)."""
-        return {"hidden": (info.dtype, (info.d_model,))} if self.signal == "hidden" else self.fields
+    def tensors(self, dtype: str, width: int) -> Shapes:
+        """The tensors of an answer.
 
-    @property
-    def fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of all signals but `hidden`, as in `answer`."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {"token_logprobs": ("float32", ())}
+        Args:
+            dtype, width: of hidden states.
+        """
+        if self.signal == "hidden":
+            return {"hidden": (dtype, (width,))}
+        tensors: Shapes = {"token_logprobs": ("float32", ())}
         if self.signal != "sampled":
             tensors = _best("topk_ids", "topk_logprobs", "tail_logprob", self.top_k)
         if self.entropy_top_k is not None:
@@ -188,11 +191,11 @@ class Options(ProtocolMessage):
 
     def answer_row_bytes(self, c: int, info: Info) -> int:
         """Bytes of one sequence in an answer."""
-        each = (np.dtype(dtype).itemsize * prod(dims) for dtype, dims in self.answer(info).values())
-        return c * sum(each)
+        tensors = self.tensors(info.dtype, info.d_model).values()
+        return c * sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in tensors)
 
 
-def _best(ids: str, logprobs: str, tail: str, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _best(ids: str, logprobs: str, tail: str, k: int) -> Shapes:
     return {ids: ("int32", (k,)), logprobs: ("float32", (k,)), tail: ("float32", ())}
 
 
@@ -226,14 +229,14 @@ def write_request(
     options: Options, fingerprint: str, sequences: Sequences, ids: np.ndarray | None
 ) -> bytes:
     tensors = {
-        "tokens": np.asarray(sequences.tokens, np.int32),
-        "mask": np.asarray(sequences.mask, bool),
-        "loss_mask": np.asarray(sequences.loss_mask, bool),
+        "tokens": np.ascontiguousarray(sequences.tokens, np.int32),
+        "mask": np.ascontiguousarray(sequences.mask, bool),
+        "loss_mask": np.ascontiguousarray(sequences.loss_mask, bool),
     }
     if ids is not None:
-        tensors["ids"] = np.asarray(ids, np.int32)
+        tensors["ids"] = np.ascontiguousarray(ids, np.int32)
     words = Asked(options=options, fingerprint=fingerprint).model_dump_json()
-    return encode(tensors, {REQUEST: words})
+    return save(tensors, {REQUEST: words})
 
 
 def read_request(body: bytes, info: Info) -> Request:
@@ -242,7 +245,7 @@ def read_request(body: bytes, info: Info) -> Request:
         tensors, metadata = decode(body)
         asked = Asked.model_validate_json(metadata.get(REQUEST, "{}"))
     except ValidationError as error:
-        raise Refused(400, f"metadata {REQUEST!r}: {_first_mistake(error)}") from error
+        raise Refused(400, f"metadata {REQUEST!r}: {first_mistake(error)}") from error
     except ValueError as error:
         raise Refused(400, f"the body cannot be read: {error}") from error
     options = asked.options
@@ -322,20 +325,20 @@ def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int
     return tensor
 
 
-def _first_mistake(error: ValidationError) -> str:
+def first_mistake(error: ValidationError) -> str:
     """By the name of its field; never the whole input."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
 
 
 def write_signal(signal: TeacherSignal) -> list[Piece]:
-    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None}, {})
+    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None})
 
 
-def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Piece]:
+def frame(tensors: Mapping[str, np.ndarray]) -> list[Piece]:
     """Safetensors in pieces, to be sent one after the other: unlike with `safetensors.serialize`,
     the tensors are not copied."""
-    header: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonObject = {}
     pieces: list[Piece] = []
     at = 0
     for name, tensor in tensors.items():
@@ -347,10 +350,6 @@ def frame(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> lis
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *pieces]
-
-
-def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    return b"".join(frame(tensors, metadata))
 
 
 def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -2,8 +2,7 @@
 
 `run.job` meets the servers before anything is written (`remote_info`, `check_remote`,
 `check_remote_prompts`); for the signal `hidden` the actor fetches the heads (`remote_head`); then
-`RemoteTeacher` takes the place of `roles.teacher.Teacher`, or `RemoteTeachers` of
-`roles.teachers.Teachers`.
+`RemoteTeachers` takes the place of `roles.teacher.Teacher`, or of `roles.teachers.Teachers`.
 
 Functions that take `name` mean one of `Config.served`.
 """
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial, reduce
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -25,12 +25,15 @@ from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.client import TeacherClient, TeacherError, rows_at_once
+from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError, rows_at_once
 from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
 from jaxrl.teacher.protocol import Info, Options, find_token, vocab_hash
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
 
 AnyInfo = Info | CompletionsInfo
+AnyClient = TeacherClient | CompletionsClient
+RowInputs = tuple[Sequences, np.ndarray | None]
+"""Rows of a rollout: sequences, and the student's most probable tokens where there are any."""
 ONLY = "teacher"
 """Name in `Config.served` of a teacher that is the only one."""
 MEET_S = 30.0
@@ -42,83 +45,61 @@ PROBE_TOKENS = 32
 """Tokens of a prompt with which a completions server is tried."""
 
 
-class RemoteTeacher:
-    """Scores as `roles.teacher.Teacher` does. Thread-safe: parts may be asked for side by side."""
+class RemoteTeachers:
+    """One teacher or several. Thread-safe: parts may be asked for side by side."""
 
     def __init__(
-        self, config: Config, vocab_size: int, name: str = ONLY, info: AnyInfo | None = None
+        self,
+        config: Config,
+        vocab_size: int,
+        infos: Mapping[str, AnyInfo] = MappingProxyType({}),
     ):
         """
         Args:
-            info: of the handshake before the run; None: whichever teacher answers first is meant.
+            infos: of the handshakes before the run, by name; without one, whichever teacher answers
+                first is meant.
         """
-        self._distill, self._vocab_size = config.distill, vocab_size
-        self._address = config.served[name].address
-        self._client = _client(config, name, EARLIER * config.deadlines.score)
-        if info is not None:
-            self._client.info = info
+        self._config, self._vocab_size = config, vocab_size
+        timeout = EARLIER * config.deadlines.score
+        self._clients = [_client(config, name, timeout, infos.get(name)) for name in config.served]
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of some rows, as numpy arrays.
+        """The teacher's signal for each completion position of some rows, as numpy arrays. Of
+        several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
+        has no teacher, as padding.
 
         Args:
             part, parts: which of how many slices of rows, as even as possible; None where it is
                 empty.
         """
         n = rollout.sequences.tokens.shape[0]
-        rows = _part(n, part, parts)
-        if rows is None:
-            return None
-        with phase(f"rows {rows.start}-{rows.stop} of {n}, at {self._address}"):
-            return self.ask(*_rows(rollout, rows))
-
-    def ask(self, sequences: Sequences, ids: np.ndarray | None) -> TeacherSignal:
-        return self._client.score(sequences, ids, self._distill, self._vocab_size)
-
-    @property
-    def width(self) -> int:
-        """Of the hidden states."""
-        assert isinstance(self._client.info, Info)
-        return self._client.info.d_model
-
-
-class RemoteTeachers:
-    """Scores as `roles.teachers.Teachers` does. Thread-safe."""
-
-    def __init__(self, config: Config, vocab_size: int, infos: Mapping[str, AnyInfo]):
-        """
-        Args:
-            infos: of the handshakes before the run.
-        """
-        self._config = config
-        self._teachers = [
-            RemoteTeacher(config, vocab_size, name, infos.get(name)) for name in config.served
-        ]
-
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """As of `RemoteTeacher`. A row gets its teacher's signal or, of a mixture, the mixture's;
-        zeros where it has no teacher, as padding."""
-        n = rollout.sequences.tokens.shape[0]
         rows, weights = _part(n, part, parts), teacher_weights(self._config, rollout)
         if rows is None:
             return None
-        assert weights is not None
-        given, weights = _rows(rollout, rows), weights[rows]
+        given = rollout.sequences, rollout.student_topk
+        given = jax.tree.map(lambda x: np.asarray(x)[rows], given)
+        where = ", ".join(self._config.teachers) or self._config.teacher.address
+        with phase(f"rows {rows.start}-{rows.stop} of {n}, at {where}"):
+            if weights is None:
+                return self._ask(self._clients[0], given)
+            return self._combined(given, weights[rows])
+
+    def _ask(self, client: AnyClient, given: RowInputs) -> TeacherSignal:
+        return client.score(*given, self._config.distill, self._vocab_size)
+
+    def _combined(self, given: RowInputs, weights: np.ndarray) -> TeacherSignal:
+        """What several teachers say of rows with these weights [n, K]."""
         asked = weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
 
-        def ask(teacher: RemoteTeacher, mine: np.ndarray) -> TeacherSignal | None:
+        def ask(client: AnyClient, mine: np.ndarray) -> TeacherSignal | None:
             if not mine.any():
                 return None
-            signal = teacher.ask(*jax.tree.map(lambda x: x[mine], given))
+            signal = self._ask(client, jax.tree.map(lambda x: x[mine], given))
             return jax.tree.map(lambda x: _spread(x, mine), signal)
 
-        names = ", ".join(self._config.served)
-        with (
-            phase(f"rows {rows.start}-{rows.stop} of {n}, at {names}"),
-            ThreadPoolExecutor(len(self._teachers)) as pool,
-        ):
-            found = list(pool.map(ask, self._teachers, asked.T))
+        with ThreadPoolExecutor(len(self._clients)) as pool:
+            found = list(pool.map(ask, self._clients, asked.T))
         if self._config.distill.signal == "hidden":
             return TeacherSignal(hidden=self._hidden(found))
         signals = [signal for signal in found if signal is not None]
@@ -133,7 +114,8 @@ class RemoteTeachers:
         """Of a mixture those of all teachers, one after the other; else each row's own teacher's,
         with zeros at the end of narrow ones."""
         some = next(signal.hidden for signal in found if signal is not None)
-        widths = [teacher.width for teacher in self._teachers]
+        infos = [client.info for client in self._clients]
+        widths = [info.d_model for info in infos if isinstance(info, Info)]
         each = [
             np.zeros((*some.shape[:2], width), some.dtype) if signal is None else signal.hidden
             for signal, width in zip(found, widths, strict=True)
@@ -148,12 +130,6 @@ def _part(n: int, part: int, parts: int) -> slice | None:
     assert 0 <= part < parts, (part, parts)
     start, stop = n * part // parts, n * (part + 1) // parts
     return None if start == stop else slice(start, stop)
-
-
-def _rows(rollout: Rollout, rows: slice) -> tuple[Sequences, np.ndarray | None]:
-    """Sequences, and the student's most probable tokens where there are any."""
-    given = rollout.sequences, rollout.student_topk
-    return jax.tree.map(lambda x: np.asarray(x)[rows], given)
 
 
 def _spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
@@ -193,9 +169,8 @@ def remote_head(config: Config, rows: int, info: AnyInfo, name: str = ONLY) -> n
     Args:
         info: of the handshake before the run; another teacher's head is refused.
     """
-    client = _client(config, name, EARLIER * config.deadlines.startup)
-    assert isinstance(client, TeacherClient) and isinstance(info, Info)
-    client.info = info
+    client = _client(config, name, EARLIER * config.deadlines.startup, info)
+    assert isinstance(client, TeacherClient)
     return client.head()[:rows]
 
 
@@ -259,14 +234,14 @@ def check_remote_prompts(
     info: AnyInfo,
     tokenizer: Tokenizer,
     prompts: Iterable[Prompt],
-    vocab_size: int | None = None,
+    vocab_size: int,
     name: str = ONLY,
 ) -> str | None:
     """Refuses a teacher whose chat template, or whose tokens, make other prompts of the run's data.
 
     Args:
         prompts: some of the run's; a completions server is tried with the first.
-        vocab_size: what `check_remote` returned; None: a completions server may name any token.
+        vocab_size: what `check_remote` returned.
 
     Returns:
         What could not be checked; None where everything could.
@@ -330,7 +305,7 @@ def _probe(
     name: str,
     tokenizer: Tokenizer,
     tokens: tuple[int, ...],
-    vocab_size: int | None,
+    vocab_size: int,
 ) -> str | None:
     """Asks for what the run will ask for, and compares how the server spells the tokens."""
     client, address = _client(config, name, MEET_S), config.served[name].address
@@ -371,11 +346,20 @@ def _key(config: Config, name: str) -> str:
     return f"{config.teacher_key(name, 'address')}={config.served[name].address}"
 
 
-def _client(config: Config, name: str, timeout: float) -> TeacherClient | CompletionsClient:
-    one, token = config.served[name], find_token()
+def _client(config: Config, name: str, timeout: float, info: AnyInfo | None = None) -> AnyClient:
+    """
+    Args:
+        timeout: seconds for each question, tries after a failure included.
+        info: the handshake, where there was one.
+    """
+    one = config.served[name]
     assert one.address is not None
+    url = one.address if "://" in one.address else f"http://{one.address}"
     known_as, ca_file = name if config.teachers else "", config.teacher.ca_file
-    if one.api == "jaxrl":
-        return TeacherClient(one.address, token, timeout, known_as, ca_file)
-    at_once = config.teacher.service_threads
-    return CompletionsClient(one.address, one.api_model, token, timeout, at_once, known_as, ca_file)
+    endpoint = Endpoint(url.rstrip("/"), find_token(), timeout, known_as, ca_file)
+    client: AnyClient = TeacherClient(endpoint)
+    if one.api == "openai":
+        client = CompletionsClient(endpoint, one.api_model, config.teacher.service_threads)
+    if info is not None:
+        client.info = info
+    return client

@@ -147,7 +147,6 @@ class TeacherServer:
             raise UserError(f"--host {host} --port {port}: {error}") from error
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """`host:port`."""
         self.url = f"{'https' if tls else 'http'}://{self.address}"
 
     def start(self, services: Mapping[str, ScoringService]) -> None:
@@ -310,7 +309,7 @@ class TeacherServer:
         service = self._teacher(request)
         if FINGERPRINT in request.query_params:
             check_meant(request.query_params[FINGERPRINT], service.info)
-        return self._tensors(lambda wanted: frame({HEAD: service.head()}, {}))
+        return self._tensors(lambda wanted: frame({HEAD: service.head()}))
 
     async def _score(self, request: Request) -> ASGIApp:
         service = self._teacher(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,8 +79,10 @@ def test_an_episode_is_worth_the_discounted_sum_of_its_turns(discount: float) ->
 
 def by_turn(config: Config) -> tuple[Rollout, np.ndarray]:
     batch = rollout()
-    with RewardFunctions(config.rewards, 32, 60.0, environment=config.environment) as rewards:
-        report = rewards.score(batch)
+    with closing(
+        RewardFunctions(config.rewards, 32, 60.0, environment=config.environment)
+    ) as rewards:
+        report = rewards.report(batch, rewards.submit(batch))
     trained, _ = prepare_rewarded(config)(batch, {"reward": [report]})
     return batch, np.asarray(trained.advantages)
 
@@ -161,8 +164,8 @@ def test_turns_are_credited_where_whole_episodes_are_equal() -> None:
     made = config(credit="turn")
     policy = made.policy.model_copy(update={"dynamic_sampling": "drop"})
     made = made.model_copy(update={"policy": policy})
-    with RewardFunctions(made.rewards, 32, 60.0, environment=made.environment) as rewards:
-        report = rewards.score(batch)
+    with closing(RewardFunctions(made.rewards, 32, 60.0, environment=made.environment)) as rewards:
+        report = rewards.report(batch, rewards.submit(batch))
     trained, _ = prepare_rewarded(made)(batch, {"reward": [report]})
     assert trained.in_policy.tolist() == [True, True, False, False]
 

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 import reward_functions
@@ -217,12 +218,12 @@ def test_their_signature_is_that_of_a_function_in_a_file():
 
     config, given = bind(gspo("reward.functions=[python:judge]"), [judge, later])
     given = pickle.loads(pickle.dumps(given))  # as they travel to another host
-    with RewardFunctions(config.reward, 8, 60.0, given) as functions:
+    with closing(RewardFunctions(config.reward, 8, 60.0, given)) as functions:
         items = [Item("p", "1", "1", {}), Item("p", "2", "3", {})]
         assert functions.pool.judge(0, items).result().values == [1.0, 0.0]
         assert functions.pool.judge(1, items).result().values == [1.0, 1.0]
     config, given = bind(gspo(), [wants])
     reward = RewardConfig(functions=config.reward.functions[1:])
     asks = pytest.raises(UserError, match="asks for the column `no_such_column`")
-    with RewardFunctions(reward, 8, 60.0, given) as functions, asks:
+    with closing(RewardFunctions(reward, 8, 60.0, given)) as functions, asks:
         functions.check([Prompt(0, (1,), "p", answer="1")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def made(
     run_dir: Path | None = None,
     max_prompt_tokens: int = 500,
     **given: Any,
-) -> Episodes:
+) -> closing[Episodes]:
     config = Config.parse(
         {
             "student": {"model": "tiny"},
@@ -39,7 +40,7 @@ def made(
             "environment": {"name": f"{HERE}:{name}", "workers": 1, "timeout": 5, **given},
         }
     )
-    return Episodes(config, tokenizer, run_dir=run_dir)
+    return closing(Episodes(config, tokenizer, run_dir=run_dir))
 
 
 def prompts(*texts: str, tokenizer: Any = CHAT, **columns: object) -> list[Prompt]:

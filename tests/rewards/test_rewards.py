@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jaxrl.algorithms.advantages import group_advantages, select_groups
 from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.scoring import RewardFunctions, names_of
+from jaxrl.rewards.scoring import RewardFunctions, RewardReport, names_of
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
@@ -44,8 +45,12 @@ def config(**keys: Any) -> RewardConfig:
 def functions() -> Iterator[RewardFunctions]:
     """Two that count, one that is only told, and one in trouble that is only told."""
     made = config(weights=(1.0, 0.1, 2.0, 0.0))
-    with RewardFunctions(made, max_new_tokens=8, startup=60) as functions:
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
         yield functions
+
+
+def scored(functions: RewardFunctions, batch: Rollout, *model_scores: Any) -> RewardReport:
+    return functions.report(batch, functions.submit(batch), *model_scores)
 
 
 NAN = float("nan")
@@ -58,7 +63,7 @@ def test_the_sum_and_what_is_told_by_hand(functions: RewardFunctions) -> None:
         (1, "raise", 5, {"parts": None}),
         (1, "55555", 5, {"parts": None}),
     )
-    report = functions.score(batch)
+    report = scored(functions, batch)
     told = report.per_reward
     np.testing.assert_array_equal(told["number"], [1, 0, 0, 0, NAN])
     np.testing.assert_array_equal(told["length"], [1, 2, 5, 5, NAN])
@@ -86,25 +91,25 @@ def test_the_sum_and_what_is_told_by_hand(functions: RewardFunctions) -> None:
 def test_what_fails_is_not_zero() -> None:
     batch = rollout((0, "raise", 5, {}), (0, "ccc", 3, {}), (1, "a", 1, {}), (1, "a", 1, {}))
     made = config(functions=("number", f"{HERE}:trouble"))
-    with RewardFunctions(made, max_new_tokens=8, startup=60) as functions:
-        report = functions.score(batch)
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
+        report = scored(functions, batch)
         np.testing.assert_array_equal(report.rewards, [NAN, 3, 1, 1, NAN])
         assert report.metrics["reward/none"] == 1
         worse = rollout(*[(0, "raise", 5, {})] * 3, (0, "a", 1, {}))
         with pytest.raises(RunError, match="trouble failed on 3 of 4 completions"):
-            functions.score(worse)
+            scored(functions, worse)
 
 
 def test_the_reward_model_and_the_length_by_hand() -> None:
     """max_new_tokens 8, buffer 4, penalty 2: 0 up to 4 tokens, -1 at 6, -2 at 8."""
     batch = rollout((0, "5", 4, {}), (0, "5", 6, {}), (0, "4", 8, {}), padding=2)
     made = config(functions="number", overlong_buffer=4, overlong_penalty=2.0, model_weight=0.5)
-    with RewardFunctions(made, max_new_tokens=8, startup=60) as functions:
-        report = functions.score(batch, np.array([2, 4, 6, 0, 0], np.float32))
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
+        report = scored(functions, batch, np.array([2, 4, 6, 0, 0], np.float32))
         np.testing.assert_allclose(report.rewards, [2, 2, 1, NAN, NAN])
         assert report.metrics["reward/overlong/mean"] == pytest.approx(-0.5)
         assert report.metrics["reward/model/mean"] == 4
-        unscored = functions.score(batch, np.array([2, NAN, 6, 0, 0]))
+        unscored = scored(functions, batch, np.array([2, NAN, 6, 0, 0]))
         np.testing.assert_allclose(unscored.rewards, [2, NAN, 1, NAN, NAN])
 
 
@@ -122,8 +127,8 @@ def test_a_penalty_counts_only_beside_a_real_reward() -> None:
     batch = replace(batch, prompts=prompts)
     names = ("number", f"{HERE}:parts", f"{HERE}:sometimes")
     made = config(functions=names, overlong_buffer=4, overlong_penalty=0.5)
-    with RewardFunctions(made, max_new_tokens=8, startup=60) as functions:
-        report = functions.score(batch)
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
+        report = scored(functions, batch)
     np.testing.assert_array_equal(report.task, [NAN, NAN, 1, 1, NAN, NAN, NAN])
     np.testing.assert_array_equal(report.rewards, [NAN, NAN, 1, 0.5, NAN, NAN, NAN])
     assert report.metrics["reward/none"] == 4
@@ -135,10 +140,12 @@ def test_a_penalty_counts_only_beside_a_real_reward() -> None:
 
 
 def test_without_functions_the_model_alone_rewards() -> None:
-    with RewardFunctions(RewardConfig(model="m"), max_new_tokens=8, startup=1) as functions:
+    with closing(
+        RewardFunctions(RewardConfig(model="m"), max_new_tokens=8, startup=1)
+    ) as functions:
         functions.check([])
         assert functions.pool.facts() == ()
-        report = functions.score(rollout((0, "a", 1, {})), np.array([3.0, 0.0]))
+        report = scored(functions, rollout((0, "a", 1, {})), np.array([3.0, 0.0]))
     np.testing.assert_array_equal(report.rewards, [3, NAN])
 
 
@@ -146,9 +153,9 @@ def test_a_batch_without_any_reward_is_told() -> None:
     prompts = (Prompt(0, (1,), "p", None, None, {"parts": None}),) * 2
     batch = rollout(*[(0, "x", 1, {"parts": None})] * 2)
     made = config(functions=("number", f"{HERE}:parts"))
-    with RewardFunctions(made, max_new_tokens=8, startup=60) as alone:
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as alone:
         blind = Rollout(**{**vars(batch), "prompts": prompts})
-        report = alone.score(blind)
+        report = scored(alone, blind)
     assert report.metrics["reward/none"] == 2 and "reward/mean" not in report.metrics
     assert "none of the 2 completions has a reward" in report.notes[0]
     assert "number: 2, parts: 2" in report.notes[0]

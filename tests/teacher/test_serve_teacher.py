@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save
 from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 from tiny_tokenizer import tiny_tokenizer
 
@@ -38,7 +39,7 @@ from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
 from jaxrl.roles.scorer import Scorer
-from jaxrl.teacher.client import TeacherClient, TeacherError
+from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError
 from jaxrl.teacher.connection import Limits
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
@@ -47,14 +48,12 @@ from jaxrl.teacher.protocol import (
     Info,
     Options,
     decode,
-    encode,
     read_request,
     vocab_hash,
     write_request,
     write_signal,
 )
 from jaxrl.teacher.remote import (
-    RemoteTeacher,
     RemoteTeachers,
     check_remote,
     check_remote_prompts,
@@ -187,14 +186,14 @@ def assert_equal(
 def test_signals_are_bit_equal_to_the_scorers(
     signal: str, server: TeacherServer, rollout: Rollout, expected: Any
 ) -> None:
-    teacher = RemoteTeacher(config(server.address, DISTILLS[signal]), V)
+    teacher = RemoteTeachers(config(server.address, DISTILLS[signal]), V)
     assert_equal(teacher.score(rollout), expected(DISTILLS[signal]))
 
 
 def test_parts_are_even_slices_of_the_rows(
     server: TeacherServer, rollout: Rollout, expected: Any
 ) -> None:
-    teacher = RemoteTeacher(config(server.address, PLAIN), V)
+    teacher = RemoteTeachers(config(server.address, PLAIN), V)
     sizes = []
     for part in range(8):
         signal = teacher.score(rollout, part, 8)
@@ -238,7 +237,7 @@ def test_a_request_over_the_limits_is_sent_in_several_and_computed_in_slices(
             return service.score(request, wanted)
 
     with serving(Small()) as server:
-        teacher = RemoteTeacher(config(server.address, DISTILLS["hidden"]), V)
+        teacher = RemoteTeachers(config(server.address, DISTILLS["hidden"]), V)
         told = teacher.score(rollout)
     assert seen == [2, 2, 2] and told is not None
     real = rollout.sequences.loss_mask
@@ -315,7 +314,7 @@ def test_row_buckets_hold_the_rows_and_waste_little() -> None:
 def test_clients_with_other_options_are_served_side_by_side(
     server: TeacherServer, rollout: Rollout, expected: Any
 ) -> None:
-    teachers = {name: RemoteTeacher(config(server.address, d), V) for name, d in DISTILLS.items()}
+    teachers = {name: RemoteTeachers(config(server.address, d), V) for name, d in DISTILLS.items()}
     names = [*DISTILLS] * 5
     with ThreadPoolExecutor(8) as pool:
         signals = list(pool.map(lambda name: teachers[name].score(rollout), names))
@@ -384,7 +383,7 @@ def good(info: Info, rollout: Rollout, **changed: Any) -> bytes:
     words |= {key: changed.pop(key) for key in ("fingerprint", "extra") if key in changed}
     tensors = {"tokens": s.tokens, "mask": s.mask, "loss_mask": s.loss_mask} | changed
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return encode(present, {"request": json.dumps(words)})
+    return save(present, {"request": json.dumps(words)})
 
 
 LONG = np.zeros((1, 300), np.int32)
@@ -485,8 +484,8 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
     assert (status, health["status"]) == (200, "ok")
     assert health["refused"] >= 10 and health["model"] == "tiny"
     body = good(server.services[""].info, rollout)
-    client = TeacherClient(server.address, None, 10)
-    client.endpoint.ask("POST", "/v1/score", lambda answer: encode({}, {}), body)
+    client = TeacherClient(Endpoint(server.url, None, 10))
+    client.endpoint.ask("POST", "/v1/score", lambda answer: answer, body)
 
 
 def test_a_token_is_asked_for_and_never_told(
@@ -508,7 +507,7 @@ def test_a_token_is_asked_for_and_never_told(
             remote_info(asked)
         monkeypatch.setenv(TOKEN, "secret-1")
         assert remote_info(asked) == service.info
-        assert "secret" not in repr(TeacherClient(server.address, "secret-1", 1).endpoint)
+        assert "secret" not in repr(Endpoint(server.url, "secret-1", 1))
     monkeypatch.setenv(TOKEN, "two words")
     with pytest.raises(UserError, match="no blank"):
         remote_info(asked)
@@ -556,7 +555,7 @@ def test_a_request_that_fails_inside_is_told_and_the_server_lives(
 ) -> None:
     failing = Failing(service.info, MemoryError("no room for 7 GB"))
     with serving(failing) as server:
-        teacher = RemoteTeacher(config(server.address, PLAIN), V)
+        teacher = RemoteTeachers(config(server.address, PLAIN), V)
         with pytest.raises(
             TeacherError, match="status 500: MemoryError: no room for 7 GB.*3 tries"
         ):
@@ -623,7 +622,7 @@ def test_half_an_answer_is_asked_for_again(
 ) -> None:
     flaky = Flaky(server, ways)
     try:
-        teacher = RemoteTeacher(config(flaky.address, PLAIN), V)
+        teacher = RemoteTeachers(config(flaky.address, PLAIN), V)
         assert_equal(teacher.score(rollout), expected(PLAIN))
     finally:
         flaky.listener.close()
@@ -638,7 +637,7 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
 
     short = Short(server.services[""].info)
     with serving(short) as half:
-        teacher = RemoteTeacher(config(half.address, SAMPLED), V)
+        teacher = RemoteTeachers(config(half.address, SAMPLED), V)
         with pytest.raises(TeacherError, match=r"cannot be used.*\[3, 7\], float32 \[6, 7\] was"):
             teacher.score(rollout)
 
@@ -702,7 +701,7 @@ def test_an_answer_that_no_teacher_can_give_is_refused(
                 tensors[name][~rollout.sequences.loss_mask] = np.nan
 
     with serving(service) as bent:
-        teacher = RemoteTeacher(config(bent.address, DISTILLS[signal]), V)
+        teacher = RemoteTeachers(config(bent.address, DISTILLS[signal]), V)
         tell(unread)
         assert teacher.score(rollout) is not None
         tell(change)
@@ -731,11 +730,11 @@ def test_a_dead_or_hung_server_is_told_within_the_deadline(
     ready = Failing(service.info)
     ready.go.set()
     with serving(ready) as server:
-        dead = RemoteTeacher(config(server.address, SAMPLED, deadline=1.0), V)
+        dead = RemoteTeachers(config(server.address, SAMPLED, deadline=1.0), V)
         dead.score(rollout)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        hung = RemoteTeacher(config(address, PLAIN, deadline=1.0), V)
+        hung = RemoteTeachers(config(address, PLAIN, deadline=1.0), V)
         for teacher, where, what in (
             (dead, server.address, "Connection refused"),
             (hung, address, "no answer in time"),
@@ -752,7 +751,7 @@ def test_a_server_that_comes_back_is_found_again(
     service: ScoringService, rollout: Rollout, expected: Any
 ) -> None:
     with serving(service) as server:
-        teacher = RemoteTeacher(config(server.address, PLAIN), V)
+        teacher = RemoteTeachers(config(server.address, PLAIN), V)
         teacher.score(rollout)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(teacher.score, rollout)
@@ -772,7 +771,7 @@ def test_requests_in_hand_are_finished_and_no_others_taken(
     slow = Failing(service.info)
     with serving(slow, threads=1) as server, ThreadPoolExecutor(3) as pool:
         asked = config(server.address, SAMPLED, deadline=3.0)
-        first = pool.submit(RemoteTeacher(asked, V).score, rollout)
+        first = pool.submit(RemoteTeachers(asked, V).score, rollout)
         assert slow.asked.acquire(timeout=5)
         assert not server.drain(0.05)
         status, told = send(server, "POST", "/v1/score", good(server.services[""].info, rollout))
@@ -793,7 +792,7 @@ def test_no_more_than_threads_are_in_hand_and_the_abandoned_are_not_computed(
         host, port = server.address.split(":")
         leaving = http.client.HTTPConnection(host, int(port))
         leaving.request("POST", "/v1/score", body)
-        staying = RemoteTeacher(config(server.address, SAMPLED), V)
+        staying = RemoteTeachers(config(server.address, SAMPLED), V)
         kept = pool.submit(staying.score, rollout)
         assert slow.asked.acquire(timeout=5) and slow.asked.acquire(timeout=5)
         status, told = send(server, "POST", "/v1/score", body)
@@ -855,7 +854,7 @@ def test_what_one_client_has_begun_locks_nobody_out(
     limits = {"header_s": 1000, "idle_s": 1000, "body_s": 1000}
     with serving(service, threads=2, **limits) as server, connections(server, n, first) as wires:
         started = time.monotonic()
-        teacher = RemoteTeacher(config(server.address, PLAIN, deadline=100), V)
+        teacher = RemoteTeachers(config(server.address, PLAIN, deadline=100), V)
         assert_equal(teacher.score(rollout), expected(PLAIN))
         assert time.monotonic() - started < 60
         assert send(server, "GET", "/health")[1]["in_hand"] <= 1
@@ -1034,7 +1033,7 @@ def test_a_completions_server_tells_what_the_scorer_tells(
     with completions(service, style, most=8) as fake:
         for distill in (PLAIN, SAMPLED):
             asked = config(fake.url, distill, api="openai", service_threads=3)
-            told = RemoteTeacher(asked, V).score(rollout)
+            told = RemoteTeachers(asked, V).score(rollout)
             assert told is not None
             theirs = expected(distill)
             for field in fields(TeacherSignal):
@@ -1085,7 +1084,7 @@ def test_more_log_probs_than_a_server_tells_are_refused_with_its_limit(
             "it tells 3 log-probs.*distill.top_k=4 asks for more" if silent else "greater than 3"
         )
         with pytest.raises(UserError, match=words):
-            check_remote_prompts(asked, info, Words(), prompts)
+            check_remote_prompts(asked, info, Words(), prompts, V)
 
 
 def test_a_completions_server_is_tried_before_the_run(service: ScoringService) -> None:
@@ -1095,10 +1094,10 @@ def test_a_completions_server_is_tried_before_the_run(service: ScoringService) -
         asked = config(fake.url, PLAIN, api="openai")
         info = remote_info(asked)
         assert check_remote(asked, info, Words(), student) == V
-        assert check_remote_prompts(asked, info, Words(), prompts) is None
+        assert check_remote_prompts(asked, info, Words(), prompts, V) is None
         fake.spelling = "q"
         with pytest.raises(UserError, match="different vocabularies.*'w6 w7 w8'.* q6 q7 q8"):
-            check_remote_prompts(asked, info, Words(), prompts)
+            check_remote_prompts(asked, info, Words(), prompts, V)
         for changed, word in (
             ({"entropy_aware": True, "entropy_top_k": 2}, "entropy of the whole vocabulary"),
             ({"distill_temperature": 2.0}, "those at temperature 1"),
@@ -1111,7 +1110,7 @@ def test_a_completions_server_is_tried_before_the_run(service: ScoringService) -
             remote_info(config(fake.url, PLAIN, api="openai", api_model="small"))
     with completions(service, "echo", most=8) as fake:
         asked = config(fake.url, PLAIN, api="openai")
-        told = check_remote_prompts(asked, remote_info(asked), Words(), prompts)
+        told = check_remote_prompts(asked, remote_info(asked), Words(), prompts, V)
         assert told is not None and "could not be checked" in told
         fake.spelling = "text"
         with pytest.raises(UserError, match="does not tell the log-probs(.|\n)*return_tokens_as_t"):
@@ -1258,10 +1257,10 @@ def test_chat_templates_are_compared_on_the_runs_prompts(service: ScoringService
     ):
         info = service.info.model_copy(update={"chat_template": template})
         if word is None:
-            assert check_remote_prompts(asked, info, tokenizer, prompts) is None
+            assert check_remote_prompts(asked, info, tokenizer, prompts, V) is None
         else:
             with pytest.raises(UserError, match=word):
-                check_remote_prompts(asked, info, tokenizer, prompts)
+                check_remote_prompts(asked, info, tokenizer, prompts, V)
     assert tokenizer.chat_template + "{# another spelling of the same #}" == same
 
 
@@ -1333,9 +1332,9 @@ def test_the_command_serves_until_it_is_told_to_stop(number: int) -> None:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline(), process.stdout.readline()]
-            found = re.search(r"http://(127.0.0.1:\d+)", lines[1])
+            found = re.search(r"http://127.0.0.1:\d+", lines[1])
             assert found is not None and "2 cpu device(s) (fsdp 2)" in lines[0], lines
-            client = TeacherClient(found[1], "secret-2", 30)
+            client = TeacherClient(Endpoint(found[0], "secret-2", 30))
             info = client.info
             assert info.vocab_size is not None
             tokens = np.full((3, 8), 5, np.int32)

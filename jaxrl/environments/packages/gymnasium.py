@@ -42,15 +42,17 @@ class Gymnasium(Environment):
         has = f"it has {', '.join(map(str, modes)) or 'none'}"
         if options.get("render_mode") not in (None, *modes):
             raise UserError(f"render_mode={options['render_mode']!r} is none of {id}: {has}")
-        own = type(self)
-        if own.words is Gymnasium.words and not self._speaks():
+        own, spaces = type(self), gymnasium.spaces
+        speaks = isinstance(self.game.observation_space, spaces.Text)
+        speaks |= self.game.render_mode == "ansi"
+        if own.words is Gymnasium.words and not speaks:
             raise UserError(
                 f"the observations of {id} are {self.game.observation_space}, no text: set"
                 " render_mode: ansi in environment.arguments where it has that mode"
                 f" ({has}), or name a subclass of {__name__}:Gymnasium with a method `words`"
             )
-        spaces = gymnasium.spaces.Text | gymnasium.spaces.Discrete
-        if own.action is Gymnasium.action and not isinstance(self.game.action_space, spaces):
+        acts = isinstance(self.game.action_space, spaces.Text | spaces.Discrete)
+        if own.action is Gymnasium.action and not acts:
             raise UserError(
                 f"the actions of {id} are {self.game.action_space}, neither Text nor Discrete: name"
                 f" a subclass of {__name__}:Gymnasium with a method `action`"
@@ -88,7 +90,3 @@ class Gymnasium(Environment):
         if not numbers or len(numbers[-1]) > 9 or not first <= int(numbers[-1]) <= last:
             raise ValueError(f"an action is a number from {first} to {last}")
         return int(numbers[-1])
-
-    def _speaks(self) -> bool:
-        text = isinstance(self.game.observation_space, gymnasium.spaces.Text)
-        return text or self.game.render_mode == "ansi"

@@ -168,7 +168,6 @@ class _Play:
         return await self._turn
 
     async def first(self) -> list[Message]:
-        """The prompt."""
         found = await self._next(0)
         if found is None:
             self._reward()
@@ -247,7 +246,6 @@ class _Stage:
         self._context: asyncio.Future[vf.ModelContext]
 
     async def begin(self, task: vf.Task) -> _Play:
-        """Begins to play a task."""
         if self._serving is None:
             self._context = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve())
@@ -324,7 +322,6 @@ def _stage_of(config: str) -> _Stage:
 
 
 def _as_tools(request: JsonObject) -> list[SchemaTool]:
-    """The tools that a request offers."""
     found = [tool["function"] for tool in request.get("tools") or ()]
     return [
         SchemaTool(f["name"], f.get("description", ""), f.get("parameters", {}), _no_call)
