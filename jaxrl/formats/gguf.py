@@ -42,7 +42,6 @@ from jaxrl.models.rope import (
     longrope_attention,
     positions_of,
 )
-from jaxrl.models.rotary import llama3
 from jaxrl.process.plain import JsonObject
 
 MOST_ELEMENTS = 1 << 22
@@ -455,7 +454,7 @@ class GgufFile:
         rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
         half = head_dim // 2
         freq = theta ** -(np.arange(half) / half)
-        divisors = freq / llama3(rope, freq)
+        divisors = freq / rope.scaled(freq, theta, 0)
         if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
             raise UserError(
                 f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"

@@ -176,7 +176,7 @@ class Pass:
         c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
         s = 0 if self.fused_attention else split(c.n_heads, self.axes.heads) * self.pairs * F32
         if c.delta is not None:  # queries, keys, values and results of a state are in float32
-            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            parts = c.delta.parts(tensor)
             s = max(s, self.tokens * 2 * (c.delta.k_width + c.delta.v_width) // parts * F32)
         q, kv = (n * unit for n in self._heads(tensor))
         return Blocks(x=self.residual, f=self._wide * unit, q=q, kv=kv, s=s)
@@ -209,7 +209,7 @@ class Pass:
         queries = (2 + c.block.output_gate) * split(c.n_heads, tensor)
         width = (queries + 2 * split(c.n_kv_heads, tensor)) * c.head_dim
         if c.delta is not None:
-            parts = tensor if c.delta.k_heads % tensor == 0 else 1
+            parts = c.delta.parts(tensor)
             width = max(width, (2 * c.delta.k_width + 3 * c.delta.v_width) // parts)
         weights = split(c.mlp_width, tensor)
         if c.experts is not None:
@@ -328,7 +328,7 @@ class Pass:
         c, tensor, unit = self.config, self.axes.tensor, self.tokens * self.itemsize
         if c.delta is None:
             return 0
-        parts = tensor if c.delta.k_heads % tensor == 0 else 1
+        parts = c.delta.parts(tensor)
         gate = split(c.n_heads, tensor) * c.head_dim
         attention = gate + 2 * split(c.n_kv_heads, tensor) * c.head_dim
         more = max(2 * (c.delta.k_width + c.delta.v_width) // parts - attention, 0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
-from jaxrl.models.packing import Packing
+from jaxrl.models.packing import Packing, by_heads
 from jaxrl.models.terms import Term, merge
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, SplitOver, divided
 
@@ -99,28 +100,12 @@ def attend_packed(
     """How the tokens of streams [X,n] attend: each row to itself, and completions whose prompt is
     a row of its own to that too. `window` as of `attender`, counted over prompt and completion.
 
-    Where the axis `context` divides a stream, attention has whole rows of some heads: an all-to-all
-    brings queries, keys and values there, another one the results back (DeepSpeed Ulysses,
-    arXiv:2309.14509). KV heads that the mesh does not divide are gathered whole instead.
+    Where the axis `context` divides a stream, attention has whole rows of some heads
+    (`packing.by_heads`).
     """
     attend = _attend_rows(kernel, packing, mesh, window)
-    if mesh is None or mesh.shape[TOKENS] == 1:
-        return attend
-
-    def by_tokens(x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(ROWS, TOKENS, divided(x.shape[2], ("tensor",), mesh.shape), None)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def by_heads(x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(ROWS, None, _axis(mesh, x.shape[2]), None)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        # By tokens first: else XLA divides the products before by heads, and gathers their input.
-        given = (by_heads(by_tokens(x)) for x in (q, k, v))
-        return by_tokens(by_heads(attend(*given, *sinks)))
-
-    return attend_heads
+    run = by_heads(lambda qkv, *sinks: attend(*qkv, *sinks), mesh, lambda x: x.shape[2])
+    return lambda q, k, v, *sinks: run((q, k, v), *sinks)
 
 
 def _attend_rows(
@@ -156,14 +141,19 @@ def _attend_completions(
     """How completions attend to the prompts that they share, and to themselves: queries, keys and
     values, each of prompts [P,W,*,H] and of completions [B,C,*,H], and any sinks -> [B,C,N,H]."""
     if kernel == "cudnn" and window is None:
+        lengths = row_lengths(mask_p), row_lengths(mask_c)
+
+        def run(q: jax.Array, *given: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
 
         def joined(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
-            return attend_joined(mesh, q[1], (k[0], v[0]), (k[1], v[1]), mask_p, mask_c, *sinks)
+            pairs = zip(k, v, strict=True)
+            return on_shards(run, mesh, q[1], *chain(*pairs), *lengths, sinks=sinks)
 
         return joined
     # The end of a prompt next to its completions: a window then counts positions.
-    width, lengths = mask_p.shape[1], mask_p.sum(-1, dtype=jnp.int32)
-    left = lengths - width if window is not None else None
+    width, prompt_lengths = mask_p.shape[1], mask_p.sum(-1, dtype=jnp.int32)
+    left = prompt_lengths - width if window is not None else None
 
     def rows(both: Pair) -> jax.Array:
         before = both[0] if left is None else roll_rows(both[0], left)
@@ -173,7 +163,7 @@ def _attend_completions(
     if kernel != "cudnn":
         attend = attender(kernel, keys, mesh, queries=mask_c, window=window)
         return lambda q, k, v, *sinks: attend(q[1], rows(k), rows(v), *sinks)
-    first = jnp.repeat(width - lengths, group, 0)
+    first = jnp.repeat(width - prompt_lengths, group, 0)
     attend_whole = attender(kernel, roll_rows(keys, first), mesh, window=window)
 
     def whole(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
@@ -182,29 +172,6 @@ def _attend_completions(
         return roll_rows(out, -first)[:, width:]
 
     return whole
-
-
-def attend_joined(
-    mesh: Mesh | None,
-    q: jax.Array,
-    prompts: Pair,
-    own: Pair,
-    prompt_mask: jax.Array,
-    mask: jax.Array,
-    *sinks: jax.Array,
-) -> jax.Array:
-    """cuDNN's attention of completions q [B,C,N,H] to the keys and values of their prompts
-    [P,W,KV,H], and causally to their own [B,C,KV,H].
-
-    Args:
-        prompt_mask, mask: [P,W], [B,C] bool; the real tokens are the first ones.
-    """
-
-    def run(q: jax.Array, *given: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-        return cudnn.attend_joined(q, given[0:2], given[2:4], *given[4:], sinks)
-
-    lengths = row_lengths(prompt_mask), row_lengths(mask)
-    return on_shards(run, mesh, q, *prompts, *own, *lengths, sinks=sinks)
 
 
 def row_lengths(mask: jax.Array) -> jax.Array:
@@ -306,15 +273,20 @@ def attention_by_blocks(
         allowed = jnp.broadcast_to(keys_[:, None], (b, size, span))
         at = jnp.arange(span) + start
         if causal:
-            allowed &= (at[None] <= last[:, None])[None]
-        if window is not None:
-            allowed &= (at[None] > last[:, None] - window)[None]
+            allowed &= reached(at[None], last[:, None], window)[None]
         return attention(q, k_, v_, allowed, sinks)
 
     padded = jnp.pad(q, ((0, 0), (0, -width % size), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(padded.reshape(b, -1, size, n, h), 1, 0)
     out = jax.lax.map(attend, (blocks, jnp.arange(0, width, size)))
     return jnp.moveaxis(out, 0, 1).reshape(padded.shape)[:, :width]
+
+
+def reached(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
+    """Whether queries at positions attend to keys at others: to themselves and to those before
+    them, or to the last `window` of these."""
+    allowed = keys <= queries
+    return allowed if window is None else allowed & (keys > queries - window)
 
 
 def attention_step(
@@ -353,9 +325,7 @@ def step_attender(
     if kernel is not None:
         run, lengths = partial(_step_in, kernel, window=window), positions + 1
         return lambda q, k, v, *sinks: on_shards(run, mesh, q, k, v, lengths, kv_dim=1, sinks=sinks)
-    allowed = jnp.arange(used)[None] <= positions[:, None]
-    if window is not None:
-        allowed &= jnp.arange(used)[None] > positions[:, None] - window
+    allowed = reached(jnp.arange(used)[None], positions[:, None], window)
     return lambda q, k, v, *sinks: attention_step(
         q, k[:, :, :used], v[:, :, :used], allowed, *sinks
     )
@@ -390,10 +360,7 @@ def chunk_attender(positions: jax.Array, window: int | None = None) -> Attend:
     keys and values too; with a `window`, to so many of the last ones."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        keys = jnp.arange(k.shape[2])[None, None]
-        allowed = keys <= positions[..., None]
-        if window is not None:
-            allowed &= keys > positions[..., None] - window
+        allowed = reached(jnp.arange(k.shape[2])[None, None], positions[..., None], window)
         return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed, *sinks)
 
     return attend

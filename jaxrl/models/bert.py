@@ -12,13 +12,15 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.attention import attender, kernel_on, roll_rows
+from jaxrl.models.embedding import by_rows
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.parameters import Params
 from jaxrl.models.rules import AXES
-from jaxrl.sharding.axes import ROWS, SplitOver, divided
+from jaxrl.sharding.axes import SplitOver, divided
 from jaxrl.types import Tree
 
 Leaf = tuple[str, tuple[str, ...]]
@@ -50,6 +52,10 @@ LAYER: dict[str, Leaf] = {
     "mlp_norm/bias": ("output.LayerNorm.bias", ("width",)),
 }
 """Within `encoder.layer.N.`; kernels are stored transposed."""
+PATHS = {path: axes for path, (_, axes) in TOP.items()} | {
+    f"layers/{path}": ("layers", *axes) for path, (_, axes) in LAYER.items()
+}
+"""Path of a parameter -> its logical axes."""
 
 
 def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
@@ -62,10 +68,9 @@ def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         "embed": config.d_model,
         "heads": config.d_model,
         "mlp": config.d_ff,
+        "layers": config.n_layers,
     }
-    top = {path: tuple(sizes[a] for a in axes) for path, (_, axes) in TOP.items()}
-    layer = {path: tuple(sizes[a] for a in axes) for path, (_, axes) in LAYER.items()}
-    return top | {f"layers/{path}": (config.n_layers, *s) for path, s in layer.items()}
+    return {path: tuple(sizes[axis] for axis in axes) for path, axes in PATHS.items()}
 
 
 def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
@@ -81,9 +86,7 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
     def split(axes: tuple[str, ...]) -> list[SplitOver]:
         return [divided(units[a], AXES[a], axis_sizes) if a in units else None for a in axes]
 
-    top = {path: PartitionSpec(*split(axes)) for path, (_, axes) in TOP.items()}
-    layer = {path: PartitionSpec(None, *split(axes)) for path, (_, axes) in LAYER.items()}
-    return top | {f"layers/{path}": spec for path, spec in layer.items()}
+    return {path: PartitionSpec(*split(axes)) for path, axes in PATHS.items()}
 
 
 def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
@@ -93,14 +96,7 @@ def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
 
 def tree(flat: Mapping[str, Tree]) -> Params:
     """A nested dict of values by path."""
-    nested: Params = {}
-    for path, value in flat.items():
-        *folders, name = path.split("/")
-        node = nested
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = value
-    return nested
+    return unflatten_dict(dict(flat), sep="/")
 
 
 def encode(
@@ -127,7 +123,7 @@ def encode(
     attend = attender(kernel, mask, mesh, causal=False)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0) + config.first_position
     x = _whole_width(config, embed["word"], mesh)[tokens] + embed["position"][positions]
-    x = _rows(_norm(x + embed["type"][0][None, None], embed["norm"], config.eps), mesh)
+    x = by_rows(_norm(x + embed["type"][0][None, None], embed["norm"], config.eps), mesh)
     heads = (*tokens.shape, config.n_heads, -1)
 
     def block(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
@@ -136,7 +132,7 @@ def encode(
         x = _norm(x + _dense(attended, p["attn"]["o"]), p["attn_norm"], config.eps)
         wide = jax.nn.gelu(_dense(x, p["mlp"]["up"]), approximate=False)
         x = _norm(x + _dense(wide, p["mlp"]["down"]), p["mlp_norm"], config.eps)
-        return _rows(x, mesh), None
+        return by_rows(x, mesh), None
 
     x, _ = jax.lax.scan(block, x, params["layers"])
     if config.pooling == "cls":
@@ -167,14 +163,6 @@ def _whole_width(config: EncoderConfig, table: jax.Array, mesh: Mesh | None) -> 
         return table
     vocab = specs(config, mesh.shape)["embed/word"][0]
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec(vocab, None)))
-
-
-def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Keeps the rows of x [N, T, D] sharded over (data, fsdp)."""
-    if mesh is None:
-        return x
-    spec = PartitionSpec(ROWS, None, None)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def n_params(config: EncoderConfig) -> int:

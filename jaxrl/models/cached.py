@@ -79,27 +79,16 @@ def prefill(
         kernels_of(config, params, mesh),
         lambda kernel, window: attender(kernel, mask, mesh, window=window),
     )
-    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh)
+
+    def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
+        return (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), k, v
+
+    def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
+        return recur_rows(delta_of(config), mesh, mask, inputs, filters)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, tuple[Any, Any]]:
-        params, own = given
-        rope, attend_one = mixing.of(layer)
-        attend_one = lending(layer.kind, attend_one, held)
-        written: list[Any] = []
-
-        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            own = () if layer.kind.borrows else (k, v)
-            written.append(tuple(jnp.swapaxes(x, 1, 2) for x in own))
-            return attend_one(q, k, v, *sinks)
-
-        def recur(inputs: Inputs, filters: Filters) -> Array:
-            out, end = recur_rows(delta_of(config), mesh, mask, inputs, filters)
-            written.append(end)
-            return out
-
-        mixer = recur if layer.kind.recurs else attend
-        x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own)
-        return x, (written[0], one)
+        return run(x, layer, *given, keep, recur)
 
     x, inputs = embed(config, params, tokens, mesh)
     x, left = through(config, body, x, params, inputs)
@@ -154,7 +143,7 @@ def decode(
         return shared_attender(kernel, positions, at, shared.seats, mesh, window, shared.pages)
 
     mixing = Mixing(config, positions[:, None], kernels, attender_of)
-    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh, every=True)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def step(
@@ -165,49 +154,38 @@ def decode(
         entry: Any,
         prompts: Any = None,
         index: Array = None,
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array, tuple[Any, Any]]:
         """A block; its entry of the cache is at an index where that holds several layers."""
-        rope, attend_one = mixing.of(layer)
-        attend_one = lending(layer.kind, attend_one, held)
-        written: list[Any] = []
 
-        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            if layer.kind.borrows:
-                written.append(())
-                return attend_one(q, k, v, *sinks)
+        def keep(*new: Array) -> tuple[Any, Any, Any]:
             if shared is not None and shared.pages is not None:
                 table = shared.pages.table
-                pair = (write(x, y, at, table, mesh) for x, y in zip(entry, (k, v), strict=True))
+                pair = tuple(write(x, y, at, table, mesh) for x, y in zip(entry, new, strict=True))
             else:
-                pair = (_write(x, y, at, index) for x, y in zip(entry, (k, v), strict=True))
-            written.append(tuple(pair))
-            keys, values = (_layer(x, index) for x in written[0])
+                pair = tuple(_write(x, y, at, index) for x, y in zip(entry, new, strict=True))
+            keys, values = (_layer(x, index) for x in pair)
             if prompts is not None:
-                (keys, values) = zip((keys, values), prompts, strict=True)
-            return attend_one(q, keys, values, *sinks)
+                keys, values = zip((keys, values), prompts, strict=True)
+            return pair, keys, values
 
-        def recur(inputs: Inputs, filters: Filters) -> Array:
+        def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
             start = jax.tree.map(lambda x: _layer(x, index), entry)
             out, end = recur_rows(delta_of(config), mesh, reads[:, None], inputs, filters, start)
             if index is not None:
                 put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
                 end = jax.tree.map(put, entry, end)
-            written.append(end)
-            return out
+            return out, end
 
-        mixer = recur if layer.kind.recurs else attend
-        x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=True)
-        return x, written[0], one
+        return run(x, layer, params, own, keep, recur)
 
     x, inputs = embed(config, params, tokens[:, None], mesh)
     if layout_of(params) == "unstacked":
-
-        def body(x: Array, layer: Layer, given: Any) -> tuple[Array, tuple[Any, Any]]:
-            x, entry, one = step(x, layer, *given)
-            return x, (entry, one)
-
         prompts = [None] * len(cache) if shared is None else shared.cache
-        x, left = through(config, body, x, params, inputs, cache, prompts)
+        x, left = through(
+            config,
+            lambda x, layer, given: step(x, layer, *given),
+            *(x, params, inputs, cache, prompts),
+        )
         updated: Cache = [entry for entry, _ in left]
         found = [one for _, one in left]
     else:
@@ -221,7 +199,7 @@ def decode(
                 block, own = of
                 if not isinstance(layer.number, int):
                     layer = Layer(layer.kind, index * len(blocks) + i)
-                x, entry, one = step(x, layer, block, own, entry, index=index)
+                x, (entry, one) = step(x, layer, block, own, entry, index=index)
                 updated.append(entry)
                 found.append(one)
             return (x, updated), found
@@ -254,35 +232,65 @@ def extend(
     at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     mixing = Mixing(config, at, {}, lambda _, window: chunk_attender(at, window))
-    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any]) -> tuple[Array, Any]:
         params, own, entry = given
-        rope, attend_one = mixing.of(layer)
-        attend_one = lending(layer.kind, attend_one, held)
-        written: list[Any] = []
 
-        def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-            if layer.kind.borrows:
-                written.append(())
-                return attend_one(q, k, v, *sinks)
+        def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
             new = _write(entry[0], k, positions, None), _write(entry[1], v, positions, None)
-            written.append(new)
-            return attend_one(q, *new, *sinks)
+            return new, *new
 
-        def recur(inputs: Inputs, filters: Filters) -> Array:
+        def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
             goes_on = (positions > 0)[:, None, None, None]
             start = jax.tree.map(lambda x: jnp.where(goes_on, x, jnp.zeros_like(x)), entry)
-            out, end = recur_rows(delta_of(config), mesh, mask, inputs, filters, start)
-            written.append(end)
-            return out
+            return recur_rows(delta_of(config), mesh, mask, inputs, filters, start)
 
-        mixer = recur if layer.kind.recurs else attend
-        x, _ = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own)
-        return x, written[0]
+        x, (kept, _) = run(x, layer, params, own, keep, recur)
+        return x, kept
 
     x, inputs = embed(config, params, tokens, mesh)
     return through(config, body, x, params, inputs, cache)[1]
+
+
+def _run_layer(
+    config: DecoderConfig,
+    mixing: Mixing,
+    held: dict[LayerKind, Any],
+    mesh: Mesh | None,
+    x: Array,
+    layer: Layer,
+    params: Params,
+    own: Array,
+    keep: Callable[..., tuple[Any, Any, Any]],
+    recur: Callable[..., tuple[Array, Any]],
+    every: bool = False,
+) -> tuple[Array, tuple[Any, Routed | None]]:
+    """`run_block`, its layer's entry of the cache, and what its router did.
+
+    Args:
+        held: as of `lending`.
+        keep: (k, v) -> the entry, and the keys and values that queries attend to; called unless
+            the layer borrows, whose entry is ().
+        recur: a `Recur` that also returns the entry, of a layer with a state.
+    """
+    rope, attend_one = mixing.of(layer)
+    attend_one = lending(layer.kind, attend_one, held)
+    written: list[Any] = []
+
+    def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+        entry, k, v = ((), k, v) if layer.kind.borrows else keep(k, v)
+        written.append(entry)
+        return attend_one(q, k, v, *sinks)
+
+    def move(inputs: Inputs, filters: Filters) -> Array:
+        out, end = recur(inputs, filters)
+        written.append(end)
+        return out
+
+    mixer = move if layer.kind.recurs else attend
+    x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=every)
+    return x, (written[0], one)
 
 
 def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:

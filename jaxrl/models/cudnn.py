@@ -1,7 +1,7 @@
 """Attention in cuDNN's kernel, over rows whose real tokens are the first ones: no mask is an array.
 
-Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`,
-and rows whose heads have sinks), and the checks that ask this process for its GPUs (`pretend`).
+Uses what jax does not make public: a backward pass that is given the normaliser (`attend_joined`),
+and the checks that ask this process for its GPUs (`pretend`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ JOINS = all(
 VERSION = 91100
 """Of cuDNN, as `pretend` has it: 9.11 takes all GPUs that jax knows."""
 Pair = tuple[jax.Array, jax.Array]
-"""Keys and values."""
+"""Keys and values, or results and their normalisers."""
 
 
 def attend(
@@ -58,7 +58,7 @@ def attend(
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
     if sinks is not None:
         assert causal, "only decoders have sinks"
-        return _attend_sinks(window, q, k, v, lengths, sinks)[:, :width]
+        return attend_joined(q, None, (k, v), None, lengths, sinks, window)[:, :width]
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -72,70 +72,19 @@ def attend(
     return out[:, :width]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_sinks(
-    window: int | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    sinks: jax.Array,
-) -> jax.Array:
-    """`attend` of causal rows whose heads have sinks [N]: what the kernel returns without them, by
-    exp(its normaliser - l), where l = log(exp its normaliser + exp sink), as in `attend_joined`."""
-    return _sinks_forward(window, q, k, v, lengths, sinks)[0]
-
-
-def _sinks_forward(
-    window: int | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    sinks: jax.Array,
-) -> tuple[jax.Array, Tree]:
-    out, normaliser = _block(q, k, v, lengths, lengths, causal=True, window=window)
-    real = jnp.arange(q.shape[1])[None] < lengths[:, None]
-    normaliser = jnp.where(real[:, None], normaliser, -jnp.inf)
-    joined = jnp.logaddexp(normaliser, sinks.astype(jnp.float32)[None, :, None])
-    share = jnp.exp(normaliser - joined).swapaxes(1, 2)[..., None]
-    out = jnp.where(real[..., None, None], share * out.astype(jnp.float32), 0).astype(q.dtype)
-    return out, (q, k, v, lengths, sinks, out, joined)
-
-
-def _sinks_backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
-    q, k, v, lengths, sinks, out, joined = kept
-    d_qkv = _block_gradients(
-        q, k, v, joined, lengths, lengths, out, d_out, causal=True, window=window
-    )
-    return *d_qkv, None, _sink_gradients(sinks, joined, lengths, out, d_out)
-
-
-_attend_sinks.defvjp(_sinks_forward, _sinks_backward)
-
-
-def _sink_gradients(
-    sinks: jax.Array, joined: jax.Array, lengths: jax.Array, out: jax.Array, d_out: jax.Array
-) -> jax.Array:
-    """[N]: of each head the sum over real tokens of -exp(sink - l) (out . d_out), where l is the
-    normaliser `joined` [B,N,T] with the sink."""
-    products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
-    real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
-    return -jnp.where(real, share * products, 0).sum((0, 2)).astype(sinks.dtype)
-
-
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def attend_joined(
     q: jax.Array,
-    shared: Pair,
+    shared: Pair | None,
     own: Pair,
-    shared_lengths: jax.Array,
+    shared_lengths: jax.Array | None,
     lengths: jax.Array,
     sinks: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
-    """Softmax attention of B = P * G rows over the keys of their group, and causally over their
-    own.
+    """Softmax attention of B = P * G rows causally over their own keys, and over those of their
+    group and the sinks of their heads where there are any; zeros beyond the lengths where only
+    sinks are.
 
     Two calls, joined by their normalisers (FlashAttention-2, arXiv 2307.08691, section 3.1): with
     l = log(exp l_1 + exp l_2), the output is exp(l_1 - l) o_1 + exp(l_2 - l) o_2. The backward pass
@@ -149,29 +98,33 @@ def attend_joined(
         shared_lengths: [P] int32, at least 1.
         lengths: [B] int32, at least 1.
         sinks: [N], whose exponentials l contains too.
+        window: as of `attend`, of rows without shared keys.
     """
-    return _forward(q, shared, own, shared_lengths, lengths, sinks)[0]
+    return _forward(q, shared, own, shared_lengths, lengths, sinks, window)[0]
 
 
 def _forward(
     q: jax.Array,
-    shared: Pair,
+    shared: Pair | None,
     own: Pair,
-    shared_lengths: jax.Array,
+    shared_lengths: jax.Array | None,
     lengths: jax.Array,
     sinks: jax.Array | None,
+    window: int | None,
 ) -> tuple[jax.Array, Tree]:
-    groups, group = len(shared[0]), len(q) // len(shared[0])
-    together = q.reshape(groups, -1, *q.shape[2:])
-    whole = jnp.full(groups, together.shape[1], jnp.int32)
-    outer, outer_l = _block(together, *shared, whole, shared_lengths, causal=False)
-    inner, inner_l = _block(q, *own, lengths, lengths, causal=True)
-    outer = outer.reshape(q.shape)
-    outer_l = _by_row(outer_l, group)
+    terms: list[Pair] = []
+    if shared is not None:
+        assert shared_lengths is not None
+        groups, group = len(shared[0]), len(q) // len(shared[0])
+        together = q.reshape(groups, -1, *q.shape[2:])
+        whole = jnp.full(groups, together.shape[1], jnp.int32)
+        outer, outer_l = _block(together, *shared, whole, shared_lengths, causal=False)
+        terms.append((outer.reshape(q.shape), _by_row(outer_l, group)))
+    inner, inner_l = _block(q, *own, lengths, lengths, causal=True, window=window)
     real = jnp.arange(q.shape[1])[None] < lengths[:, None]
-    inner = jnp.where(real[:, :, None, None], inner, 0)
     inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
-    joined = jnp.logaddexp(outer_l, inner_l)
+    terms.append((jnp.where(real[:, :, None, None], inner, 0), inner_l))
+    joined = reduce(jnp.logaddexp, [part_l for _, part_l in terms])
     if sinks is not None:
         joined = jnp.logaddexp(joined, sinks.astype(jnp.float32)[None, :, None])
 
@@ -179,28 +132,41 @@ def _forward(
         share = jnp.exp(part_l - joined).swapaxes(1, 2)[..., None]
         return share * part.astype(jnp.float32)
 
-    out = (weighed(outer, outer_l) + weighed(inner, inner_l)).astype(q.dtype)
+    out = reduce(jnp.add, [weighed(*term) for term in terms]).astype(q.dtype)
     return out, (q, shared, own, shared_lengths, lengths, sinks, out, joined)
 
 
-def _backward(kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
-    q, shared, own, shared_lengths, lengths, sinks, out, joined = kept
-    groups, group = len(shared[0]), len(q) // len(shared[0])
-    q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
-    whole = jnp.full(groups, q_all.shape[1], jnp.int32)
-    ends = _by_group(joined, group)
-    (k, v), (own_k, own_v) = shared, own
-    d_outer, *d_shared = _block_gradients(
-        q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
+def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, ...]:
+    q, shared, (k, v), shared_lengths, lengths, sinks, out, joined = kept
+    d_q, *d_own = _block_gradients(
+        q, k, v, joined, lengths, lengths, out, d_out, causal=True, window=window
     )
-    d_inner, *d_own = _block_gradients(
-        q, own_k, own_v, joined, lengths, lengths, out, d_out, causal=True
-    )
+    d_shared = None
+    if shared is not None:
+        groups, group = len(shared[0]), len(q) // len(shared[0])
+        q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
+        whole, (k, v) = jnp.full(groups, q_all.shape[1], jnp.int32), shared
+        ends = _by_group(joined, group)
+        d_outer, *d_keys = _block_gradients(
+            q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
+        )
+        d_q, d_shared = d_outer.reshape(q.shape) + d_q, tuple(d_keys)
     d_sinks = None if sinks is None else _sink_gradients(sinks, joined, lengths, out, d_out)
-    return d_outer.reshape(q.shape) + d_inner, tuple(d_shared), tuple(d_own), None, None, d_sinks
+    return d_q, d_shared, tuple(d_own), None, None, d_sinks
 
 
 attend_joined.defvjp(_forward, _backward)
+
+
+def _sink_gradients(
+    sinks: jax.Array, joined: jax.Array, lengths: jax.Array, out: jax.Array, d_out: jax.Array
+) -> jax.Array:
+    """[N]: of each head the sum over real tokens of -exp(sink - l) (out . d_out), where l is the
+    normaliser `joined` [B,N,T] with the sink."""
+    products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
+    real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
+    return -jnp.where(real, share * products, 0).sum((0, 2)).astype(sinks.dtype)
 
 
 def _by_row(normaliser: jax.Array, group: int) -> jax.Array:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.errors import UserError
-from jaxrl.models.packing import Packing
-from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, AxisName, divided
+from jaxrl.models.packing import Packing, by_heads
+from jaxrl.sharding.axes import HEADS, ROWS, divided
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -59,12 +59,15 @@ class Delta:
     def v_width(self) -> int:
         return self.v_heads * self.v_dim
 
+    def parts(self, devices: int) -> int:
+        """How many of the devices divide the heads: all, or one where they cannot."""
+        return devices if self.k_heads % devices == 0 else 1
+
     def state_bytes(self, itemsize: int, parts: int = 1) -> int:
         """Bytes of a layer's `Recurrent` of one row on each of `parts` devices, which divide the
         heads where they can; of the inputs in a dtype of `itemsize` bytes."""
-        parts = parts if self.k_heads % parts == 0 else 1
         inputs = (self.conv - 1) * (2 * self.k_width + self.v_width) * itemsize
-        return (4 * self.v_heads * self.k_dim * self.v_dim + inputs) // parts
+        return (4 * self.v_heads * self.k_dim * self.v_dim + inputs) // self.parts(parts)
 
 
 class Recurrent(NamedTuple):
@@ -164,21 +167,7 @@ def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
             found.append(rows.pack(read))
         return found[0] if len(found) == 1 else found[0] + found[1]
 
-    if mesh is None or mesh.shape[TOKENS] == 1:
-        return recur
-
-    def laid_out(x: jax.Array, tokens: AxisName | None, among: tuple[AxisName, ...]) -> jax.Array:
-        heads = divided(delta.k_heads, among, mesh.shape)
-        spec = PartitionSpec(ROWS, tokens, heads, *[None] * (x.ndim - 3))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def recur_heads(inputs: Inputs, filters: Filters) -> jax.Array:
-        """As in `attention.attend_packed`."""
-        inputs = jax.tree.map(lambda x: laid_out(x, TOKENS, ("tensor",)), inputs)
-        inputs = jax.tree.map(lambda x: laid_out(x, None, HEADS), inputs)
-        return laid_out(laid_out(recur(inputs, filters), None, HEADS), TOKENS, ("tensor",))
-
-    return recur_heads
+    return by_heads(recur, mesh, lambda _: delta.k_heads)
 
 
 def _recur(

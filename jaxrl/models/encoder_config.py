@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import Raw
+from jaxrl.models.fields import Raw, size
 
 Pooling = Literal["cls", "mean"]
 MODULES = ("Transformer", "Pooling", "Normalize")
@@ -88,24 +88,24 @@ class EncoderConfig:
                 raise UserError(f"{key}={raw[key]!r} is not supported; supported: {wanted}")
         if raw.get("is_decoder"):
             raise UserError("is_decoder=true is not supported: a text encoder attends both ways")
-        d_model, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+        d_model, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
         if d_model % heads:
             raise UserError(f"hidden_size={d_model} is no multiple of num_attention_heads={heads}")
-        positions = _size(raw, "max_position_embeddings")
-        first = _size(raw, "pad_token_id", 0) + 1 if FAMILIES[family].after_padding else 0
+        positions = size(raw, "max_position_embeddings")
+        first = size(raw, "pad_token_id", least=0) + 1 if FAMILIES[family].after_padding else 0
         if first >= positions:
             raise UserError(f"max_position_embeddings={positions} leaves none after the padding's")
         usable = positions - first
         return cls(
             family=family,
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=size(raw, "vocab_size"),
             d_model=d_model,
-            n_layers=_size(raw, "num_hidden_layers"),
+            n_layers=size(raw, "num_hidden_layers"),
             n_heads=heads,
-            d_ff=_size(raw, "intermediate_size"),
+            d_ff=size(raw, "intermediate_size"),
             positions=positions,
             first_position=first,
-            types=_size(raw, "type_vocab_size"),
+            types=size(raw, "type_vocab_size"),
             eps=float(raw["layer_norm_eps"]),
             pooling=FAMILIES[family].pooling if pooling is None else pooling,
             max_tokens=usable if max_tokens is None else min(usable, max_tokens),
@@ -191,11 +191,3 @@ def _pooling(file: Path) -> Pooling:
         f"{file}: pooling {' and '.join(modes) or 'of no kind'} is not supported; supported: either"
         " pooling_mode_cls_token or pooling_mode_mean_tokens"
     )
-
-
-def _size(raw: Raw, key: str, least: int = 1) -> int:
-    """A whole number of at least `least`."""
-    value = raw[key]
-    if type(value) is not int or value < least:
-        raise UserError(f"{key}={value!r} must be a whole number of at least {least}")
-    return value

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.errors import UserError
+from jaxrl.models.fields import Raw, size
 from jaxrl.models.quantised import dequantise
 from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
 from jaxrl.types import Array, Tree
@@ -54,6 +56,14 @@ class Clamp:
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+def read_counts(raw: Raw, count_key: str, chosen_key: str) -> tuple[int, int]:
+    """How many experts a `config.json` says that there are, and that a token passes."""
+    count, chosen = size(raw, count_key), size(raw, chosen_key)
+    if chosen > count:
+        raise UserError(f"{chosen_key}={chosen} exceeds {count_key}={count}")
+    return count, chosen
 
 
 @dataclass(frozen=True)
@@ -163,8 +173,10 @@ def mix(
         real: [B, T] bool, True at tokens.
         frozen: of the experts only adapters have gradients.
     """
+    given = x, kernels, asked, recorded, real
+    run = partial(_mix, experts, activate, every, frozen)
     if mesh is None or mesh.size == 1:
-        return _mix(experts, activate, x, kernels, asked, recorded, real, every, frozen)
+        return run(*given)
     over = divided(experts.count, (EXPERTS,), mesh.shape)
     down = kernels.down
     wide = down.kernel.shape[1] if down.scale is None else down.scale.shape[1]
@@ -177,30 +189,18 @@ def mix(
     last = ExpertKernel(out_of, out_of, whole, out_of, both)
     parts = ExpertKernels(whole, first, first, last, whole, whole)
     specs = (tokens, parts, tokens, tokens, tokens)
-    over_experts = over if mesh.shape[EXPERTS] > 1 else None
-    over_width = width if mesh.shape["tensor"] > 1 else None
-
-    def local(
-        x: jax.Array,
-        kernels: ExpertKernels,
-        asked: jax.Array | None,
-        recorded: jax.Array | None,
-        real: jax.Array | None,
-    ) -> tuple[jax.Array, Routed]:
-        given = x, kernels, asked, recorded, real
-        out, routed = _mix(experts, activate, *given, every, frozen, over_experts, over_width)
-        if routed.mass is not None:
-            routed = routed._replace(mass=jax.lax.psum(routed.mass, (*ROWS, *split)))
-        return out, routed
-
-    run = jax.shard_map(
-        local,
+    return jax.shard_map(
+        partial(
+            run,
+            over=over if mesh.shape[EXPERTS] > 1 else None,
+            width=width if mesh.shape["tensor"] > 1 else None,
+            summed=(*ROWS, *split),
+        ),
         mesh=mesh,
         in_specs=specs,
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
-    )
-    return run(x, kernels, asked, recorded, real)
+    )(*given)
 
 
 def route(
@@ -231,21 +231,23 @@ def route(
 def _mix(
     experts: Experts,
     activate: Activate,
+    every: bool,
+    frozen: bool,
     x: jax.Array,
     kernels: ExpertKernels,
     asked: jax.Array | None,
     recorded: jax.Array | None,
     real: jax.Array | None,
-    every: bool,
-    frozen: bool,
     over: SplitOver = None,
     width: SplitOver = None,
+    summed: tuple[AxisName, ...] = (),
 ) -> tuple[jax.Array, Routed]:
     """`mix` on one device.
 
     Args:
         over: the axis that divides the experts, whose devices' tokens are computed together.
         width: the axis that divides the width of each expert.
+        summed: the axes that divide the tokens.
     """
     rows = x.reshape(-1, x.shape[-1])
     given = None if recorded is None else recorded.reshape(-1, experts.chosen)
@@ -256,13 +258,13 @@ def _mix(
     probs = jnp.exp(logprobs)
     entropy = -(probs * logprobs).sum(-1)
     mass = None if real is None else jnp.where(real.reshape(-1, 1), probs, 0.0).sum(0)
+    mass = jax.lax.psum(mass, summed) if summed and mass is not None else mass
     routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
     bias = kernels.down.bias
     shift = None if bias is None else _shift(ids, weights, bias)
     if over is not None:
-        rows, ids, weights = (
-            jax.lax.all_gather(part, over, tiled=True) for part in (rows, ids, weights)
-        )
+        each = rows, ids, weights
+        rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in each)
         ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
     down = kernels.down._replace(bias=None)
     products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
@@ -282,9 +284,14 @@ def _mix(
 
 def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
     """[n, D] float32: the sum of the biases [E, D] of each token's experts, weighed."""
-    own = ids[:, :, None] == jnp.arange(len(bias))[None, None]
-    each = jnp.where(own, weights[:, :, None], 0.0).sum(1)
+    each = _by_expert(ids, weights, len(bias))
     return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
+
+
+def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
+    """[n, E]: the weight of each expert, 0 where a token does not pass it."""
+    own = ids[:, :, None] == jnp.arange(count)[None, None]
+    return jnp.where(own, weights[:, :, None], 0.0).sum(1)
 
 
 def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
@@ -307,8 +314,7 @@ def every_expert(
 ) -> jax.Array:
     """`chosen_experts`, of few tokens."""
     count = len(gate.kernel)
-    own = ids[:, :, None] == jnp.arange(count)[None, None]
-    each = jnp.where(own, weights[:, :, None], 0.0).sum(1).T[..., None]  # [E, n, 1]
+    each = _by_expert(ids, weights, count).T[..., None]  # [E, n, 1]
     rows = jnp.broadcast_to(x[None], (count, *x.shape))
     wide = _activated(activate, _projected(gate, rows), _projected(up, rows), each)
     if down.lora_a is None and down.scale is None:
@@ -353,12 +359,39 @@ class _Sorted(NamedTuple):
     """[M] int32: of each block."""
     blocks: jax.Array
     """Scalar int32: how many blocks hold a token; they are the first ones."""
+    size: int
+    """Rows of a block."""
+    at_once: int
+    """Blocks that are computed at a time; M is a multiple of it."""
+
+    @property
+    def step(self) -> int:
+        """Rows that are computed at a time."""
+        return self.at_once * self.size
+
+    def chunk(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sources of the i-th rows that are computed at once, and their blocks' experts."""
+        own = jax.lax.dynamic_slice_in_dim(self.source, i * self.step, self.step)
+        return own, jax.lax.dynamic_slice_in_dim(self.expert, i * self.at_once, self.at_once)
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """x[index] of rows that are computed at once, by block."""
+        return _taken(x, index).reshape(self.at_once, self.size, -1)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model
+        before the first layer runs."""
+        return jnp.full(shape, jnp.minimum(self.blocks, 0).astype(dtype))
+
+    def loop(self, body: Callable[..., Carry], start: Carry) -> Carry:
+        """As far as there are tokens."""
+        return jax.lax.fori_loop(0, -(-self.blocks // self.at_once), body, start)
 
 
-def _sort(ids: jax.Array, experts: int, size: int, at_once: int) -> _Sorted:
-    """Rows for `ids` [n, k], of which only 0 to experts - 1 are here, in blocks of `size` rows;
-    the number of blocks is a multiple of `at_once`."""
+def _sort(ids: jax.Array, experts: int, size: int) -> _Sorted:
+    """Rows for `ids` [n, k], of which only 0 to experts - 1 are here, in blocks of `size` rows."""
     flat, total = ids.reshape(-1), ids.size
+    at_once = min(max(AT_ONCE // size, 1), total // size + experts)
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
     count = -(-(total // size + experts) // at_once) * at_once
     sizes = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
@@ -371,7 +404,8 @@ def _sort(ids: jax.Array, experts: int, size: int, at_once: int) -> _Sorted:
     source = jnp.full(count * size, total, jnp.int32)
     source = source.at[place].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
     expert = jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
-    return _Sorted(place.reshape(ids.shape), source, jnp.minimum(expert, experts - 1), ends[-1])
+    expert = jnp.minimum(expert, experts - 1)
+    return _Sorted(place.reshape(ids.shape), source, expert, ends[-1], size, at_once)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -396,20 +430,18 @@ def chosen_experts(
         frozen: only adapters have gradients, of all parameters.
         weights: [n, k] float32.
     """
-    rows, at_once = _sorted_rows(size, ids, len(gate.kernel))
-    k, step = ids.shape[1], at_once * size
+    rows, k = _sort(ids, len(gate.kernel), size), ids.shape[1]
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        own, of = _chunk(rows, i, at_once, size)
-        taken = _taken(x, own // k).reshape(at_once, size, -1)
-        each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
+        own, of = rows.chunk(i)
+        taken, each = rows.take(x, own // k), rows.take(weights.reshape(-1), own)
         wide, high = (_projected(_those(part, of), taken) for part in (gate, up))
         wide = _activated(activate, wide, high, each)
-        result = _projected(_those(down, of), wide).reshape(step, -1)
-        return jax.lax.dynamic_update_slice_in_dim(out, result, i * step, 0)
+        result = _projected(_those(down, of), wide).reshape(rows.step, -1)
+        return jax.lax.dynamic_update_slice_in_dim(out, result, i * rows.step, 0)
 
-    out = _zeros(rows, (len(rows.source), x.shape[1]), x.dtype)
-    return _summed(_loop(rows, at_once, body, out), rows.place).astype(x.dtype)
+    out = rows.zeros((len(rows.source), x.shape[1]), x.dtype)
+    return _summed(rows.loop(body, out), rows.place).astype(x.dtype)
 
 
 def _those(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
@@ -425,14 +457,13 @@ def _backward(
     activate: Activate, size: int, frozen: bool, kept: Tree, d_out: jax.Array
 ) -> tuple[Tree, ...]:
     x, ids, weights, *projections = kept
-    rows, at_once = _sorted_rows(size, ids, len(projections[0].kernel))
-    k, step = ids.shape[1], at_once * size
+    rows, k = _sort(ids, len(projections[0].kernel), size), ids.shape[1]
 
     def body(i: jax.Array, carry: Tree) -> Tree:
         d_rows, d_weights, sums = carry
-        own, of = _chunk(rows, i, at_once, size)
-        taken, d_taken = (_taken(part, own // k).reshape(at_once, size, -1) for part in (x, d_out))
-        each = _taken(weights.reshape(-1), own).reshape(at_once, size, 1)
+        own, of = rows.chunk(i)
+        taken, d_taken = (rows.take(part, own // k) for part in (x, d_out))
+        each = rows.take(weights.reshape(-1), own)
         gate, up, down = (_those(part, of) for part in projections)
         both = _projected(gate, taken), _projected(up, taken)
         wide, back = jax.vjp(partial(_activated, activate), *both, each)
@@ -440,26 +471,26 @@ def _backward(
         of_gate, of_up, of_weights = back(of_wide)
         more, of_gate = _gradients(gate, taken, of_gate, frozen)
         of_rows, of_up = _gradients(up, taken, of_up, frozen)
-        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * step, axis=0)
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * rows.step, axis=0)
         sums = jax.tree.map(
             lambda d, part: d.at[of].add(part.astype(d.dtype), indices_are_sorted=True),
             sums,
             (of_gate, of_up, of_down),
         )
         return (
-            put(d_rows, (more + of_rows).reshape(step, -1)),
-            put(d_weights, of_weights.reshape(step)),
+            put(d_rows, (more + of_rows).reshape(rows.step, -1)),
+            put(d_weights, of_weights.reshape(rows.step)),
             sums,
         )
 
     n = len(rows.source)
     trained = tuple(_trained(part, frozen) for part in projections)
     zeros = (
-        _zeros(rows, (n, x.shape[1]), x.dtype),
-        _zeros(rows, (n,), weights.dtype),
-        jax.tree.map(lambda like: _zeros(rows, like.shape, jnp.float32), trained),
+        rows.zeros((n, x.shape[1]), x.dtype),
+        rows.zeros((n,), weights.dtype),
+        jax.tree.map(lambda like: rows.zeros(like.shape, jnp.float32), trained),
     )
-    d_rows, d_weights, sums = _loop(rows, at_once, body, zeros)
+    d_rows, d_weights, sums = rows.loop(body, zeros)
     found = jax.tree.map(lambda d, like: d.astype(like.dtype), sums, trained)
     return (
         _summed(d_rows, rows.place).astype(x.dtype),
@@ -484,7 +515,8 @@ def _gradients(
     found = ExpertKernel(None)
     if not frozen:
         bias = None if of.bias is None else d_y.astype(jnp.float32).sum(1)
-        found = found._replace(kernel=_outer(x, d_y), bias=bias)
+        kernel = jnp.einsum("mbi,mbo->mio", x, d_y, preferred_element_type=jnp.float32)
+        found = found._replace(kernel=kernel, bias=bias)
     if of.lora_a is None or of.lora_b is None:
         return d_x, found
     _, back = jax.vjp(_low, x, of.lora_a, of.lora_b)
@@ -493,30 +525,6 @@ def _gradients(
 
 
 chosen_experts.defvjp(_forward, _backward)
-
-
-def _sorted_rows(size: int, ids: jax.Array, experts: int) -> tuple[_Sorted, int]:
-    """The rows, and how many blocks are computed at once."""
-    at_once = min(max(AT_ONCE // size, 1), ids.size // size + experts)
-    return _sort(ids, experts, size, at_once), at_once
-
-
-def _zeros(rows: _Sorted, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Zeros that depend on the rows: XLA fills constants of all layers of an unstacked model before
-    the first layer runs."""
-    return jnp.full(shape, jnp.minimum(rows.blocks, 0).astype(dtype))
-
-
-def _loop(rows: _Sorted, at_once: int, body: Callable[..., Carry], start: Carry) -> Carry:
-    """As far as there are tokens."""
-    return jax.lax.fori_loop(0, -(-rows.blocks // at_once), body, start)
-
-
-def _chunk(rows: _Sorted, i: jax.Array, at_once: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """The sources of the i-th rows that are computed at once, and their blocks' experts."""
-    step = at_once * size
-    own = jax.lax.dynamic_slice_in_dim(rows.source, i * step, step)
-    return own, jax.lax.dynamic_slice_in_dim(rows.expert, i * at_once, at_once)
 
 
 def _activated(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
@@ -532,11 +540,6 @@ def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
 def _summed(rows: jax.Array, place: jax.Array) -> jax.Array:
     """[n, D] float32: the sum of the rows of each token."""
     return _taken(rows, place).astype(jnp.float32).sum(1)
-
-
-def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[M, i, o] float32 of a [M, b, i] and b [M, b, o]."""
-    return jnp.einsum("mbi,mbo->mio", a, b, preferred_element_type=jnp.float32)
 
 
 def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:

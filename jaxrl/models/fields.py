@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
 
 Raw = Mapping[str, Any]
 """A model's `config.json`, as it is parsed."""
@@ -19,11 +20,17 @@ def given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def size(raw: Raw, key: str, default: int | None = None) -> int:
-    """A whole number of at least 1; where it is absent or null, the default if there is one."""
+def filled(raw: Raw, defaults: Raw) -> JsonObject:
+    """`raw`, with the defaults where it has nothing or null."""
+    return {**raw, **defaults, **{key: value for key, value in raw.items() if value is not None}}
+
+
+def size(raw: Raw, key: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of at least `least`; where it is absent or null, the default if there is
+    one."""
     value = raw[key] if default is None else given(raw.get(key), default)
-    if type(value) is not int or value < 1:
-        raise UserError(f"{key}={value!r} must be a whole number of at least 1")
+    if type(value) is not int or value < least:
+        raise UserError(f"{key}={value!r} must be a whole number of at least {least}")
     return value
 
 

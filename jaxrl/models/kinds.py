@@ -115,9 +115,9 @@ def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
     return (LayerKind(None if positions is not None and window >= positions else window),)
 
 
-def written_windows(kinds: Sequence[LayerKind], n_layers: int) -> JsonObject:
+def written_windows(config: DecoderLike) -> JsonObject:
     """`sliding_window` and `layer_types` of a `config.json`."""
-    windows = [kind.window for kind in kinds] * (n_layers // len(kinds))
+    windows = [kind.window for kind in config.kinds] * (config.n_layers // len(config.kinds))
     return {
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": [FULL if window is None else SLIDING for window in windows],

@@ -20,7 +20,7 @@ from jaxrl.models.family import Activation
 from jaxrl.models.fields import given
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.quantised import block_size, product, quantise
-from jaxrl.models.rotary import Length, frequencies
+from jaxrl.models.rope import Length, frequencies
 
 PROJECTED = "projected"
 """What rematerialisation calls the outputs of `Linear`."""
@@ -271,6 +271,10 @@ class ExpertMLPs(nnx.Module):
         self.up = Kernels(config, "mlp/experts/up", rngs)
         self.down = Kernels(config, "mlp/experts/down", rngs)
 
+    @property
+    def held(self) -> tuple[ExpertKernel, ExpertKernel, ExpertKernel]:
+        return self.gate.held, self.up.held, self.down.held
+
 
 class MixtureMLP(nnx.Module):
     """A router and its experts; how tokens pass them is passed in (`models.experts`)."""
@@ -280,10 +284,8 @@ class MixtureMLP(nnx.Module):
         self.experts = ExpertMLPs(config, rngs)
 
     def __call__(self, x: jax.Array, mix: Mix) -> jax.Array:
-        own, router = self.experts, self.router
-        gate, up, down = (part.held for part in (own.gate, own.up, own.down))
-        bias = None if router.bias is None else router.bias[...]
-        return mix(x, ExpertKernels(router.kernel[...], gate, up, down, bias))
+        bias = None if self.router.bias is None else self.router.bias[...]
+        return mix(x, ExpertKernels(self.router.kernel[...], *self.experts.held, bias))
 
 
 class MLPBesideExperts(GatedMLP):
@@ -306,10 +308,8 @@ class MLPBesideExperts(GatedMLP):
         mix, residual = given
         asked = self.router_norm(residual) * self.router_scale[...].astype(x.dtype)[None, None]
         asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
-        own = self.experts
-        gate, up, down = (part.held for part in (own.gate, own.up, own.down))
-        scale = self.expert_scale[...]
-        kernels = ExpertKernels(self.router.kernel[...], gate, up, down, scale=scale)
+        held, scale = self.experts.held, self.expert_scale[...]
+        kernels = ExpertKernels(self.router.kernel[...], *held, scale=scale)
         out = mix(self.experts_norm(residual), kernels, asked)
         return self.out_norm(super().__call__(x)) + self.experts_out_norm(out)
 

@@ -14,7 +14,10 @@ loss and no key sees.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.kernels import target_of
-from jaxrl.sharding.axes import ROWS, TOKENS, AxisName, row_shards
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, AxisName, divided, row_shards
 from jaxrl.types import Array, Sequences
 
 LEAST, STEPS = 128, 4
@@ -227,23 +230,51 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     chosen = sequences.experts
     if chosen is not None:  # so that 0 is no choice
         chosen = chosen.reshape(shards, s, t, *chosen.shape[2:]) + 1
+    boxes: list[tuple[PackedRows, Any, Array | None]]  # rows, where their tokens are, offsets
     if group == 1:
         whole = _packed_rows(_starts(prompts + lengths), prompts + lengths, t, n)
-        stream, positions = _stream(whole, tokens, mask)
-        if chosen is not None:
-            chosen = _in_stream(whole, chosen, mask) - 1
-        return Packing(stream, positions, (whole,), completions, prompts, chosen)
-    tokens_p, mask_p = (x[:, ::group, :w] for x in (tokens, mask))
-    lengths_p = prompts[:, ::group]
-    before = _packed_rows(_starts(lengths_p), lengths_p, w, n)
-    own = _packed_rows(lengths_p.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
-    stream_p, positions_p = _stream(before, tokens_p, mask_p)
-    stream_c, positions_c = _stream(own, tokens[:, :, w:], mask[:, :, w:], prompts)
-    parts = stream_p + stream_c, positions_p + positions_c
+        boxes = [(whole, np.s_[:, :], None)]
+    else:
+        of_prompts = prompts[:, ::group]
+        before = _packed_rows(_starts(of_prompts), of_prompts, w, n)
+        own = _packed_rows(of_prompts.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
+        boxes = [(before, np.s_[:, ::group, :w], None), (own, np.s_[:, :, w:], prompts)]
+    streams = [_stream(rows, tokens[box], mask[box], offset) for rows, box, offset in boxes]
+    stream, positions = (reduce(jnp.add, each) for each in zip(*streams, strict=True))
     if chosen is not None:
-        first = _in_stream(before, chosen[:, ::group, :w], mask_p)
-        chosen = first + _in_stream(own, chosen[:, :, w:], mask[:, :, w:]) - 1
-    return Packing(*parts, (before, own), completions, prompts, chosen)
+        each = [_in_stream(rows, chosen[box], mask[box]) for rows, box, _ in boxes]
+        chosen = reduce(jnp.add, each) - 1
+    rows = tuple(rows for rows, _, _ in boxes)
+    return Packing(stream, positions, rows, completions, prompts, chosen)
+
+
+def by_heads(
+    run: Callable[..., Array], mesh: Mesh | None, heads: Callable[[Array], int]
+) -> Callable[..., Array]:
+    """`run` of streams [X, n, heads, ...], with whole streams of some heads on each device.
+
+    Where the axis `context` divides a stream, an all-to-all brings the first argument of `run`, a
+    tree of streams, there, and another one the result back (DeepSpeed Ulysses, arXiv:2309.14509).
+    Heads that the mesh does not divide are gathered whole instead.
+
+    Args:
+        heads: how many there are of a stream, to be divided.
+    """
+    if mesh is None or mesh.shape[TOKENS] == 1:
+        return run
+
+    def laid_out(x: Array, tokens: AxisName | None, among: tuple[AxisName, ...]) -> Array:
+        over = divided(heads(x), among, mesh.shape)
+        spec = PartitionSpec(ROWS, tokens, over, *[None] * (x.ndim - 3))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def run_heads(streams: Any, *more: Any) -> Array:
+        # By tokens first: else XLA divides the products before by heads, and gathers their input.
+        streams = jax.tree.map(lambda x: laid_out(x, TOKENS, ("tensor",)), streams)
+        streams = jax.tree.map(lambda x: laid_out(x, None, HEADS), streams)
+        return laid_out(laid_out(run(streams, *more), None, HEADS), TOKENS, ("tensor",))
+
+    return run_heads
 
 
 def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:

@@ -1,24 +1,56 @@
-"""Scalings of rotary positions: their constants, as a `config.json` has them."""
+"""Frequencies of rotary positions, and their scalings as a `config.json` has them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import Raw, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, given, number, size
 from jaxrl.process.plain import JsonObject
+from jaxrl.types import Array
+
+Length = int | jax.Array
+"""Tokens of the longest sequence."""
+KEYS = {
+    "original_max_positions": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+    "share": "partial_rotary_factor",
+}
+"""Field of a scaling -> its key in a `config.json`, where that is another."""
+
+
+class RopeScaling:
+    """What the scalings of rotary positions share."""
+
+    rope_type: ClassVar[str]
+
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        """The frequencies [R / 2] in place of `freq`, those of the base frequency `theta`."""
+        raise NotImplementedError
+
+    def written(self) -> JsonObject:
+        """All fields, as a `config.json` has them."""
+        fields = {KEYS.get(name, name): value for name, value in vars(self).items()}
+        lists = {key: list(x) if isinstance(x, tuple) else x for key, x in fields.items()}
+        return {"rope_type": self.rope_type, **lists}
 
 
 @dataclass(frozen=True)
-class Llama3Rope:
+class Llama3Rope(RopeScaling):
     """RoPE scaling of Llama 3.1 (long context): low frequencies are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+    rope_type = "llama3"
 
     @classmethod
     def read(cls, raw: Raw) -> Llama3Rope:
@@ -29,49 +61,56 @@ class Llama3Rope:
             original_max_positions=size(raw, "original_max_position_embeddings"),
         )
 
-    def written(self) -> JsonObject:
-        return {
-            "rope_type": "llama3",
-            "factor": self.factor,
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_max_position_embeddings": self.original_max_positions,
-        }
+    def scaled(self, freq: Array, theta: float, length: Length) -> Array:
+        """Of a jax or a numpy array."""
+        wavelength = 2 * math.pi / freq
+        turns = self.original_max_positions / wavelength
+        span = self.high_freq_factor - self.low_freq_factor
+        smooth = ((turns - self.low_freq_factor) / span).clip(0.0, 1.0)
+        return freq * (smooth + (1 - smooth) / self.factor)
 
 
 @dataclass(frozen=True)
-class LinearRope:
+class LinearRope(RopeScaling):
     """RoPE with all positions divided by `factor`."""
 
     factor: float
+    rope_type = "linear"
 
     @classmethod
     def read(cls, raw: Raw) -> LinearRope:
         return cls(number(raw, "factor"))
 
-    def written(self) -> JsonObject:
-        return {"rope_type": "linear", "factor": self.factor}
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        return freq / self.factor
 
 
 @dataclass(frozen=True)
-class DynamicRope:
+class DynamicRope(RopeScaling):
     """RoPE whose base frequency grows with the longest sequence, once it is longer than
     `original_max_positions` (dynamic NTK). That is the file's `max_position_embeddings`; a model
     has `factor` times as many positions."""
 
     factor: float
     original_max_positions: int
+    rope_type = "dynamic"
 
     @classmethod
     def read(cls, raw: Raw) -> DynamicRope:
         return cls(number(raw, "factor"), size(raw, "max_position_embeddings"))
 
     def written(self) -> JsonObject:
-        return {"rope_type": "dynamic", "factor": self.factor}
+        return {"rope_type": self.rope_type, "factor": self.factor}
+
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        dims, original = 2 * len(freq), self.original_max_positions
+        seen = jnp.maximum(length, original).astype(jnp.float32)
+        grown = self.factor * seen / original - (self.factor - 1)
+        return _powers(theta * grown ** (dims / (dims - 2)), dims)
 
 
 @dataclass(frozen=True)
-class YarnRope:
+class YarnRope(RopeScaling):
     """RoPE of which frequencies that turn less than `beta_slow` times in the original context are
     divided by `factor`, those that turn more than `beta_fast` times are kept, and those between are
     a mixture (YaRN, arXiv 2309.00071)."""
@@ -84,6 +123,7 @@ class YarnRope:
     beta_slow: float = 1.0
     truncate: bool = True
     """Whether the mixture begins and ends at whole dims."""
+    rope_type = "yarn"
 
     @classmethod
     def read(cls, raw: JsonObject) -> YarnRope:
@@ -104,20 +144,26 @@ class YarnRope:
             truncate=bool(given(raw.get("truncate"), True)),
         )
 
-    def written(self) -> JsonObject:
-        return {
-            "rope_type": "yarn",
-            "factor": self.factor,
-            "original_max_position_embeddings": self.original_max_positions,
-            "attention_factor": self.attention_factor,
-            "beta_fast": self.beta_fast,
-            "beta_slow": self.beta_slow,
-            "truncate": self.truncate,
-        }
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        """Section 3.2."""
+        dims = 2 * len(freq)
+
+        def dim_of(turns: float) -> float:
+            """The dim that turns so often in the original context."""
+            whole = self.original_max_positions / (turns * 2 * math.pi)
+            return dims * math.log(whole) / (2 * math.log(theta))
+
+        first, last = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dims - 1)
+        width = last - first if last != first else 0.001
+        slow = jnp.clip((jnp.arange(dims // 2, dtype=jnp.float32) - first) / width, 0.0, 1.0)
+        return freq / self.factor * slow + freq * (1 - slow)
 
 
 @dataclass(frozen=True)
-class LongRope:
+class LongRope(RopeScaling):
     """RoPE with a divisor for each frequency, other ones where the longest sequence is longer than
     `original_max_positions` (LongRoPE, arXiv 2402.13753)."""
 
@@ -127,6 +173,7 @@ class LongRope:
     original_max_positions: int
     attention_factor: float
     """Cosines and sines are multiplied by it, of short sequences too."""
+    rope_type = "longrope"
 
     @classmethod
     def read(cls, raw: Raw) -> LongRope:
@@ -139,24 +186,20 @@ class LongRope:
             attention_factor=number(raw, "attention_factor", longrope_attention(factor, original)),
         )
 
-    def written(self) -> JsonObject:
-        return {
-            "rope_type": "longrope",
-            "short_factor": list(self.short_factors),
-            "long_factor": list(self.long_factors),
-            "original_max_position_embeddings": self.original_max_positions,
-            "attention_factor": self.attention_factor,
-        }
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        short, long = (jnp.array(f, jnp.float32) for f in (self.short_factors, self.long_factors))
+        return freq / jnp.where(length > self.original_max_positions, long, short)
 
 
 @dataclass(frozen=True)
-class ProportionalRope:
+class ProportionalRope(RopeScaling):
     """RoPE of which only the first pairs of dims rotate, by the frequencies that they have where
     all do, divided by `factor`."""
 
     share: float
     """Of the pairs, those that rotate."""
     factor: float = 1.0
+    rope_type = "proportional"
 
     @classmethod
     def read(cls, raw: Raw) -> ProportionalRope:
@@ -166,11 +209,14 @@ class ProportionalRope:
         return cls(share, number(raw, "factor", 1.0))
 
     def written(self) -> JsonObject:
-        divided = {} if self.factor == 1 else {"factor": self.factor}
-        return {"rope_type": "proportional", "partial_rotary_factor": self.share, **divided}
+        written = super().written()
+        return {key: x for key, x in written.items() if (key, x) != ("factor", 1)}
+
+    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+        rotate = int(self.share * len(freq))
+        return jnp.where(jnp.arange(len(freq)) < rotate, freq / self.factor, 0.0)
 
 
-RopeScaling = Llama3Rope | LinearRope | ProportionalRope | DynamicRope | YarnRope | LongRope
 KINDS: dict[str, Callable[[JsonObject], RopeScaling | None]] = {
     "default": lambda _: None,
     "linear": LinearRope.read,
@@ -182,6 +228,22 @@ KINDS: dict[str, Callable[[JsonObject], RopeScaling | None]] = {
     "proportional": ProportionalRope.read,
 }
 """`rope_type` -> how its constants are read. "su" is what the first Phi-3 call longrope."""
+
+
+def frequencies(config: DecoderLike, length: Length) -> jax.Array:
+    """[R / 2] float32 angles per position, of R rotated dims (Su et al. 2021, arXiv 2104.09864).
+
+    Args:
+        config: a `DecoderConfig`.
+        length: of the longest sequence, on which longrope and dynamic NTK depend.
+    """
+    freq, scaling = _powers(config.rope_theta, config.n_rotated), config.rope_scaling
+    return freq if scaling is None else scaling.scaled(freq, config.rope_theta, length)
+
+
+def _powers(theta: float | jax.Array, dims: int) -> jax.Array:
+    half = dims // 2
+    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
 def read_rope(raw: Raw) -> tuple[float, RopeScaling | None]:

@@ -17,7 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import rope_angles
-from jaxrl.models.rotary import frequencies
+from jaxrl.models.rope import frequencies
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
 

@@ -10,6 +10,7 @@ from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes,
 from jaxrl.process.plain import JsonObject
 
 LOCAL = "rope_local_base_freq"
+"""The base frequency of layers with a window."""
 DEFAULTS: JsonObject = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -29,6 +30,11 @@ DEFAULTS: JsonObject = {
 SOFTCAP = "final_logit_softcapping"
 PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
+NORMS = {
+    "attn_post_norm/scale": "post_attention_layernorm.weight",
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+}
 
 
 def prepare(raw: Raw) -> Raw:
@@ -44,12 +50,17 @@ def read(raw: Raw) -> JsonObject:
     period = size(raw, "sliding_window_pattern", PERIOD)
     window, local = size(raw, "sliding_window"), number(raw, LOCAL)
     kinds = read_windows(raw, window, lambda i: (i + 1) % period != 0, local)
-    cap = None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP)
-    return {"kinds": kinds, "score_dim": size(raw, "query_pre_attn_scalar"), "final_softcap": cap}
+    score_dim = size(raw, "query_pre_attn_scalar")
+    return {"kinds": kinds, "score_dim": score_dim, "final_softcap": read_softcap(raw)}
+
+
+def read_softcap(raw: Raw) -> float | None:
+    """`DecoderConfig.final_softcap`."""
+    return None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP)
 
 
 def write(config: DecoderLike) -> JsonObject:
-    written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    written = written_windows(config) | written_ropes(config)
     return written | {
         LOCAL: written["rope_parameters"][SLIDING]["rope_theta"],
         "hidden_activation": config.block.activation,
@@ -78,11 +89,7 @@ GEMMA3 = Family(
         activation="gelu_pytorch_tanh",
     ),
     scaled_embedding=True,
-    tensors={
-        "attn_post_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
-    },
+    tensors=NORMS,
     gguf="gemma3",
     from_gguf=from_gguf,
     whole="gemma3",

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.errors import UserError
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Experts, read_counts
+from jaxrl.models.families.gemma import LOCAL, NORMS, PERIOD, SOFTCAP, read_softcap
 from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
-from jaxrl.models.fields import DecoderLike, Raw, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, given, number, size
 from jaxrl.models.kinds import (
     FULL,
     SLIDING,
@@ -22,8 +23,6 @@ from jaxrl.models.kinds import (
 from jaxrl.models.rope import ProportionalRope
 from jaxrl.process.plain import JsonObject
 
-LOCAL = "rope_local_base_freq"
-"""Where `read_ropes` puts the base frequency of layers with a window."""
 DEFAULTS: JsonObject = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -47,9 +46,6 @@ DEFAULTS: JsonObject = {
     "pad_token_id": 0,
 }
 """What a `config.json` leaves out where it is this."""
-SOFTCAP = "final_logit_softcapping"
-PERIOD = 6
-"""Of so many layers the last one has no window, where there are no `layer_types`."""
 BY_LAYER = "per_layer_config"
 """Where newer versions of transformers keep what differs from layer to layer."""
 
@@ -57,8 +53,7 @@ BY_LAYER = "per_layer_config"
 def prepare(raw: Raw) -> Raw:
     if raw.get("use_bidirectional_attention") == "all":
         raise UserError("use_bidirectional_attention=all is not supported; causal only")
-    stated = {key: value for key, value in raw.items() if value is not None}
-    return read_ropes({**raw, **DEFAULTS, **stated}, LOCAL)
+    return read_ropes(filled(raw, DEFAULTS), LOCAL)
 
 
 def read(raw: Raw) -> JsonObject:
@@ -77,7 +72,7 @@ def read(raw: Raw) -> JsonObject:
         "kinds": _borrowing(raw, kinds),
         "score_dim": 1,
         "layer_inputs": inputs,
-        "final_softcap": None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP),
+        "final_softcap": read_softcap(raw),
         **_experts(raw),
     }
 
@@ -88,9 +83,7 @@ def _experts(raw: Raw) -> JsonObject:
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if raw.get(key) is None:
             raise UserError(f"{key}=null: enable_moe_block=true needs a number")
-    count, chosen = size(raw, "num_experts"), size(raw, "top_k_experts")
-    if chosen > count:
-        raise UserError(f"top_k_experts={chosen} exceeds num_experts={count}")
+    count, chosen = read_counts(raw, "num_experts", "top_k_experts")
     width = size(raw, "intermediate_size")
     experts = Experts(count, chosen, normalised=True, dense_width=width, beside=True)
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
@@ -139,7 +132,7 @@ def _full(raw: Raw) -> LayerKind:
 
 def write(config: DecoderLike) -> JsonObject:
     full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
-    written = written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    written = written_windows(config) | written_ropes(config)
     return written | {
         "rope_scaling": OMITTED,  # transformers would have it in place of the others
         "global_head_dim": config.of(full).head_dim,
@@ -224,9 +217,7 @@ GEMMA4 = Family(
     ),
     scaled_embedding=True,
     tensors={
-        "attn_post_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-        "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+        **NORMS,
         "input/gate/kernel": "per_layer_input_gate.weight",
         "input/out/kernel": "per_layer_projection.weight",
         "input_norm/scale": "post_per_layer_input_norm.weight",
@@ -255,7 +246,8 @@ UNIFIED: JsonObject = {
 }
 """What a `config.json` of the model whose images pass no encoder leaves out where it is this."""
 WITHOUT = (
-    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
     "enable_moe_block",
 )
 """What it does not have."""

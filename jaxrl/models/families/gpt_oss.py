@@ -4,9 +4,9 @@ layer; experts with biases and clamped gates in place of the MLP of every layer.
 from __future__ import annotations
 
 from jaxrl.errors import UserError
-from jaxrl.models.experts import Clamp, Experts
+from jaxrl.models.experts import Clamp, Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, given, number, size
 from jaxrl.models.kinds import read_windows, written_windows
 from jaxrl.process.plain import JsonObject
 
@@ -32,12 +32,10 @@ DEFAULTS: JsonObject = {
 
 
 def prepare(raw: Raw) -> Raw:
-    stated = {key: value for key, value in raw.items() if value is not None}
-    found = {**raw, **DEFAULTS, **stated}
-    params = given(stated.get("rope_parameters"), {})
-    if "rope_theta" not in stated and isinstance(params, dict) and "rope_theta" not in params:
-        found["rope_theta"] = THETA
-    if not stated.keys() & {"rope_parameters", "rope_scaling"}:
+    found, params = filled(raw, DEFAULTS), given(raw.get("rope_parameters"), {})
+    if isinstance(params, dict) and "rope_theta" not in params:
+        found = filled(found, {"rope_theta": THETA})
+    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         found["rope_scaling"] = ROPE
     return found
 
@@ -45,9 +43,7 @@ def prepare(raw: Raw) -> Raw:
 def read(raw: Raw) -> JsonObject:
     if not raw["attention_bias"]:
         raise UserError("attention_bias=false is not supported for gpt_oss, whose q, k, v, o have")
-    count, chosen = size(raw, "num_local_experts"), size(raw, "num_experts_per_tok")
-    if chosen > count:
-        raise UserError(f"num_experts_per_tok={chosen} exceeds num_local_experts={count}")
+    count, chosen = read_counts(raw, "num_local_experts", "num_experts_per_tok")
     clamp = Clamp(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
     width = size(raw, "intermediate_size")
     experts = Experts(count, chosen, normalised=True, dense_width=width, clamp=clamp)
@@ -58,7 +54,7 @@ def read(raw: Raw) -> JsonObject:
 def write(config: DecoderLike) -> JsonObject:
     experts = config.experts
     return {
-        **written_windows(config.kinds, config.n_layers),
+        **written_windows(config),
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
         "swiglu_alpha": experts.clamp.alpha,

@@ -30,7 +30,7 @@ def read(raw: Raw) -> JsonObject:
 
 
 def write(config: DecoderLike) -> JsonObject:
-    return written_windows(config.kinds, config.n_layers) | written_ropes(config)
+    return written_windows(config) | written_ropes(config)
 
 
 OLMO2 = Family(

@@ -27,7 +27,7 @@ def read(raw: Raw) -> JsonObject:
 
 
 def write(config: DecoderLike) -> JsonObject:
-    written = written_windows(config.kinds, config.n_layers)
+    written = written_windows(config)
     if written["sliding_window"] is None:
         return {}
     return written | {"use_sliding_window": True}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxrl.errors import UserError
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, size
 from jaxrl.models.kinds import FULL, LayerKind
 from jaxrl.process.plain import JsonObject
 
@@ -21,10 +21,9 @@ DEFAULTS: JsonObject = {"head_dim": 256, "num_key_value_heads": 4}
 def prepare(raw: Raw) -> Raw:
     if raw.get("attn_output_gate") is False:
         raise UserError("attn_output_gate=false is not supported for this family")
-    stated = {key: value for key, value in raw.items() if value is not None}
-    params = stated.get("rope_parameters")
+    params = raw.get("rope_parameters")
     rotates = isinstance(params, dict) and params.get(PARTIAL) is not None
-    return {**raw, **DEFAULTS, **({} if rotates else {PARTIAL: 0.25}), **stated}
+    return filled(raw, DEFAULTS if rotates else DEFAULTS | {PARTIAL: 0.25})
 
 
 def read(raw: Raw) -> JsonObject:

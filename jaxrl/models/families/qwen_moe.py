@@ -4,18 +4,23 @@ the MLP of every layer."""
 from __future__ import annotations
 
 from jaxrl.errors import UserError
-from jaxrl.models.experts import Experts
+from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, given, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, given, size
 from jaxrl.process.plain import JsonObject
 
-COUNT, CHOSEN, WIDTH = 128, 8, 768
+DEFAULTS: JsonObject = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 """What a `config.json` leaves out where it is this."""
 
 
 def prepare(raw: Raw) -> Raw:
     """transformers 5 writes the number of experts under another name."""
-    return {**raw, "num_experts": given(raw.get("num_experts"), raw.get("num_local_experts"))}
+    count = given(raw.get("num_experts"), raw.get("num_local_experts"))
+    return filled({**raw, "num_experts": count}, DEFAULTS)
 
 
 def read(raw: Raw) -> JsonObject:
@@ -27,12 +32,10 @@ def read(raw: Raw) -> JsonObject:
             f" mlp_only_layers={raw.get('mlp_only_layers')!r}: layers without experts are not"
             " supported beside layers with experts; supported: 1 and []"
         )
-    count, chosen = size(raw, "num_experts", COUNT), size(raw, "num_experts_per_tok", CHOSEN)
-    if chosen > count:
-        raise UserError(f"num_experts_per_tok={chosen} exceeds num_experts={count}")
+    count, chosen = read_counts(raw, "num_experts", "num_experts_per_tok")
     normalised = bool(given(raw.get("norm_topk_prob"), False))
     experts = Experts(count, chosen, normalised, dense_width=size(raw, "intermediate_size"))
-    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size", WIDTH)}
+    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
 
 def write(config: DecoderLike) -> JsonObject:

@@ -30,7 +30,7 @@ def read(raw: Raw) -> JsonObject:
 
 
 def write(config: DecoderLike) -> JsonObject:
-    written = written_windows(config.kinds, config.n_layers)
+    written = written_windows(config)
     each = config.n_layers // len(config.kinds)
     return written | {
         "no_rope_layers": [int(kind.rotates) for kind in config.kinds] * each,
