@@ -46,13 +46,14 @@ class LoraConfig(Section):
     rank: Positive | None = None
     """Rank of all adapters; 8 to 64 are usual. null: no adapters, all weights are trained."""
     alpha: PositiveNumber | None = None
-    """Scale of what an adapter adds, times the rank. null: twice the rank."""
+    """An adapter's output is multiplied by alpha / rank. null: alpha is twice the rank, so that the
+    factor is 2."""
     targets: Projections = ALL_LINEAR
     """The projections that have adapters: `all-linear`, or a list of `q_proj`, `k_proj`, `v_proj`,
-    `o_proj`, `gate_proj`, `up_proj` and `down_proj`; of Phi-3 `qkv_proj`, `o_proj`, `gate_up_proj`
-    and `down_proj`; of Qwen3.5 also `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and
-    `out_proj`. Of Qwen3-MoE `gate_proj`, `up_proj` and `down_proj` are those of each expert, of
-    gpt-oss only attention has any."""
+    `o_proj`, `gate_proj`, `up_proj` and `down_proj`. Phi-3 has `qkv_proj`, `o_proj`, `gate_up_proj`
+    and `down_proj`. Qwen3.5 also has `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and
+    `out_proj`. In Qwen3-MoE `gate_proj`, `up_proj` and `down_proj` add one adapter per expert. In
+    gpt-oss only projections of attention can have adapters."""
     init: Literal["default", "gaussian"] = "default"
     """A at the start. default: uniform in +-1 / sqrt(in). gaussian: normal with the standard
     deviation 1 / rank."""
@@ -120,7 +121,9 @@ class ParallelConfig(Section):
 
 
 class LongParallelConfig(ParallelConfig):
-    """`ParallelConfig` of a role that computes whole sequences at once."""
+    """Sizes of the axes of the role's mesh. Their product must be the number of the role's devices.
+    -1: all devices that the others leave. A role that computes whole sequences at once also has the
+    axis `context`."""
 
     context: int | None = Field(default=None, strict=True)
     """Context parallelism, for long sequences: shards of the tokens of each sequence, and of the
@@ -161,25 +164,26 @@ class RoleConfig(Section):
 
 
 class FrozenConfig(RoleConfig):
-    """A role whose model never trains."""
+    """A role whose model no gradient updates."""
 
     lazy: Flag = False
     """Load the role's model at its first use instead of at the start of the run."""
 
 
 class TeacherConfig(FrozenConfig):
-    """The model to learn from; it never trains."""
+    """The model to learn from. No gradient updates it; with `teacher.model=policy` it takes the
+    policy's weights."""
 
     parallel: LongParallelConfig = LongParallelConfig()
     model: Name | None = None
     """The teacher's weights, in any form that `student.model` takes, or `builtin:teacher`.
     `policy`: the policy itself (self-distillation; `teacher.prompt` then gives it another prompt, a
-    folder of this name is `./policy`). null: no teacher (algorithm sft), or the one at
+    folder of this name is `./policy`). null: no teacher (sft, or rewards alone), or the one at
     `teacher.address`, or `teacher.cache` alone."""
     ema: Fraction = 0.0
     """With `teacher.model=policy`: decay of the moving average of the policy's weights, which
-    teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the policy after the batch
-    before. 1: the policy before training."""
+    teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the teacher has the policy's
+    newest weights. 1: it keeps the weights from before training."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Template of the prompt that the teacher reads in place of the student's, as in `{prompt}
     Hint: {answer}`. It replaces the text of the row, in a chat that of its last message. Names in
@@ -215,13 +219,14 @@ class TeacherConfig(FrozenConfig):
     service_threads: Positive = 1
     """Number of score requests sent to each served teacher in parallel."""
     ca_file: Name | None = None
-    """PEM file of the certificates that a served teacher's must be signed by (or be one of), where
-    its address begins with `https://`. null: those that the system trusts."""
+    """PEM file with the trusted CA certificates for a teacher whose address begins with `https://`:
+    its certificate must be in the file, or be signed by one in it. null: those that the system
+    trusts."""
     cache: Name | None = None
     """Folder of scores that `python -m jaxrl.score` wrote, for batches that hold the data's
-    completions or (`distill.seq_kd`) the teacher's samples. By itself: training without a teacher,
-    where every batch is such a batch. Beside `teacher.model`, which then scores the student's
-    samples only."""
+    completions or (`distill.seq_kd`) the teacher's samples. Alone: no teacher's weights are loaded,
+    and every batch must be of these kinds. Together with `teacher.model`: the model scores only the
+    student's samples."""
 
     def _rules(self) -> Iterator[str]:
         if self.cache is not None and self.address is not None:
@@ -333,9 +338,9 @@ class ActorConfig(RoleConfig):
     moment_dtype: DType = "float32"
     """Dtype of gradients and moments inside the optimizer."""
     micro_batch_tokens: Positive | None = 16384
-    """Most tokens per device in one micro-batch, the part of a minibatch whose gradient is computed
-    at once: it has as many rows as fit if all are as long as the longest one of the batch. null:
-    the whole minibatch."""
+    """Upper bound of the tokens per device in one micro-batch, the part of a minibatch whose
+    gradient is computed at once. The number of rows is such that the bound holds even if every row
+    is as long as the longest one of the batch. null: the whole minibatch."""
     minibatches: Positive | None = None
     """Optimizer updates per pass over a batch. null: the number in the algorithm's paper
     (docs/reinforcement-learning.md), or the next smaller one that divides `batch_size`."""
@@ -362,14 +367,14 @@ class RolloutConfig(RoleConfig):
     the next one. null: one slot for each sequence of the batch, or on accelerators that lack the
     memory for so many, as many as the plan finds room for."""
     launch_tokens: Positive = 32
-    """Decode steps per device launch; free slots are refilled between launches."""
+    """Decode steps per device launch, in each of which every slot samples one token; free slots are
+    refilled between launches."""
     cache_tokens: Positive | None = None
-    """Most completion tokens whose keys and values a device holds at once, of all its slots
-    together: memory for the tokens that exist instead of for `max_new_tokens` in every slot. It
-    is divided into pages of 64 tokens, which completions take as they grow, and must hold the
-    longest completion. Completions share no page, so that 64 tokens for each slot are the least
-    with which all are used. If too few pages are left, the youngest completion waits, and its
-    tokens are read again later, which changes numbers by rounding. null: every slot has room for
+    """Capacity of a paged KV cache for completions, in tokens per device: memory for the tokens
+    that exist instead of for `max_new_tokens` in every slot. A page has 64 tokens and belongs to
+    one completion, so that at least 64 tokens per slot are needed to use every slot. The cache must
+    hold the longest completion. If pages run out, the youngest completion is preempted, and a
+    prefill recomputes it later, which changes numbers by rounding. null: every slot has room for
     `max_new_tokens`."""
     merge: Flag = False
     """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,
@@ -480,9 +485,10 @@ class RewardConfig(FrozenConfig):
     """Share of a batch's completions on which a reward function may fail (exception, crash,
     timeout); beyond it the run ends."""
     overlong_buffer: Count | None = None
-    """Soft penalty of long completions (DAPO, arXiv 2503.14476, eq. 13): over the last this many
-    tokens before `max_new_tokens` it grows from 0 to `reward.overlong_penalty`. 0: no penalty.
-    null: a fifth of `max_new_tokens` for dapo (as in its paper), else 0."""
+    """Soft penalty of long completions (DAPO, arXiv 2503.14476, eq. 13): length of the penalty zone
+    in tokens, counted back from `max_new_tokens`. Inside it the penalty grows from 0 to
+    `reward.overlong_penalty`. 0: no penalty. null: a fifth of `max_new_tokens` for dapo (as in its
+    paper), else 0."""
     overlong_penalty: PositiveNumber = 1.0
     """Penalty that is subtracted from the reward of a completion of `max_new_tokens`, where
     `reward.overlong_buffer` is not 0."""

@@ -147,8 +147,9 @@ class DistillConfig(Section):
     together (a lower bound). sampled: the log-prob of the sampled token (unbiased for reverse
     KL)."""
     jsd_beta: Fraction = 0.5
-    """Generalised JSD between teacher and student: 0 is KL(teacher||student), 1 is
-    KL(student||teacher); the scale of the loss is discontinuous at both ends."""
+    """Generalised JSD between teacher and student, which tends to 0 at both ends. Exactly 0 selects
+    KL(teacher||student) and exactly 1 KL(student||teacher), so that the scale of the loss jumps
+    there."""
     on_policy_fraction: Fraction = 1.0
     """Probability that a batch holds the student's samples; other batches hold the data's
     completions, or the teacher's samples (`distill.seq_kd`)."""
@@ -177,10 +178,11 @@ class DistillConfig(Section):
     entropy_top_k: Positive = 16
     """How many of the teacher's most probable tokens the term of `distill.entropy_aware` reads."""
     chunk_tokens: Positive = 512
-    """Tokens whose logits exist at once, in every loss (also with sft); a smaller number needs less
-    memory."""
+    """Tokens whose logits exist at once, in the losses of all algorithms; a smaller number needs
+    less memory."""
     lean: Flag = False
-    """Recompute the loss's logits in the backward pass: less memory, more time."""
+    """Recompute the logits in the backward pass of all losses that project onto the vocabulary:
+    less memory, more time."""
 
     def _rules(self) -> Iterator[str]:
         if self.seq_kd and self.on_policy_fraction == 1:
@@ -218,7 +220,8 @@ class OptimizerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
     warmup_steps: Count = 10
-    """Optimizer updates over which the learning rate rises linearly to its peak."""
+    """Optimizer updates over which the learning rate rises linearly to its peak. A step (one batch)
+    makes `actor.minibatches` times `actor.epochs_per_batch` of them."""
     min_lr_ratio: Fraction = 0.0
     """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0
@@ -320,13 +323,14 @@ class PolicyConfig(Section):
     refill: others are sampled in their place (needs `schedule=serial`). null: off, except for dapo:
     refill with `schedule=serial`, else drop."""
     max_refills: Positive = 4
-    """With `policy.dynamic_sampling=refill`: how many times more prompts are sampled for one
-    batch."""
+    """With `policy.dynamic_sampling=refill`: most additional rounds of sampling for one batch."""
     correction: Corrections | None = None
-    """Off-policy correction: weights of tokens for the mismatch between the policy that sampled and
-    the learner at the start of the batch. One name, or a list of one with sequence_geo_mask. null:
-    tis_token where the weights that sample lag (`schedule`), else none. The mismatch is reported in
-    any case (`policy/mismatch_*`)."""
+    """Off-policy correction of the difference between the sampler's log-probs and the learner's at
+    the start of the batch. tis_token, tis_sequence: truncated importance weights. icepop: drop
+    tokens whose ratio is out of range. sequence_mask, sequence_geo_mask: drop whole completions.
+    One name, or a list of two names of which one is sequence_geo_mask. null: tis_token where the
+    weights that sample lag (`schedule`), else none. The mismatch is reported in any case
+    (`policy/mismatch_*`)."""
     correction_cap: PositiveNumber | None = None
     """Truncated importance sampling (tis_token, tis_sequence): largest weight (default 2).
     sequence_mask: drop completions whose ratio exceeds this (default 2)."""
@@ -379,8 +383,9 @@ class EnvironmentConfig(Section):
     all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
     4.1.3)."""
     discount: Fraction = 1.0
-    """Factor by which a reward counts less for each turn between it and what learns from it: of an
-    episode its beginning, with `credit=turn` the turn."""
+    """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
+    by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later
+    by discount^k."""
     timeout: PositiveNumber = 30.0
     """Seconds that an environment may take for one answer. One that takes longer is killed with its
     process: its episode ends without a reward, and is counted in `environment/timeouts`."""
