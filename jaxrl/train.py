@@ -119,7 +119,7 @@ def print_compiled(arguments: cli.RunArguments) -> None:
     Raises:
         UserError: the run does not compile there or does not fit, or the target is unknown.
     """
-    from jaxrl.aot.check import check  # it also sets jax up for the compilers of others
+    from jaxrl.aot.check import check  # its import prepares jax for the compilers of other machines
 
     assert arguments.target is not None
     with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.objective import by_row, policy_metrics, policy_objective, ratios
+from jaxrl.algorithms.objective import by_row, mean_metrics, policy_metrics, policy_objective
 from jaxrl.algorithms.refill import refilled
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import (
@@ -68,7 +68,7 @@ class Method:
     scores."""
     make_loss: Callable[[Config, DecoderConfig, Mesh, int], Loss]
     """(config, student, actor's mesh, shared vocabulary) -> the loss of a micro-batch."""
-    finish: Finish = ratios
+    finish: Finish = mean_metrics
     """Turns the sums and maxima that the loss returned into metrics."""
     reads_completions: Callable[[Config], bool] = lambda config: False
     """Whether a batch may hold completions from the data."""
@@ -177,8 +177,9 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 def _hidden(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> tuple[Packing, jax.Array, jax.Array, Sums]:
-    """The streams, the hidden states [X, m, D] of the completions and the LM head [V, D], both in
-    the compute dtype; and the metrics of experts, where there are any.
+    """The packing, the hidden states [X, m, D] of the completions in it (X streams of m scored
+    tokens) and the LM head [V, D], both in the compute dtype; and the metrics of experts, where
+    there are any.
     """
     dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
     packing = pack(batch.sequences, mesh)
@@ -193,8 +194,9 @@ BALANCE = "policy/experts_balance"
 
 
 def expert_sums(experts: Experts, packing: Packing, routed: Routed) -> Sums:
-    """The metrics of a mixture: means over tokens and layers, and over micro-batches the loss that
-    balances the experts, which has a gradient."""
+    """The metrics of a mixture of experts: entropy and load of the routers, means over tokens and
+    layers; and the loss that balances the experts, a mean over micro-batches, which alone has a
+    gradient."""
     real = packing.real
     load = expert_load(experts, routed.ids, real)
     found = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()

@@ -5,7 +5,8 @@
 
 Each term is divided by its own count over the whole update, of tokens or of sequences depending on
 its aggregation. The divergence includes every token that trains; the other terms include the tokens
-of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature.
+of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature. `policy.opd_coef` adds the
+gap to the teacher to the advantages, and `policy.correction` multiplies each token's policy loss.
 """
 
 from __future__ import annotations
@@ -211,12 +212,12 @@ def policy_metrics(
     rest = {k: pair for k, pair in sums.items() if k.removeprefix("policy/") not in gap}
     largest = {name.removeprefix("policy/"): value for name, value in maxima.items()}
     reported = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
-    return ratios(rest, {}) | reported
+    return mean_metrics(rest, {}) | reported
 
 
-def ratios(
+def mean_metrics(
     sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
 ) -> dict[str, float]:
-    """Each sum by its count, 0 where nothing counted: the usual `Finish`."""
+    """Divides each metric's sum by its count; 0 where the count is 0. The usual `Finish`."""
     metrics = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
     return metrics | dict(maxima)

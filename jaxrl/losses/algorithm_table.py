@@ -30,7 +30,7 @@ class PolicyLoss:
     """What is maximised, and the paper's number."""
     term: str | Callable[..., Any]
     """A name of `losses.policy.TERMS`, or a class of one's own: called with `settings` it makes
-    (tokens, level) -> `losses.policy.Terms`."""
+    (tokens, level) -> `losses.policy.TermOutput`."""
     settings: Mapping[str, float]
     """The term's own numbers. `policy.*` changes those that it has a key for."""
     ratio: str = "token"

@@ -41,7 +41,7 @@ MAX_LOG_RATIO = 20.0
 overflows at e^88."""
 
 RARE_CLIP = 0.05
-"""A sequence ratio moves by about 1e-3 in an update: a clip range from here on never acts."""
+"""A sequence ratio moves by about 1e-3 in an update: a clip range of this or more never acts."""
 
 
 class Tokens(NamedTuple):
@@ -54,37 +54,40 @@ class Tokens(NamedTuple):
     mask: Bool[Array, "B T"]
 
 
-class Terms(NamedTuple):
-    """A term at every token, and what became of the ratio there."""
+class TermOutput(NamedTuple):
+    """The value of a term at every token, and what became of the ratio there."""
 
     value: Float[Array, "B T"]
     """To be maximised."""
     ratio: Float[Array, "B T"]
     below: Bool[Array, "B T"]
-    """Where a bound from below holds the term: A < 0 and a small ratio. No gradient there."""
+    """True where the lower bound replaced the ratio (A < 0), so that it has no gradient."""
     above: Bool[Array, "B T"]
-    """Where a bound from above does: A > 0 and a large ratio, or `clip_dual`."""
+    """True where the upper bound replaced the ratio: in `Clipped` and `LogClipped` where A > 0 (or,
+    by `clip_dual`, A < 0), without a gradient; in `Capped` for any A, whose gradient is that of
+    log pi."""
 
 
 Level = Callable[[Float[Array, "B T"], Tokens], Float[Array, "B T"]]
 """(log-ratio of each token, tokens) -> log-ratio at some level, at every token."""
-Term = Callable[[Tokens, Level], Terms]
+Term = Callable[[Tokens, Level], TermOutput]
 """What is maximised at each token: `Clipped`, `Capped`, `Soft`, `LogClipped` or one's own."""
 
 
 def _of_token(log_ratio: Array, tokens: Tokens) -> Array:
-    """r_t = pi(y_t) / pi_old(y_t)."""
+    """log r_t = d_t, where r_t = pi(y_t) / pi_old(y_t)."""
     return log_ratio
 
 
 def _of_sequence(log_ratio: Array, tokens: Tokens) -> Array:
-    """s = exp(mean_t d_t), the same at every token (GSPO, arXiv 2507.18071)."""
+    """log s = mean_t d_t, the same at every token (GSPO, arXiv 2507.18071)."""
     mean = mean_over_tokens(log_ratio, tokens.mask)
     return jnp.broadcast_to(mean[:, None], log_ratio.shape)
 
 
 def _of_sequence_by_token(log_ratio: Array, tokens: Tokens) -> Array:
-    """s_t = sg(s) pi_t / sg(pi_t): the value of s, the gradient of the token (GSPO-token)."""
+    """log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s, and the gradient of the token's
+    log-prob (GSPO-token)."""
     fixed = jax.lax.stop_gradient(_of_sequence(log_ratio, tokens))
     return fixed + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
 
@@ -122,7 +125,7 @@ class Clipped:
         if self.clip_dual is not None:
             _above(1, "clip_dual", self.clip_dual, "it bounds the ratio itself; 3 is usual")
 
-    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+    def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
         below = (tokens.advantages < 0) & (ratio < 1 - self.clip_low)
         above = (tokens.advantages > 0) & (ratio > 1 + self.clip_high)
@@ -130,7 +133,7 @@ class Clipped:
         if self.clip_dual is not None:
             far = (tokens.advantages < 0) & (ratio > self.clip_dual)
             clipped, above = jnp.where(far, self.clip_dual, clipped), above | far
-        return Terms(clipped * tokens.advantages, ratio, below, above)
+        return TermOutput(clipped * tokens.advantages, ratio, below, above)
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,12 @@ class Capped:
     def __post_init__(self) -> None:
         _above(0, "ratio_cap", self.ratio_cap, "it bounds the ratio itself; 5 is usual")
 
-    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+    def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
         above = ratio > self.ratio_cap
         weight = jax.lax.stop_gradient(jnp.minimum(ratio, self.ratio_cap))
         value = weight * tokens.advantages * tokens.logprobs
-        return Terms(value, ratio, jnp.zeros_like(above), above)
+        return TermOutput(value, ratio, jnp.zeros_like(above), above)
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,12 @@ class Soft:
         _above(0, "tau_positive", self.tau_positive, "1 is usual")
         _above(0, "tau_negative", self.tau_negative, "1.05 is usual")
 
-    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+    def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
         tau = jnp.where(tokens.advantages > 0, self.tau_positive, self.tau_negative)
         value = jax.nn.sigmoid(tau * (ratio - 1)) * (4 / tau) * tokens.advantages
         nowhere = jnp.zeros_like(tokens.mask)
-        return Terms(value, ratio, nowhere, nowhere)
+        return TermOutput(value, ratio, nowhere, nowhere)
 
 
 @dataclass(frozen=True)
@@ -189,12 +192,12 @@ class LogClipped:
     def __post_init__(self) -> None:
         _at_least(0, "clip_log", self.clip_log, "nats; 0.4 is usual")
 
-    def __call__(self, tokens: Tokens, level: Level) -> Terms:
+    def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         below = (tokens.advantages < 0) & (tokens.log_ratio < -self.clip_log)
         above = (tokens.advantages > 0) & (tokens.log_ratio > self.clip_log)
         clipped = jnp.where(above, self.clip_log, tokens.log_ratio)
         ratio = finite_exp(level(jnp.where(below, -self.clip_log, clipped), tokens))
-        return Terms(ratio * tokens.advantages, ratio, below, above)
+        return TermOutput(ratio * tokens.advantages, ratio, below, above)
 
 
 def _above(limit: float, name: str, value: float, why: str) -> None:
@@ -311,16 +314,18 @@ def policy_loss(
 
     Args:
         logprobs: nats, of the sampled tokens under the policy in training.
-        old_logprobs: nats, of the same tokens under the policy at the start of the batch.
+        old_logprobs: nats, of the same tokens under pi_old: the policy at the start of the batch,
+            or with `policy.bypass` the policy that sampled them.
         advantages: one for each sequence; one for each token only where the ratio is not the
             sequence's (GSPO-token is GSPO for that).
         mask: True at the tokens that train.
         weights: of an off-policy correction (`correction`); multiply the term after its clip.
 
     Returns:
-        Metrics: ratio (mean, at the objective's level), clip_fraction (of tokens, with
-        clip_low_fraction and clip_high_fraction), clip_fraction_sequences (sequences with a clipped
-        token), old_kl_k3 (nats a token: estimate of KL(pi_old || pi_theta)).
+        (sum, count, metrics). Each metric is a pair (sum, count), whose quotient is: ratio, the mean
+        ratio at the objective's level; clip_fraction, the fraction of clipped tokens (also
+        clip_low_fraction and clip_high_fraction); clip_fraction_sequences, that of sequences with a
+        clipped token; old_kl_k3, the estimate of KL(pi_old || pi_theta) in nats per token.
     """
     mask = jnp.asarray(mask).astype(bool)
     if objective.ratio == "sequence" and jnp.ndim(advantages) == 2:
@@ -346,7 +351,7 @@ def _per_token(x: Array, mask: Array) -> Array:
     return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
 
 
-def _metrics(terms: Terms, tokens: Tokens) -> Sums:
+def _metrics(terms: TermOutput, tokens: Tokens) -> Sums:
     mask = tokens.mask
     clipped = (terms.below | terms.above) & mask
     sequences = (clipped.any(-1).astype(jnp.float32).sum(), mask.any(-1).astype(jnp.float32).sum())

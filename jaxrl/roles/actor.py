@@ -91,7 +91,7 @@ class Actor:
         loss: Loss,
         finish: Finish,
         frozen: Frozen,
-        receiver: Tree,
+        rollout_shardings: Tree,
         run_dir: Path,
         restore: Path | None = None,
         teacher: Receiver | None = None,
@@ -103,11 +103,11 @@ class Actor:
             load: dtype -> the parameters to train, in the stacked layout on `mesh`.
             finish: makes metrics of the sums that the loss returned.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
-            receiver: shardings, in `rollout.layout`, of the role that samples; None where that is
+            rollout_shardings: of the rollout's weights, in `rollout.layout`; None where that is
                 in another worker.
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to restore in place of `load`.
-            teacher: of a teacher that follows the policy.
+            teacher: how a teacher that follows the policy takes its weights.
             base: the weights under adapters, stacked on `mesh`; None where all are trained.
             base_name: name of the model that these are of.
         """
@@ -116,7 +116,7 @@ class Actor:
         self._prepare, self._finish = prepare, finish
         self._frozen, self._run_dir = frozen, run_dir
         self._base, self._base_name = base or {}, base_name
-        self._receiver, self._teacher = receiver, teacher
+        self._rollout_shardings, self._teacher = rollout_shardings, teacher
         self._skipped_in_a_row = 0
         self._savings: dict[int, Saving] = {}
         """Step -> its save, until `saved` has waited for it."""
@@ -147,6 +147,10 @@ class Actor:
         Args:
             scores: role -> the parts of its scores. Their arrays are `jax.Array`s on any mesh of
                 this worker, `Shards` or numpy arrays.
+            step: number of the batch, from 0.
+
+        Returns:
+            Metrics of the batch, and those of each row as of the first pass over it.
         """
         c = self.config.actor
         if self.config.teacher_follows and self.config.distill.signal == "hidden":
@@ -190,13 +194,14 @@ class Actor:
             ]
             together = np.concatenate(cuts)
             size = room_of(sequences, devices, together)  # one program for all
+            of = c.epochs_per_batch * len(parts)
             real += int(held_tokens(sequences, devices, together)[0].sum())
             computed += len(together) * devices.count * size[0]
-            for chosen, index in zip(parts, cuts, strict=True):
+            for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
                 rows = rows_of_groups(chosen, group)
                 given = (self.state, self._read, placed, index, group, size)
                 with (
-                    phase(f"update {epoch + 1}/{c.epochs_per_batch}"),
+                    phase(f"update {epoch * len(parts) + number}/{of}"),
                     current().running(self.programs.update, *given),
                 ):
                     self.state, out = self.programs.update(*given)
@@ -237,7 +242,7 @@ class Actor:
         the receiver is in another worker, the weights stay on the actor's mesh, and the caller
         must send them before the next update.
         """
-        to = Receiver(self.config.rollout.layout, dtype, self._receiver, SENT)
+        to = Receiver(self.config.rollout.layout, dtype, self._rollout_shardings, SENT)
         return self._send(version, self.state.params, to)
 
     def publish_to_teacher(self, version: int) -> Weights:

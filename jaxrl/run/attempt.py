@@ -47,7 +47,7 @@ from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.trackers import check_trackers
 
-AGAIN = "nothing to do. A larger steps resumes it; --resume never starts over"
+AGAIN = "nothing to do. A larger `steps` trains further; another `run_dir` starts a new run"
 
 
 def plan_run(config: Config, dry: bool = False) -> Plan:
@@ -55,7 +55,7 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
     commits of what is on a hub.
 
     Args:
-        dry: for the plan alone, whether the run's data can be found or not.
+        dry: make the plan even if the run's data cannot be found.
     """
     config, notes = with_commits(config, dry)
     plan = make_plan(config, needed_roles(config), devices_for(config))
@@ -94,7 +94,7 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
         raise UserError("\n".join(lines))
     job = make_job(plan.config, given)
     check_run_dir(plan.config)
-    if fetch_models(plan.config):  # the longest wait, for a run that nothing else refuses
+    if fetch_models(plan.config):  # last, because downloads take longest
         check_weights(job)
     return job, plan
 
@@ -174,7 +174,7 @@ def _run_job(context: RunContext, run: RunDir) -> None:
 
 
 def _attempt(context: RunContext, run: RunDir) -> None:
-    """One life of the workers."""
+    """Starts the workers, trains, exports the model, and stops the workers."""
     job, plan, config = context.job, context.plan, context.job.config
     notify, interrupt, on_step = context.notify, context.interrupt, context.on_step
     restore = None if run.checkpoint is None else run.checkpoint.path
@@ -278,7 +278,9 @@ def _kept(saved: int | None) -> str:
 def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
     """The last words of a run that was asked to stop."""
     if saved == trained:
-        return f"interrupted; saved at step {trained} in {run_dir}: --resume auto resumes there"
+        return (
+            f"interrupted; saved at step {trained} in {run_dir}: resume=auto continues from there"
+        )
     return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
 
 

@@ -240,7 +240,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=method.finish,
         frozen=frozen,
-        receiver=loaded,
+        rollout_shardings=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
         teacher=_following(setup, meshes.get("teacher")),

@@ -172,7 +172,8 @@ class Loop:
         rollout, scorers = self._futures["rollout", index], self._method.scorers(self.config)
         found = dict(self.sources.early_scores.pop(index, {}))
         if self.config.teacher_gets_feedback:
-            # Rewards first: where teacher and reward share a worker, it takes calls in order.
+            # The teacher's call needs the rewards, so theirs comes first: a worker that both roles
+            # share takes calls in order, and would wait for ever.
             if "reward" not in found:
                 found["reward"] = self.sources.scores("reward", rollout)
             rewards: Any = found["reward"][0]

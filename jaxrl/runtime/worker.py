@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker reports about itself; for the console, the timeline and `jaxrl.devices`."""
+    """What one process of a worker reports; for the console, the timeline and `jaxrl.devices`."""
 
     name: str
     """Its pool as in `--mesh`; with `.1`, `.2` ... for the other processes of a pool."""
@@ -76,7 +76,7 @@ class WorkerState:
     since: float
     """Beginning of the phase; `time.monotonic` seconds of this process."""
     heard: float
-    """When it last answered."""
+    """When it last answered; `time.monotonic` seconds of this process."""
     restarts: int = 0
     """How many times it was restarted."""
 
@@ -193,8 +193,8 @@ class Future(ABC, Generic[T_co]):
 
     @abstractmethod
     def consume(self) -> Self:
-        """This future as an argument of the last call that needs its value, which frees the
-        value."""
+        """This future, as an argument of the last call that needs it: the value is freed once that
+        call has it."""
 
     @abstractmethod
     def _fetch(self) -> T_co:

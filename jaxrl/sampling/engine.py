@@ -1,7 +1,7 @@
 """Continuous batching, the host side: assigns samples to slots, launches decode steps and collects
 their tokens. `sampling.decode` has the device side.
 
-A slot is one row of the KV cache. A launch runs up to `launch_tokens` decode steps over all slots,
+A slot holds one sequence that is being decoded. A launch runs up to `launch_tokens` decode steps over all slots,
 and returns early once enough slots are free. The host then reads the tokens, searches for stop
 strings and fills the free slots with waiting samples. Once no sample is waiting, it shrinks the
 cache to fewer slots. Each prompt is prefilled once, in batches just large enough to fill the slots.
@@ -12,8 +12,8 @@ launches or timing.
 
 In an episode an environment answers each turn of the model (`sampling.episodes`). Its slot keeps
 its keys and values and decodes nothing until the answer is there, whose tokens are then added to
-them. Other slots go on meanwhile. No array's shape depends on when an answer comes, so that no bit
-does: the cache keeps its slots and has its full length from the start.
+them. Other slots continue meanwhile. The cache keeps its slots and has its full length from the
+start, so that neither shapes nor results depend on when an answer comes.
 
 On a mesh of several processes each process runs this code with the same arguments. The tokens of a
 launch are replicated to all processes, so that all make the same decisions.
@@ -82,11 +82,11 @@ class EngineStats:
     prefill_rows: int = 0
     """Prompts prefilled, without padding rows."""
     sent_back: int = 0
-    """Samples that lost their slot for want of pages of the cache, each time."""
+    """Preemptions: how often a sample lost its slot because the cache had no page left."""
     read_again: int = 0
-    """Tokens of such samples, and of their prompts, that were read a second time."""
+    """Tokens of preempted samples, and of their prompts, that were prefilled again."""
     generated_tokens: int = 0
-    """Tokens in the completions, without those after a stop string."""
+    """Sampled tokens, without those after a stop string."""
     slots: int = 0
     prefill_seconds: float = 0.0
     """Time for prefill and copies into slots, including the wait for the device."""
@@ -127,7 +127,7 @@ class Engine:
         """Fixes the shapes. `generate` allocates all device memory and frees it at its end.
 
         Args:
-            mesh: axes (data, fsdp, tensor), or None for one device.
+            mesh: with the axes of a role, or None for one device.
             slots: completions decoded at once; rounded up to a multiple of the devices.
             max_prompt_tokens, max_new_tokens: their sum limits the length of the KV cache, which
                 grows as far as the sequences need.
@@ -568,8 +568,9 @@ class _Run:
         return int(counts.sum())
 
     def _collect(self, sample: Unfinished, rows: np.ndarray) -> None:
-        """Appends a launch's rows [k, 3] (token, bits of two log-probs) to a sample. If they end
-        it, its slot is free; if they end a turn of an episode, the slot decodes nothing."""
+        """Appends a launch's rows [k, 3] to a sample: each token, and the bits of its log-probs in
+        the full distribution and in the one sampled from. If they end it, its slot is free; if they
+        end a turn of an episode, the slot decodes nothing."""
         self.unread.append((sample, len(sample.tokens)))
         sample.tokens += rows[:, 0].tolist()
         sample.logprobs.append(rows[:, 1:].copy().view(np.float32))

@@ -533,7 +533,7 @@ def actor(cfg, mesh, tmp_path):
         loss=method.make_loss(cfg, MODEL, mesh, 48),
         finish=method.finish,
         frozen={"teacher_head": jax.device_put(head)},
-        receiver=None,
+        rollout_shardings=None,
         run_dir=tmp_path,
     )
 

@@ -50,7 +50,7 @@ def actor(m, tmp_path, restore=None, *overrides, seed=0):
         loss=SFT.make_loss(config, MODEL, m, 48),
         finish=SFT.finish,
         frozen={},
-        receiver=param_shardings(MODEL, m, "unstacked"),
+        rollout_shardings=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
         restore=restore,
     )

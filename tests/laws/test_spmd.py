@@ -89,7 +89,7 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
         loss=METHODS["teacher"].make_loss(cfg, model, mesh, VOCAB),
         finish=METHODS["teacher"].finish,
         frozen=frozen,
-        receiver=None,
+        rollout_shardings=None,
         run_dir=folder,
         restore=restore,
     )

@@ -21,7 +21,7 @@ from jaxrl.losses.policy import (
     RATIOS,
     Clipped,
     Objective,
-    Terms,
+    TermOutput,
     entropy_term,
     make_objective,
     policy_loss,
@@ -521,7 +521,7 @@ def test_a_term_of_ones_own():
         def __call__(self, tokens, level):
             nowhere = jnp.zeros_like(tokens.mask)
             ratio = jnp.exp(level(tokens.log_ratio, tokens))
-            return Terms(self.scale * ratio * tokens.advantages, ratio, nowhere, nowhere)
+            return TermOutput(self.scale * ratio * tokens.advantages, ratio, nowhere, nowhere)
 
     lp, old, advantages, mask = case("near")
     own = make_objective(PolicyLoss("3 r A", Plain, {"scale": 3.0}))

@@ -90,7 +90,7 @@ def actor(cfg, m, tmp_path, teacher=None):
         loss=method.make_loss(cfg, MODEL, m, 48),
         finish=method.finish,
         frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
-        receiver=param_shardings(MODEL, m, "unstacked"),
+        rollout_shardings=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
         teacher=teacher,
     )
@@ -126,7 +126,7 @@ def adapted_actor(cfg, m, tmp_path, model, base, first):
         loss=method.make_loss(cfg, model, m, 48),
         finish=method.finish,
         frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
-        receiver=frozen_and_trained(param_shardings(model, m, "unstacked"))[1],
+        rollout_shardings=frozen_and_trained(param_shardings(model, m, "unstacked"))[1],
         run_dir=tmp_path,
         base=base,
         base_name="base",
