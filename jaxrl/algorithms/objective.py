@@ -5,8 +5,8 @@
 
 Each term is divided by its own count over the whole update, of tokens or of sequences depending on
 its aggregation. The divergence includes every token that trains; the other terms include the tokens
-of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature. `policy.opd_coef` adds the
-gap to the teacher to the advantages, and `policy.correction` multiplies each token's policy loss.
+of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature. `policy.opd_coef` adds
+the gap to the teacher to the advantages, and `policy.correction` weights each token's policy loss.
 """
 
 from __future__ import annotations

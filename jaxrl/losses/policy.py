@@ -86,8 +86,8 @@ def _of_sequence(log_ratio: Array, tokens: Tokens) -> Array:
 
 
 def _of_sequence_by_token(log_ratio: Array, tokens: Tokens) -> Array:
-    """log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s, and the gradient of the token's
-    log-prob (GSPO-token)."""
+    """log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s with the gradient of the
+    token's log-prob (GSPO-token)."""
     fixed = jax.lax.stop_gradient(_of_sequence(log_ratio, tokens))
     return fixed + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
 
@@ -322,8 +322,8 @@ def policy_loss(
         weights: of an off-policy correction (`correction`); multiply the term after its clip.
 
     Returns:
-        (sum, count, metrics). Each metric is a pair (sum, count), whose quotient is: ratio, the mean
-        ratio at the objective's level; clip_fraction, the fraction of clipped tokens (also
+        (sum, count, metrics). Each metric is a pair (sum, count), whose quotient is: ratio, the
+        mean ratio at the objective's level; clip_fraction, the fraction of clipped tokens (also
         clip_low_fraction and clip_high_fraction); clip_fraction_sequences, that of sequences with a
         clipped token; old_kl_k3, the estimate of KL(pi_old || pi_theta) in nats per token.
     """

@@ -194,14 +194,14 @@ class Actor:
             ]
             together = np.concatenate(cuts)
             size = room_of(sequences, devices, together)  # one program for all
-            of = c.epochs_per_batch * len(parts)
+            all_updates = c.epochs_per_batch * len(parts)
             real += int(held_tokens(sequences, devices, together)[0].sum())
             computed += len(together) * devices.count * size[0]
             for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
                 rows = rows_of_groups(chosen, group)
                 given = (self.state, self._read, placed, index, group, size)
                 with (
-                    phase(f"update {epoch * len(parts) + number}/{of}"),
+                    phase(f"update {epoch * len(parts) + number}/{all_updates}"),
                     current().running(self.programs.update, *given),
                 ):
                     self.state, out = self.programs.update(*given)

@@ -278,9 +278,7 @@ def _kept(saved: int | None) -> str:
 def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
     """The last words of a run that was asked to stop."""
     if saved == trained:
-        return (
-            f"interrupted; saved at step {trained} in {run_dir}: resume=auto continues from there"
-        )
+        return f"interrupted; saved at step {trained} in {run_dir}: resume=auto continues there"
     return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
 
 

@@ -1,11 +1,11 @@
 """Continuous batching, the host side: assigns samples to slots, launches decode steps and collects
 their tokens. `sampling.decode` has the device side.
 
-A slot holds one sequence that is being decoded. A launch runs up to `launch_tokens` decode steps over all slots,
-and returns early once enough slots are free. The host then reads the tokens, searches for stop
-strings and fills the free slots with waiting samples. Once no sample is waiting, it shrinks the
-cache to fewer slots. Each prompt is prefilled once, in batches just large enough to fill the slots.
-Its keys and values are copied into a row that the slots of its n samples share
+A slot holds one sequence that is being decoded. A launch runs up to `launch_tokens` decode steps
+over all slots, and returns early once enough slots are free. The host then reads the tokens,
+searches for stop strings and fills the free slots with waiting samples. Once no sample is waiting,
+it shrinks the cache to fewer slots. Each prompt is prefilled once, in batches just large enough to
+fill the slots. Its keys and values are copied into a row that the slots of its n samples share
 (`sampling.prompt_rows`) or, where that cannot be (`Engine.why_not_shared`), into these slots. The
 sampled tokens depend on (seed, step, attempt, prompt id, sample id, position), never on slots,
 launches or timing.
