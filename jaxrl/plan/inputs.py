@@ -130,7 +130,9 @@ class PlanInputs:
         found = {}
         for role in self.roles:
             n = len(self.placement.roles[role].devices)
-            axes = resolve_axes(role, n, **config.roles[role].parallel.model_dump())
+            given = config.roles[role].parallel
+            sizes = {axis: getattr(given, axis) for axis in type(given).model_fields}
+            axes = resolve_axes(role, n, **sizes)
             if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
                 _check_whole(role, axes)
             for model in self.teachers if role == "teacher" else (self.model(role),):

@@ -31,6 +31,7 @@ BOUNDED = {
     ("environments/packages/verifiers.py", "self._requests.get()"): ANSWERS,
     ("environments/packages/verifiers.py", "self.run.result()"): ENDED,
     ("environments/episodes.py", "future.result()"): ANSWERS,
+    ("formats/hub.py", "done.result()"): ENDED,
     ("environments/process.py", "ended.wait()"): "until there are no more orders; it can be killed",
     ("roles/actor.py", "saving.wait()"): CHECKPOINT,
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
