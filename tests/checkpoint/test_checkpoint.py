@@ -156,8 +156,8 @@ def test_a_restore_takes_no_second_copy(saved, tmp_path):
         "finish": one._finish,
         "frozen": {},
     }
-    receiver = param_shardings(MODEL, one.mesh, "unstacked")
-    places = {"receiver": receiver, "run_dir": tmp_path, "restore": path}
+    rollout_shardings = param_shardings(MODEL, one.mesh, "unstacked")
+    places = {"rollout_shardings": rollout_shardings, "run_dir": tmp_path, "restore": path}
     Actor(one.config, MODEL, one.mesh, load=never, **made, **places)
 
 

@@ -102,6 +102,7 @@ class Reads:
         self._alive: list[Config] = []
 
     def watch(self, config: Config) -> Config:
+        config = config.parse(config.model_dump())  # no section is shared, as equal defaults are
         self._alive.append(config)
         self._paths |= {id(section): path for path, section in _sections(config, "")}
         return config
@@ -174,6 +175,14 @@ SHOWN_BY = {
     "actor.max_nonfinite": (
         "test_train.py",
         "test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch",
+    ),
+    "environment.max_failures": (
+        "test_episode_batches.py",
+        "test_failures_are_replies_up_to_a_share_of_the_batch",
+    ),
+    "environment.max_turns": (
+        "test_episode_batches.py",
+        "test_what_an_episode_goes_through",
     ),
     "grouper.alpha": ("test_similarity.py", "test_all_singletons"),
     "grouper.mmr_lambda": ("test_similarity.py", "test_mmr_by_hand_with_partial_similarity"),
