@@ -39,23 +39,24 @@ optimizer: {learning_rate: 1e-5}
     python -m jaxrl.train --config run.yaml steps=200 optimizer.learning_rate=2e-5
 
 The defaults are for models of one to several billion parameters on accelerators. Without
-`--config` the quickstart runs, which sets many keys otherwise
-([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)), unless `student.model` or
-`data.train` is set on the command line: then all other keys have their defaults.
-`--config builtin:quickstart` runs the quickstart even with a model or data of your own. `null` is
-a value; its meaning is in the description of each key. Required are `student.model`, `data.train`
-and, for algorithm `gkd`, `teacher.model` (or `teacher.address`). "null: the algorithm's own" means
-the value in the table of [reinforcement-learning.md](reinforcement-learning.md).
+`--config`, the built-in quickstart runs, and its file sets many keys otherwise
+([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)). A command line without
+`--config` that sets `student.model` or `data.train` starts from the defaults instead; to start
+such a run from the quickstart, add `--config builtin:quickstart`.
 
-A relative path of something to read (`student.model`, `teacher.model`, each model of `teachers`,
+Every run needs `student.model` and `data.train`. The algorithm `gkd` also needs a teacher: one of
+`teacher.model`, `teacher.address`, `teacher.cache` and `teachers`. `null` is a value, and each key
+says what it means there. "null: the algorithm's own" is the value in the table of
+[reinforcement-learning.md](reinforcement-learning.md).
+
+Some keys name files or folders to read: `student.model`, `teacher.model`, each model of `teachers`,
 `teacher.cache`, `teacher.ca_file`, `reward.model`, `grouper.model`, `data.train`, `data.eval`,
-`data.few_shot`, `reward.functions`, the file of an `algorithm`) in a config file is looked for in
-that file's folder first, then in the working directory; on the command line, in the working
-directory. A config with its files beside it thus runs from any working directory. A path
-must contain a slash or a suffix to be recognised: a folder beside the config is `./folder`. Paths
-of something to write (`run_dir`, `compile_cache`) are relative to the working directory. The
-`config.yaml` that a run writes contains absolute paths of what was found beside the config file,
-and of every file of `reward.functions`.
+`data.few_shot`, `reward.functions` and the file of an `algorithm`. Their relative paths are looked
+for in the working directory; in a config file, first in that file's own folder, so that a config
+with its files beside it runs from anywhere. A path is recognised by a slash or a suffix: write
+`./folder` for a folder beside the config. Paths to write (`run_dir`, `compile_cache`) are relative
+to the working directory. The `config.yaml` that a run writes contains absolute paths of what was
+found beside the config file, and of every file of `reward.functions`.
 
 Which keys may change when a run is resumed is in
 [checkpoints.md](checkpoints.md)."""
