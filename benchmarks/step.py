@@ -150,7 +150,6 @@ def figures(
 ) -> dict[str, dict[str, Any]]:
     """Each stage and the whole step; the floors are those of the real tokens, mean over steps."""
     config, student = job.config, job.student.config
-    assert job.teacher is not None
     itemsize = jnp.dtype(config.rollout.dtype).itemsize
     group, n = config.group_size, config.batch_size * config.group_size
     each: dict[str, list[Any]] = {"rollout": [], "score": [], "update": []}
@@ -160,7 +159,7 @@ def figures(
         lengths = [p + mean for p in prompts for _ in range(group)]
         new = np.full((len(prompts), group), mean)
         each["rollout"].append(common.sampling_work(student, prompts, new, n, itemsize))
-        each["score"].append([forward_work(job.teacher.config, lengths, itemsize)])
+        each["score"].append([forward_work(job.teachers["teacher"].config, lengths, itemsize)])
         each["update"].append(update_work(student, job, lengths, round(mean * n), itemsize))
     parts = {stage: mean_work(steps) for stage, steps in each.items()}
     parts["weight_sync"] = [Work(0, 2 * student.n_params * itemsize)]  # read and written
@@ -180,8 +179,7 @@ def figures(
 def update_work(
     student: DecoderConfig, job: Job, lengths: list[float], tokens: int, itemsize: int
 ) -> list[Work]:
-    assert job.teacher is not None
-    width = job.teacher.config.d_model
+    width = job.teachers["teacher"].config.d_model
     return common.train_work(student, width, job.vocab_size, lengths, tokens, itemsize)
 
 

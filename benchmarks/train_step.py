@@ -91,7 +91,6 @@ def make_batch(
     arguments: argparse.Namespace, job: Job, lengths: Sequence[int]
 ) -> tuple[Rollout, TeacherSignal]:
     """Random tokens, completions of these lengths; hidden states as large as a norm leaves them."""
-    assert job.teacher is not None
     rng = np.random.default_rng(0)
     rows, new = arguments.batch * arguments.group, arguments.new
 
@@ -107,7 +106,7 @@ def make_batch(
         max_prompt_tokens=arguments.prompt,
         max_new_tokens=new,
     )
-    hidden = rng.standard_normal((rows, new, job.teacher.config.d_model), np.float32)
+    hidden = rng.standard_normal((rows, new, job.teachers["teacher"].config.d_model), np.float32)
     return rollout, TeacherSignal(hidden=jnp.asarray(hidden, arguments.dtype))
 
 
@@ -142,10 +141,9 @@ def parts(
             mesh=mesh,
         )[0]
 
-    assert job.teacher is not None
     backward = jax.jit(jax.grad(blocks))
     both = jax.jit(jax.value_and_grad(divergence, argnums=(0, 1)))
-    teacher_head = job.teacher.load_head(mesh, dtype)
+    teacher_head = job.teachers["teacher"].load_head(mesh, dtype)
     return {
         "forward": lambda: forward(params, packing),
         "blocks": lambda: backward(params),
@@ -155,8 +153,7 @@ def parts(
 
 def counted(arguments: argparse.Namespace, job: Job) -> dict[str, list[Work]]:
     c, itemsize = job.student.config, jnp.dtype(arguments.dtype).itemsize
-    assert job.teacher is not None
-    width = job.teacher.config.d_model
+    width = job.teachers["teacher"].config.d_model
 
     def update(completions: list[int]) -> list[Work]:
         lengths = [arguments.prompt + n for n in completions]

@@ -100,7 +100,6 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
         print,
         startup_s=DEADLINE,
         roles=("actor", "rollout"),
-        spent=0,
     )
     source = np.ones(mb << 20, np.uint8)
     target = np.zeros_like(source)

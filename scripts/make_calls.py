@@ -28,7 +28,7 @@ END = "</s>"
 
 def rows() -> Iterator[dict[str, str]]:
     draw = random.Random(0)
-    for example in Arithmetic(digits=4, terms=2).examples(COUNT, start=FIRST):
+    for example in map(Arithmetic(digits=4, terms=2).example, range(FIRST, FIRST + COUNT)):
         asked, answer = str(example.prompt), str(example.answer)
         call = f"({asked.rstrip('=')})"
         yield {"prompt": f"?{asked}", "completion": call}

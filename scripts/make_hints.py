@@ -26,16 +26,16 @@ KNOWN = 9_000
 
 def solutions() -> Iterator[tuple[str, Example]]:
     """Hints with their sums."""
-    for example in Arithmetic().examples(COUNT, start=FIRST):
+    for example in map(Arithmetic().example, range(FIRST, FIRST + COUNT)):
         yield str(example.completion), example
 
 
 def feedback() -> Iterator[tuple[str, Example]]:
     """What the verifier says of solutions with a wrong digit, and of right ones."""
     draw = random.Random(0)
-    for example in Arithmetic().examples(COUNT, start=FIRST):
+    for example in map(Arithmetic().example, range(FIRST, FIRST + COUNT)):
         yield correction(str(example.prompt), misspelt(str(example.completion), draw)), example
-    for example in Arithmetic().examples(KNOWN):
+    for example in map(Arithmetic().example, range(KNOWN)):
         yield "", example
 
 

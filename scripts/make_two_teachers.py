@@ -32,7 +32,8 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, operator in OPERATORS.items():
         for split, count in ROWS.items():
-            rows = Arithmetic(operators=operator).examples(count, split)
+            sums = Arithmetic(operators=operator)
+            rows = (sums.example(index, split) for index in range(count))
             each = ({"prompt": r.prompt, "answer": r.answer, "domain": name} for r in rows)
             lines = "".join(json.dumps(row) + "\n" for row in each)
             (folder / f"{split}_{name}.jsonl").write_text(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -229,11 +230,24 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         lora, found = peft.read_pairs(place, base.config, lora)
         pairs = partial(dict, found)
     else:
-        pairs = cache(partial(saved_adapters, place, replace(base.config, lora=lora)))
+        pairs = _once(partial(saved_adapters, place, replace(base.config, lora=lora)))
     config = replace(base.config, lora=lora)
     adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs, config, quantised)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
     return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)
+
+
+def _once(
+    read: Callable[[], Mapping[str, peft.Pair]],
+) -> Callable[[], Mapping[str, peft.Pair]]:
+    """A function that reads at its first call only, though two workers may call it at once."""
+    lock, kept = threading.Lock(), cache(read)
+
+    def result() -> Mapping[str, peft.Pair]:
+        with lock:
+            return kept()
+
+    return result
 
 
 def _checkpoint(name: str, place: Path) -> ModelSource:

@@ -181,8 +181,8 @@ class DistillConfig(Section):
     """Tokens whose logits exist at once, in the losses of all algorithms; a smaller number needs
     less memory."""
     lean: Flag = False
-    """Recompute the logits in the backward pass of all losses that project onto the vocabulary:
-    less memory, more time."""
+    """Recompute the logits of the divergence from the teacher in the backward pass: less memory,
+    more time. Changes nothing for signal=sampled, sft and the policy losses, which always do so."""
 
     def _rules(self) -> Iterator[str]:
         if self.seq_kd and self.on_policy_fraction == 1:

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -79,13 +80,40 @@ def test_every_page_is_reached_from_how_it_works() -> None:
     assert {page for page in DOCS.glob("*.md") if page.name != "how-it-works.md"} <= linked
 
 
-def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
-    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "scripts" / "draw_rooms.py")
+def script(name: str) -> ModuleType:
+    """A script of the repository, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
-    assert drawn == script.picture(), "python scripts/draw_rooms.py"
+    assert drawn == script("draw_rooms").picture(), "python scripts/draw_rooms.py"
+
+
+def test_the_scripts_that_pages_name_write_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, hints, teachers = (
+        script(name) for name in ("make_calls", "make_hints", "make_two_teachers")
+    )
+    for module in (calls, hints):
+        monkeypatch.setattr(module, "COUNT", 3)
+    monkeypatch.setattr(hints, "KNOWN", 2)
+    monkeypatch.setattr(teachers, "ROWS", {"train": 3, "eval": 2})
+    monkeypatch.setattr(teachers, "train", lambda config: SimpleNamespace(final_eval=1.0))
+    calls.main(tmp_path / "calls.jsonl")
+    hints.main(tmp_path / "hints.jsonl", hints.solutions())
+    hints.main(tmp_path / "feedback.jsonl", hints.feedback())
+    teachers.make(tmp_path)
+    lines = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")}
+    assert lines == {
+        **{"calls": 9, "hints": 3, "feedback": 5},
+        **{"train_plus": 3, "eval_plus": 2, "train_minus": 3, "eval_minus": 2},
+    }
 
 
 def blocks(page: Path) -> list[str]:

@@ -90,7 +90,7 @@ def find_seats(
         try:
             return kind, process_slots(placement, hosts, kind, config.devices_per_worker)
         except UserError:
-            all_free = [replace(host, free=host.has) for host in hosts]
+            all_free = [replace(h, free={**h.has, "memory": h.free["memory"]}) for h in hosts]
             process_slots(placement, all_free, kind, config.devices_per_worker)  # raises: never
             if time.monotonic() > end:
                 raise

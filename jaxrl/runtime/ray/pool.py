@@ -46,7 +46,8 @@ class RayPool:
 
     def heard(self, rank: int) -> float:
         """When a process last answered; when it was started, if it never has."""
-        return self.answers[rank].at if rank in self.answers else self.born
+        answer = self.answers.get(rank)
+        return self.born if answer is None else answer.at
 
     def where(self, rank: int) -> str:
         if rank >= len(self.info):
