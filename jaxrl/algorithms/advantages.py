@@ -21,7 +21,8 @@ from jaxrl.types import Array
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
 MAX_OPD_GAP = 20.0
-"""Nats: the gap of student and teacher at one token counts up to this in `opd_advantages`."""
+"""Nats. On-policy distillation (OPD): `opd_advantages` clamps the difference between the log-probs
+of student and teacher at a token to at most this."""
 TOLERANCE = 1e-6
 """A group whose rewards have a smaller standard deviation has no differences to learn from."""
 
@@ -52,8 +53,10 @@ def within(
     Args:
         values: rewards, NaN where there is none.
         ids: -1 is left out.
-        scale_ids: groups whose std divides; None divides by nothing. 0 where either std is below
-            1e-6.
+        scale_ids: groups whose std divides; None: no division.
+
+    Returns:
+        0 where a row is left out, or where the std of either group is below 1e-6.
     """
     assert values.shape == ids.shape, f"{values.shape} rewards, {ids.shape} group ids"
     rows = np.flatnonzero((ids >= 0) & ~np.isnan(values))
@@ -88,17 +91,18 @@ def turn_advantages(
     """Advantages of the turns of episodes: process supervision of GRPO (arXiv 2402.03300, section
     4.1.3), with a discount.
 
-    Each reward is centred and scaled by those of all turns of its group; a turn's advantage is the
-    sum of what the rewards from it on then are, each times the discount for every turn between.
-    With one reward at the end of each episode, and no discount, all turns have `group_advantages`.
+    Each reward is centred and scaled with the mean and std of all turns of its group. A turn's
+    advantage is the discounted sum of these normalised rewards, from that turn to the end: sum over
+    k >= 0 of discount^k times the reward k turns later. If only the last turn of each episode has a
+    reward and discount = 1, all turns of an episode get its `group_advantages`.
 
     Args:
-        rewards: for each sample those of its turns; None or NaN where a turn has none, which is in
-            no statistic and adds nothing.
-        group_ids: which samples belong together; -1 at padding.
+        rewards: for each sample, one reward per turn. A turn without one (None or NaN) is left out
+            of the statistics and adds nothing.
+        group_ids: [B] which samples belong together; -1 at padding.
 
     Returns:
-        For each sample, float64, one for each of its turns.
+        For each sample a float64 array with one advantage per turn.
     """
     values = [as_rewards(each) for each in rewards]
     lengths = [len(each) for each in values]
@@ -170,7 +174,8 @@ def opd_advantages(
 
     With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher). The clamp
     keeps a single token, impossible under the teacher, from being the whole gradient of a batch.
-    Per token: of the sequence losses, only gspo_token takes it. 0 where masked; no gradient.
+    The result is per token, so that of the losses with sequence ratios only gspo_token accepts it.
+    0 where masked; no gradient.
 
     Args:
         advantages: one for each sequence or one for each token, of the task.

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
-from jaxrl.losses.aggregation import Loss
+from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.cells import LONGER, Borders, opened
 from jaxrl.losses.distill import (
@@ -280,7 +280,7 @@ def _learn_hidden(
     batch: TrainBatch,
     frozen: Frozen,
     borders: Borders | None = None,
-) -> Loss:
+) -> LossSums:
     signal, heads = _signal(batch), frozen["teacher_head"]
     teachers, mixture = signal.hidden, None
     if p.teachers:
@@ -319,7 +319,7 @@ def _learn_topk(
     batch: TrainBatch,
     frozen: Frozen,
     borders: Borders | None = None,
-) -> Loss:
+) -> LossSums:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
         hidden,
@@ -338,7 +338,7 @@ def _learn_topk(
 
 def _learn_sampled(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
-) -> Loss:
+) -> LossSums:
     tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
     options = p.of_student | {"mask": mask, "v": p.vocab_size}
     logprobs = logprobs_from_hidden(hidden, kernel, tokens, **options)
@@ -351,7 +351,7 @@ def _learn_sampled(
     )
 
 
-DISTILL_LOSSES: dict[str, Callable[..., Loss]] = {
+DISTILL_LOSSES: dict[str, Callable[..., LossSums]] = {
     "hidden": _learn_hidden,
     "topk": _learn_topk,
     "student_topk": _learn_topk,
@@ -365,7 +365,7 @@ def distill_loss(
     kernel: Float[Array, "V D"],
     batch: TrainBatch,
     frozen: Frozen,
-) -> Loss:
+) -> LossSums:
     """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
 
     Args:
@@ -386,7 +386,7 @@ def distill_loss(
 
 def _aligned_loss(
     p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
-) -> Loss:
+) -> LossSums:
     """The loss from a teacher with another tokenizer: the divergence of `distill.signal` over cells
     where stretches begin, and the reverse KL of the sampled rest of a stretch, given its first
     cell; for the signal `sampled` that of whole stretches. All tokens of the completions count,
@@ -448,7 +448,7 @@ def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) ->
 
 def entropy_aware_loss(
     p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
-) -> Loss:
+) -> LossSums:
     """The entropy-aware term alone, from the part of the signal that the teacher sends for it."""
     signal = _signal(batch)
     return entropy_aware_from_topk(

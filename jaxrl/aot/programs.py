@@ -125,7 +125,7 @@ def _before_updates(
 
     yield one("optimizer state", programs.start, state.params, start=True)
     if state.ema is not None:
-        yield one("moving average", programs.average, state.params, start=True)
+        yield one("moving average", programs.initial_ema, state.params, start=True)
     if signal is None:
         return
     dtype = c.teacher.compute_dtype

@@ -231,7 +231,7 @@ class Sampling:
         held = engine.slots // engine.row_shards
         kept = [left for n in range(1, held) if (left := engine.fewer_slots(n, held)) is not None]
         if engine.pages is not None:
-            kept = [n for n in map(engine.pages_of, kept) if n < engine.pages]
+            kept = [n for n in map(engine.pages_for_slots, kept) if n < engine.pages]
         if kept and not engine.episodes:
             given = layer(longest), longest, self._int_rows(max(kept) * engine.row_shards)
             calls = batches * sum(map(bool, cache)) * len(set(kept))

@@ -76,7 +76,7 @@ class StudentConfig(Section):
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
     lora: LoraConfig = LoraConfig()
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
-    """With `student.lora.rank`: dtype in which the actor holds the weights under the adapters.
+    """With `student.lora.rank`: dtype in which the actor holds the frozen base weights.
     null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
     weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
     router_aux_loss_coef: NonNegative = 0.0
@@ -88,8 +88,8 @@ class StudentConfig(Section):
     def _rules(self) -> Iterator[str]:
         if self.lora.rank is None and self.base_dtype is not None:
             yield (
-                f"base_dtype={self.base_dtype} is for the weights under adapters: set it to null,"
-                " or set lora.rank (the dtype of trained weights is actor.param_dtype)"
+                f"base_dtype={self.base_dtype} is for the frozen base weights of adapters: set it"
+                " to null, or set lora.rank (the dtype of trained weights is actor.param_dtype)"
             )
 
 

@@ -219,7 +219,7 @@ class RunConfig(Section):
 
     @property
     def base_dtype(self) -> DType:
-        """Of the actor's weights under adapters, but for those that are quantised."""
+        """Dtype of the actor's frozen base weights, but for those that are quantised."""
         dtype = self.student.base_dtype
         if dtype == "float32" or dtype == "bfloat16":
             return dtype

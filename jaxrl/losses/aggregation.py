@@ -18,7 +18,7 @@ from jaxrl.losses.divergence import MIN
 from jaxrl.types import Array, Sums
 
 SumCount = tuple[Float[Array, ""], Float[Array, ""]]
-Loss = tuple[Float[Array, ""], Float[Array, ""], Sums]
+LossSums = tuple[Float[Array, ""], Float[Array, ""], Sums]
 """(sum to minimise, count, metrics)."""
 Aggregation = Callable[[Array, Array], SumCount]
 """(values [B, T], mask [B, T]) -> (sum, count)."""

@@ -3,9 +3,10 @@
 The formulas are those of `losses/divergence.py`, the machinery is `losses/chunked.py`. All inputs
 are aligned: the hidden state at [b, c] predicts the token that `mask` [b, c] is about. Each loss
 returns (sum in nats, number of tokens, metrics as name -> (sum, count)); the caller divides
-once, by the global count. Sum and count of divergence and top1_agreement are [B, C], one for each
-token. Gradients flow to the student's hidden states and head only; metrics carry none. Masked
-positions never matter, NaN included.
+once, by the global count. Sums and counts are scalars, except those of divergence and
+top1_agreement, which are [B, C], one for each token. Gradients flow to the student's hidden states
+and head and, where `borders` is given, to `borders.student`; metrics carry none. Masked positions
+never affect a result, not even if they hold NaN.
 
 Common arguments:
     beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
@@ -14,8 +15,10 @@ Common arguments:
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
-    options: `LogitOptions`. Rows of tokens are split over (data, fsdp), the vocabulary over tensor,
-        the heads' width over fsdp. Sizes that the mesh does not divide are padded or kept whole.
+    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`). Rows are split over data,
+        fsdp and expert, their tokens over context, the vocabulary over tensor, and the width of a
+        head over fsdp and context (`losses/layout.py`). Sizes that the mesh does not divide are
+        padded or kept whole.
         Two heads with different numbers of rows are cut to the first V = min(rows), which moves
         rows between devices at every call: cut a frozen head once, beforehand.
 """
@@ -30,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.aggregation import Loss
+from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.cells import Borders, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
@@ -79,19 +82,26 @@ def divergence_from_hidden(
     mixture: TeacherMixture | None = None,
     borders: Borders | None = None,
     **options: Unpack[ShardOptions],
-) -> Loss:
-    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the term where given.
+) -> LossSums:
+    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the entropy-aware term
+    (`divergence.EntropyAware`) if `entropy_aware` is given.
 
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
-        borders: of a teacher with another vocabulary: the divergence is over cells. Neither `lean`
-            nor a mesh with more than one device along tensor is possible then.
+        borders: set if the teacher has another vocabulary. The outcomes are then *cells*, sets of
+            tokens that begin with the same common token (`losses/cells.py`). This needs
+            lean=False and a mesh with tensor=1.
 
-    Metrics: divergence (without the term), top1_agreement (fraction of tokens where both models'
-    most probable tokens are the same), student_entropy and teacher_entropy (nats, at
-    `temperature`); with the term also entropy_aware (nats, with its coefficient) and entropy_gate
-    (fraction of tokens where it acts).
+    Returns:
+        (sum in nats, number of tokens, metrics). Metrics: divergence (without the entropy-aware
+        term), top1_agreement (fraction of tokens where the most probable token of both models is
+        the same), student_entropy and teacher_entropy (nats, at `temperature`); with
+        `entropy_aware` also entropy_aware (nats, times its coefficient) and entropy_gate (fraction
+        of tokens where the term acts).
+
+    Raises:
+        ValueError: beta outside [0, 1], top_k outside [1, V], or `borders` with lean or tensor > 1.
     """
     check_beta(beta)
     teachers = models_of(teacher_hidden, teacher_head)
@@ -127,7 +137,7 @@ def topk_divergence_from_hidden(
     lean: bool = False,
     borders: Borders | None = None,
     **options: Unpack[ShardOptions],
-) -> Loss:
+) -> LossSums:
     """Generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the others.
 
     Merging outcomes never raises a divergence, so this is a lower bound of the full one (equal to
@@ -142,7 +152,8 @@ def topk_divergence_from_hidden(
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
 
     Args:
-        borders: of a teacher with another vocabulary; the ids are then of cells.
+        borders: set if the teacher has another vocabulary; `ids` then name cells
+            (`losses/cells.py`).
     """
     check_beta(beta)
     term: Term = _TopKTail(beta)
@@ -166,7 +177,7 @@ def entropy_aware_from_topk(
     teacher_tail: Float[Array, "B C"],
     lean: bool = False,
     **options: Unpack[LogitOptions],
-) -> Loss:
+) -> LossSums:
     """The entropy-aware term alone, from what a teacher shipped: add it to any signal's loss.
 
     Args:
@@ -217,7 +228,15 @@ def _loss(
     softcaps: tuple[Softcap, ...],
     teachers: Sequence[tuple[Array, Array]],
     borders: Borders | None,
-) -> Loss:
+) -> LossSums:
+    """Computes a term chunk by chunk and sums it over `mask`.
+
+    Args:
+        hidden, head: of the student, [B, C, D] and [V, D].
+        tokens: further inputs of the term, [B, C, ...] by name.
+        softcaps: the student's, then each teacher's.
+        teachers: (hidden states [B, C, Dt], head [Vt, Dt]) of each; () if the term needs none.
+    """
     columns = None
     if borders is not None:
         check_cells(sharded)
@@ -229,7 +248,7 @@ def _loss(
     given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, columns)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
-    if borders is not None:  # 0 with the gradient that the loss has by what is open
+    if borders is not None:  # adds 0, whose gradient is that of the loss by borders.student
         slope = jax.lax.stop_gradient(values.pop("open")[: mask.shape[0], : mask.shape[1]])
         total += masked_sum(
             slope * (borders.student - jax.lax.stop_gradient(borders.student)), mask
@@ -245,7 +264,7 @@ def _loss(
 
 @dataclass(frozen=True)
 class _Full(Term):
-    """Both models' logits are at hand."""
+    """Divergence over the full vocabulary, from z [n, V] and the teachers' `teacher_z` [n, V]."""
 
     beta: float
     entropy_aware: EntropyAware | None
@@ -311,7 +330,8 @@ def _add_term(
 
 @dataclass(frozen=True)
 class _TopKTail(Term):
-    """The teacher's side is K log-probs and a tail."""
+    """Divergence over K + 1 outcomes. `tokens` has ids [n, K], logprobs [n, K] and tail [n], in
+    nats, of the teacher."""
 
     beta: float
 

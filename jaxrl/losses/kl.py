@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.aggregation import Aggregation, Loss, kept, token_metric
+from jaxrl.losses.aggregation import Aggregation, LossSums, kept, token_metric
 from jaxrl.types import Array
 
 MAX_GAP = 20.0
@@ -59,7 +59,7 @@ def kl_term(
     *,
     estimator: str,
     aggregation: Aggregation,
-) -> Loss:
+) -> LossSums:
     """A KL to the reference to be minimised beside a policy loss, with d kept within +-20 nats.
 
     Args:

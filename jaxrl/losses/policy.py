@@ -26,7 +26,7 @@ from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import (
     AGGREGATIONS,
     Aggregation,
-    Loss,
+    LossSums,
     SumCount,
     SumOverConstant,
     kept,
@@ -309,7 +309,7 @@ def policy_loss(
     advantages: Float[Array, " B"] | Float[Array, "B T"],
     mask: Bool[Array, "B T"],
     weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
-) -> Loss:
+) -> LossSums:
     """-(term of the objective), aggregated: (sum, count, metrics); the caller divides once.
 
     Args:
@@ -379,7 +379,7 @@ def entropy_term(
     return aggregation(-kept(entropy, mask), mask)
 
 
-def _named(name: str, own: PolicyLoss) -> Callable[..., Loss]:
+def _named(name: str, own: PolicyLoss) -> Callable[..., LossSums]:
     def loss(
         logprobs: Float[Array, "B T"],
         old_logprobs: Float[Array, "B T"],
@@ -388,7 +388,7 @@ def _named(name: str, own: PolicyLoss) -> Callable[..., Loss]:
         *,
         weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
         **settings: Any,
-    ) -> Loss:
+    ) -> LossSums:
         objective = make_objective(own, **settings)
         return policy_loss(objective, logprobs, old_logprobs, advantages, mask, weights)
 
@@ -400,7 +400,7 @@ def _named(name: str, own: PolicyLoss) -> Callable[..., Loss]:
     return loss
 
 
-LOSSES: Mapping[str, Callable[..., Loss]] = {
+LOSSES: Mapping[str, Callable[..., LossSums]] = {
     name: _named(name, spec.loss) for name, spec in ALGORITHMS.items() if spec.loss is not None
 }
 """name -> f(logprobs, old_logprobs, advantages, mask, *, weights=None, **settings)."""

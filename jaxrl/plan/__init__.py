@@ -43,7 +43,7 @@ from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
-from jaxrl.sharding.placement import Placement, check_visible, place, serve
+from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.teacher.cache import ScoreCache
 
 GPU_SIZES = (24, 40, 80, 141)
@@ -155,7 +155,7 @@ def make_plan(
     if seen.devices:
         placement = check_visible(placement, len(seen.devices))
     for role in served:
-        placement = serve(placement, role)
+        placement = place_without_devices(placement, role)
     roles = tuple(role for role in roles if role not in served)
     frozen: Keywords = {"several": teachers if config.teachers else ()}
     if "reward" in roles and config.reward.model is not None:

@@ -109,7 +109,7 @@ class Setting:
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
     def base_bytes(self, role: str) -> int:
-        """Bytes on one device of the weights under adapters, in arrays of the role's own: what it
+        """Bytes on one device of the frozen base weights, in arrays of the role's own: what it
         shares with the actor is the actor's. 0 without adapters."""
         if self.student.lora is None:
             return 0
@@ -122,7 +122,7 @@ class Setting:
         return weight_bytes(model, self.axes[role], dtype)
 
     def _shares_base(self, role: str) -> bool:
-        """Whether the weights under adapters are arrays of the actor's."""
+        """Whether the frozen base weights are arrays of the actor's."""
         if role == "reference" and self.inputs.adapted:
             return False
         c, stacked = self.config, self.config.rollout.merge or self.stacked(role)

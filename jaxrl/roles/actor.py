@@ -108,7 +108,7 @@ class Actor:
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to restore in place of `load`.
             teacher: how a teacher that follows the policy takes its weights.
-            base: the weights under adapters, stacked on `mesh`; None where all are trained.
+            base: frozen base weights of adapters, stacked on `mesh`; None where all are trained.
             base_name: name of the model that these are of.
         """
         self.config, self.model, self.mesh = config, model, mesh
@@ -131,7 +131,7 @@ class Actor:
                 params = load(jnp.dtype(c.param_dtype))
             # Waits, because arrays that a program still reads must not be offloaded.
             opt_state = jax.block_until_ready(programs.start(params))
-            ema = jax.block_until_ready(programs.average(params)) if config.keeps_ema else None
+            ema = jax.block_until_ready(programs.initial_ema(params)) if config.keeps_ema else None
             self.state = TrainState(params, opt_state, self._scalar(0), ema)
         else:
             with phase("restore"):
@@ -163,7 +163,7 @@ class Actor:
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
-            placed = reshard(batch, self.programs.rows)
+            placed = reshard(batch, self.programs.row_sharding)
             placed = with_baseline(placed, self.config.distill.signal)
             current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
@@ -377,7 +377,7 @@ class Actor:
         self.state = TrainState(loaded["params"], loaded["opt_state"], updates, loaded.get("ema"))
 
     def _scalar(self, value: int) -> jax.Array:
-        return put(np.int32(value), self.programs.everywhere)
+        return put(np.int32(value), self.programs.replicated)
 
     def _with_old_logprobs(
         self, placed: TrainBatch, sequences: Sequences, units: np.ndarray, live: int

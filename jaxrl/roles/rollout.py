@@ -35,7 +35,8 @@ from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Weights
 
 EVAL_SEED = 0x5EED
-"""Added to the seed of evaluations: never the samples that train, and the same ones each time."""
+"""Added to the run's seed for evaluations: they use other random numbers than training does, and
+the same ones at every evaluation."""
 
 
 Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
@@ -43,13 +44,14 @@ Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
 
 
 def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """How the completions of training are drawn, which have at most `most` tokens."""
+    """Sampling parameters of training. `most`: longest completion, in tokens."""
     s = config.sampling
     return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
 
 
 def evaluation_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """How those of evaluations are drawn, where training's have at most so many tokens."""
+    """Sampling parameters of evaluations. `most`: longest completion if `eval.max_new_tokens` is
+    not set, in tokens."""
     e = config.eval
     return SamplingParams(
         e.max_new_tokens or most,
@@ -99,19 +101,22 @@ class Sampler:
             vocab_size: tokens shared with the teacher.
             layout: of the weights.
             params: weights on `mesh`; None where they come through `load`.
-            base: the weights under the adapters that come through `load`, on `mesh`; stacked where
-                these are merged into a copy.
-            teacher: it reads the teacher's prompts, and the teacher keeps its weights: `params` is
-                set where they change.
+            base: frozen base weights on `mesh`, for adapters that come through `load`; in stacked
+                layout where the adapters are merged into a copy.
+            teacher: samples for a teacher: it continues the teacher's prompts, and the teacher role
+                owns the weights. It assigns `params` when they change; `load` is not called.
             max_new_tokens: longest completion in its tokens; None: that of the run.
             episodes: makes the environments that answer, given what takes notes for the user; None
                 where completions are single turns.
         """
         self.config, self.mesh, self.params = config, mesh, params
-        self._base, self._trained = base or {}, model
+        self._base = base or {}
+        self._received_model = model
+        """Config of the weights that `load` receives, with their adapters if there are any."""
         merges = config.rollout.merge and model.lora is not None
         self.model = model.plain if merges else model
-        """What samples: without adapters, and quantised kernels, where they are merged."""
+        """Config of the model that samples. Where adapters are merged into the base weights, it has
+        neither adapters nor quantised kernels."""
         self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
@@ -170,7 +175,14 @@ class Sampler:
         )
 
     def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of the policy, once the old one is freed."""
+        """Replaces the weights by the next version of the policy. The old ones are freed first.
+
+        Returns:
+            Metrics of the transfer: `weights/sync_bytes`.
+
+        Raises:
+            RuntimeError: the version is not newer than the present one.
+        """
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
         check_fit(weights, self._expected, "the role that samples")
@@ -188,7 +200,7 @@ class Sampler:
     @cached_property
     def _expected(self) -> dict[str, str]:
         dtype = jnp.dtype(self.config.rollout.dtype)
-        _, loaded = frozen_and_trained(abstract_params(self._trained, dtype, self._layout))
+        _, loaded = frozen_and_trained(abstract_params(self._received_model, dtype, self._layout))
         return described(loaded)
 
     @property
@@ -197,13 +209,13 @@ class Sampler:
         return self.params if self._merge else join(self._base, self.params)
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
-        """`group_size` completions of each prompt, packed; step, attempt and the prompts' ids seed
-        the samples.
+        """Samples `group_size` completions of each prompt and pads them to one batch. The random
+        numbers depend on the run's seed, `step`, `attempt` and the prompts' ids.
         """
-        return self.packed(*self._sampled(prompts, step, attempt))
+        return self.make_batch(*self._sampled(prompts, step, attempt))
 
     def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
-        """What `generate` packs."""
+        """[len(prompts)][group_size]: the completions of `generate`, not yet made a batch."""
         return self._sampled(prompts, step, 0)[1]
 
     def _sampled(self, prompts: Sequence[Prompt], step: int, attempt: int) -> Sampled:
@@ -217,10 +229,10 @@ class Sampler:
             record=self.config.policy.router_replay and not self._teacher,
         )
 
-    def packed(
+    def make_batch(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> Rollout:
-        """The batch of the completions of each prompt."""
+        """Pads the completions of each prompt to one rectangular batch, on the host."""
         rollout = make_rollout(
             prompts,
             completions,
@@ -283,7 +295,7 @@ class Sampler:
                 )
             return prompts, self.engine.generate(
                 self._weights,
-                [self._read(prompt) for prompt in prompts],
+                [self._prompt_tokens(prompt) for prompt in prompts],
                 n=n,
                 sampling=sampling,
                 seed=seed,
@@ -297,14 +309,14 @@ class Sampler:
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
 
-    def _read(self, prompt: Prompt) -> tuple[int, ...]:
-        """The tokens that this role continues."""
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's tokens as this role sees them."""
         theirs = prompt.teacher_tokens if self._teacher else None
         return prompt.tokens if theirs is None else theirs
 
 
 def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Wrapped:
-    """Jitted: (stacked weights under adapters, adapters) -> weights that compute the same.
+    """Jitted: (stacked base weights, adapters) -> weights that compute the same.
 
     Args:
         layout: of the adapters and of the result.

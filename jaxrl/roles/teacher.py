@@ -60,7 +60,7 @@ class Teacher:
         groups = sampler.completions(prompts, step)
         if respell is not None:
             groups = [[respell(completion) for completion in group] for group in groups]
-        return sampler.packed(prompts, groups)
+        return sampler.make_batch(prompts, groups)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         return self._samples().sample(prompts)

@@ -103,8 +103,8 @@ class Teachers:
         def ask(sampler: Sampler, mine: Sequence[Prompt]) -> list[list[Completion]]:
             return sampler.completions(mine, step)
 
-        packer = next(iter(self._samplers.values()))
-        return packer.packed(prompts, self._sampled("generate", prompts, ask))
+        any_sampler = next(iter(self._samplers.values()))
+        return any_sampler.make_batch(prompts, self._sampled("generate", prompts, ask))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Each prompt's completions are by its own teacher."""

@@ -30,7 +30,7 @@ from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
 BASE = "base"
-"""Name of the weights under adapters among the frozen arrays of an update."""
+"""Key of the frozen base weights (with adapters) among the frozen arrays of an update."""
 Room = tuple[int, int] | None
 """`Sequences.room`."""
 
@@ -56,8 +56,8 @@ class ActorPrograms:
     def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
         self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
         c = config.actor
-        self.rows = NamedSharding(mesh, PartitionSpec(ROWS))
-        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.row_sharding = NamedSharding(mesh, PartitionSpec(ROWS))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
         updates = config.steps * config.updates_per_batch
         self.optimizer = make_optimizer(config.optimizer, updates, jnp.dtype(c.moment_dtype))
         _, self.abstract = frozen_and_trained(abstract_params(model, jnp.dtype(c.param_dtype)))
@@ -65,18 +65,26 @@ class ActorPrograms:
         self.base_shardings, params = frozen_and_trained(param_shardings(model, mesh))
         moments = state_shardings(self.optimizer, self.abstract, params, mesh)
         ema = params if config.keeps_ema else None
-        self.shardings = TrainState(params, moments, self.everywhere, ema)  # type: ignore[arg-type]
+        self.shardings = TrainState(params, moments, self.replicated, ema)  # type: ignore[arg-type]
         """A sharding for each leaf of the state."""
         self.update = jax.jit(
             self._make_update(),
             donate_argnums=0,
             static_argnums=(4, 5),
-            out_shardings=(self.shardings, self.everywhere),
+            out_shardings=(self.shardings, self.replicated),
         )
-        """(state, frozen arrays, batch, rows, group, room) -> (new state, sums and maxima for
-        metrics). The weights under adapters are `BASE` of the frozen arrays. rows [n, b] are the
-        row numbers of n micro-batches; `group` consecutive rows share a prompt; `room` is
-        `Sequences.room` of each micro-batch."""
+        """(state, frozen arrays, batch, rows, group, room) -> (new state, (sums, maxima, each,
+        last)).
+
+        rows [n, b] are the row numbers of n micro-batches, -1 for padding; `group` consecutive rows
+        share a prompt; `room` is `Sequences.room` of each micro-batch. With adapters, the frozen
+        base weights are the entry `BASE` of the frozen arrays.
+
+        sums: metric -> (sum, count), scalars; `loss` is among them, in nats.
+        maxima: metric -> scalar.
+        each: metric -> (sum, count), each [n, b].
+        last: `grad_norm`, `finite` (False: the update was skipped) and `trains` (False: there was
+        no token to train on, so it was skipped too)."""
         self.old = self._make_old()
         """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
         tokens."""
@@ -86,13 +94,13 @@ class ActorPrograms:
         self.copy_head = self._make_copy_head()
         """Parameters -> the LM head [V, D] of a teacher that has them, in the teacher's dtype: a
         copy, since updates donate the parameters."""
-        self.average = jax.jit(average, out_shardings=params)
-        """Parameters -> their moving average before the first update: a copy in float32."""
+        self.initial_ema = jax.jit(initial_ema, out_shardings=params)
+        """Parameters -> the moving average before the first update: a float32 copy of them."""
         self.start = jax.jit(start_optimizer(self.optimizer), out_shardings=moments)
         """Parameters -> the optimizer's state before the first update."""
 
     def abstract_base(self) -> Params:
-        """The weights under adapters as `jax.ShapeDtypeStruct`s with shardings; empty without."""
+        """The frozen base weights of adapters, {} without: `jax.ShapeDtypeStruct`s, placed."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
         return _placed(base, self.base_shardings)
 
@@ -113,7 +121,8 @@ class ActorPrograms:
 
     @property
     def budget(self) -> int | None:
-        """Most tokens of a micro-batch in the rows of a device, which those of `context` share."""
+        """Most tokens of a micro-batch in one row shard: `actor.micro_batch_tokens` times the
+        devices along `context`, which share its tokens. None: no limit."""
         tokens = self.config.actor.micro_batch_tokens
         return None if tokens is None else tokens * self.mesh.shape[TOKENS]
 
@@ -211,7 +220,7 @@ class ActorPrograms:
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             # Without a token to train on, momentum and weight decay would still move the weights.
             trains = sums["loss"][1] > 0
-            new = one_of(finite & trains, apply, state, grads, branches=on_cpu)
+            new = apply_if(finite & trains, apply, state, grads, branches=on_cpu)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
             return new, (sums, maxima, each, last)
 
@@ -250,7 +259,7 @@ class ActorPrograms:
 
             return jax.lax.scan(body, out, rows)[0]
 
-        return jax.jit(old, static_argnums=(3, 4), out_shardings=self.rows)
+        return jax.jit(old, static_argnums=(3, 4), out_shardings=self.row_sharding)
 
     def _make_copy_head(self) -> jax.stages.Wrapped:
         def copy_head(params: Params) -> jax.Array:
@@ -283,7 +292,7 @@ def _placed(shapes: Tree, shardings: Tree) -> Tree:
     )
 
 
-def average(params: Params) -> Params:
+def initial_ema(params: Params) -> Params:
     return jax.tree.map(jnp.copy, cast(params, jnp.float32))
 
 
@@ -313,19 +322,18 @@ def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
     return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
 
 
-def one_of(
+def apply_if(
     ok: jax.Array,
     apply: Callable[[TrainState, Params], TrainState],
     state: TrainState,
     grads: Params,
     branches: bool,
 ) -> TrainState:
-    """The state with the gradient applied, or as it was where not `ok` (a scalar bool).
+    """The state with the gradients applied if `ok` (scalar bool), else the old state.
 
     Args:
-        branches: by a conditional. XLA's CPU keeps fewer temporaries so; on an accelerator the
-            results of a conditional are copies of the whole state beside the donated one, and a
-            select is computed in place.
+        branches: use `lax.cond`. On a CPU this needs less temporary memory. On an accelerator
+            `cond` would copy the whole state beside the donated one, where a select is in place.
     """
     if branches:
         return jax.lax.cond(ok, apply, lambda state, grads: state, state, grads)

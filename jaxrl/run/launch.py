@@ -106,8 +106,14 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
 
 
 def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
-    """Starts one worker for each pool with the plan's launcher. Roles of different pools load and
-    build in parallel. Roles on one host that load the same GGUF file convert it once.
+    """Starts one worker for each pool, with the plan's launcher, and builds the roles in them, all
+    pools in parallel. Roles on one host that load the same GGUF file share one conversion of it.
+
+    Args:
+        log: gets a line for each role that is ready.
+
+    Returns:
+        The running workers. If one fails to start, all are stopped and its error is raised.
     """
     wait_s = setup.config.deadlines.startup
     with converted_once(_loads(setup, plan), plan, wait_s, log) as shared:
@@ -121,8 +127,8 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 
 
 def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
-    """(role, weights, dtype) of all that is read at the start. The rollout receives its weights
-    from the actor, but for those under adapters."""
+    """(role, weights, dtype) of everything that is read at the start. The rollout reads only the
+    frozen base weights of adapters; it receives all others from the actor."""
     config = setup.config
 
     def read(dtype: DType) -> str:
@@ -260,12 +266,12 @@ def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
 
 
 _BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = {}
-"""Weights under adapters that roles of this process may hold: their tree and its leaves."""
+"""Frozen base weights in use in this process: (tree structure, weak references to leaves)."""
 
 
 def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
-    """The weights under adapters; empty without adapters. Roles on the same devices that ask for
-    the same get the same arrays."""
+    """The frozen base weights of a model with adapters; {} without. Roles that ask for the same
+    ones on the same mesh share the arrays."""
     if setup.student.config.lora is None:
         return {}
     key = (setup.student.name, setup.student.config.quantised, mesh, dtype, layout)
@@ -280,7 +286,7 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
 
 
 def _gone(array: jax.Array) -> bool:
-    """Whether it was freed, or offloaded to the host."""
+    """Whether the array was deleted or is offloaded to host memory."""
     return array.is_deleted() or array.sharding.memory_kind == HOST
 
 
@@ -295,7 +301,7 @@ def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]
 
 
 def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
-    """Of each teacher, wherever it is."""
+    """Yields the LM head of each teacher: a service's, a cache's, or a local model's."""
     teacher, v = setup.config.teacher, setup.vocab_size
 
     def placed(head: np.ndarray) -> jax.Array:
@@ -308,7 +314,7 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
     for source in setup.teachers.values():
         head = source.load_head(mesh, jnp.dtype(teacher.dtype))
         if setup.cells is None and head.shape[0] != v:
-            # Without the rows that the student has not; cut once, not at every step.
+            # Drops the rows of tokens that the student lacks: once here, not at every step.
             head = first_rows_program(v, head.shape[1], mesh)(head)
         yield head
 
@@ -386,7 +392,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         width = max(source.config.d_model for source in setup.teachers.values())
         several = Teachers(config, projection, width, add_feedback)
         for name, source in setup.teachers.items():
-            current().enter("teacher.start")  # offloads the teacher before, before this one comes
+            current().enter("teacher.start")  # offloads the previous teacher first
             several.add(name, *made(source))
         return several
     scorer, sampler = made(setup.teachers["teacher"])
@@ -460,7 +466,7 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 
 
 def _opened(packed: Any) -> Any:
-    """What was pickled for another process, or as it is here."""
+    """Unpickles what was packed for another process; returns anything else as it is."""
     return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
 
 
@@ -473,6 +479,13 @@ def _sampler(
     base: Params | None = None,
     teacher: bool = False,
 ) -> Sampler:
+    """Builds a `Sampler` on `mesh`.
+
+    Args:
+        params: the weights; None if they come later.
+        base: the frozen base weights of adapters.
+        teacher: it samples for a teacher, with the teacher's tokenizer where that has its own.
+    """
     config, tokenizer, eos_ids = setup.config, _opened(setup.tokenizer), setup.eos_ids
     aligner = _opened(setup.aligner) if teacher else None
     if aligner is not None:

@@ -7,8 +7,9 @@
         publish    rollout.load(actor.publish(version)), and an evaluation when one is due;
                    to a teacher that follows the policy as well
 
-Calls return futures at once, and each worker executes its calls in order. The loop waits for
-nothing but the results of the previous batch, from which it writes that batch's row of metrics.
+Calls return futures at once, and each worker executes its calls in order. The loop waits only for
+the results of the previous batch, from which it writes that batch's row of metrics. The exception
+is `policy.dynamic_sampling=refill`, where generating a batch waits for its samples and rewards.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class PendingRows:
         }
 
     def report(self, until: int) -> None:
-        """Waits for all batches up to `until` and writes their rows. -1: only row 0, the evaluation
-        before the first batch.
+        """Waits for all batches up to batch `until` and writes their rows, up to row `until` + 1.
+        -1: row 0 only, the evaluation before the first batch.
         """
         while self.reported <= until:
             step = self.reported + 1
@@ -119,9 +120,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
-        self._rows, self.reporter.wait = PendingRows(self.reporter), self.calls.wait
+        self.reporter.wait = self.calls.wait  # waits then end when the run is asked to stop
+        self._rows = PendingRows(self.reporter)
         self._futures = self._rows.futures
-        self._saved = 0  # the last step saved without being due; step 0 needs no save
+        self._saved = 0  # a step that needs no further save: 0, the one resumed from, or the last
 
     def run(self, resumed: Resumed | None = None) -> int:
         """Trains on `steps` batches, and evaluates the last weights.
@@ -221,7 +223,8 @@ class Loop:
         self.checkpoints.begin(step, saved, in_flight, schedule)
 
     def _close(self, end: int) -> None:
-        """Saves the state after batch `end`, unless it is saved, and writes the last rows."""
+        """Saves the state after `end` batches, unless that is done or due, and writes the rows up
+        to that of batch `end` - 1."""
         if end != self._saved and not self.checkpoints.due(end):
             self._save(end)
             self._saved = end

@@ -1,4 +1,9 @@
-"""From the futures of a step to its row: waits, judges completions, counts, writes, shows."""
+"""Makes the row of metrics of each step: waits for the step's futures, judges completions, and
+hands the row to everything that stores or shows it.
+
+A *row* here is a line of `metrics.jsonl`, except in `RowDevices` and `Trained.by_row`, where it is
+a sequence of the batch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "gro
 Futures = Mapping[str, Future[Any]]
 """Those of one row, by what they are: `rollout`, `update`, `score.ROLE` ..."""
 AGREEMENT = "distill/top1_agreement"
-"""What the actor reports per row, for the samples."""
+"""Metric that the actor also reports per sequence of the batch; printed with the samples."""
 
 
 @dataclass
@@ -39,8 +44,8 @@ class Reporter:
     """Makes the row of each step, and hands it to everything that shows or keeps rows."""
 
     context: RunContext
-    """Its `on_step` is called with each row once it is written; with one that was completed after
-    an interruption once more."""
+    """Its `on_step` is called with each row once it is written, and again with a row that is
+    amended after an interruption."""
     worker_group: WorkerGroup
     metrics: MetricsWriter
     samples: SamplesWriter
@@ -53,11 +58,11 @@ class Reporter:
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
     first_step_at: float | None = None
-    """`time.monotonic` seconds at the end of the first update."""
+    """End of the first update, in `time.monotonic` seconds."""
     _compiled: Compilations = field(default_factory=Compilations)
-    """At the row before."""
+    """What was compiled until the previous row was written."""
     _last: float | None = None
-    """The same, of the latest update."""
+    """End of the latest update, in `time.monotonic` seconds."""
 
     def __post_init__(self) -> None:
         self.job, self._notify = self.context.job, self.context.notify
@@ -70,7 +75,7 @@ class Reporter:
             self._step(step, futures)
 
     def amend(self, step: int, futures: Futures) -> None:
-        """What the last row, written before an interruption, lacks of these."""
+        """Adds to the last row, written before an interruption, the metrics of these futures."""
         row = self._syncs(step, futures) | self._evaluation(futures)
         last = self.metrics.last or {}
         lacking = {name: value for name, value in row.items() if name not in last}
@@ -78,7 +83,7 @@ class Reporter:
             self._written(self.metrics.amend(step, lacking))
 
     def _written(self, row: Row) -> None:
-        """A row is in `metrics.jsonl`."""
+        """Passes on a row that is now in `metrics.jsonl`."""
         self.checkpoints.row(row)
         self.trackers.write(row["step"], row)
         self.context.console.step(row)
@@ -87,7 +92,7 @@ class Reporter:
         self.context.on_step(row)
 
     def _before_training(self, futures: Futures) -> None:
-        """Weights in place, accuracy of the student and of the teacher."""
+        """Writes row 0: the first weight sync, and the accuracy of student and teacher."""
         row = self._syncs(0, futures) | self._evaluation(futures)
         if "teacher" in futures:
             samples = self.wait(futures["teacher"])
@@ -116,6 +121,7 @@ class Reporter:
         self._show(step, rollout, rewards, trained.by_row.get(AGREEMENT))
 
     def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
+        """Metrics of sampling and scoring, with the times of the calls."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
         read = rollout.policy_version < 0 and self.job.cache is not None
@@ -182,7 +188,7 @@ class Reporter:
         return as_the_teacher_reads(rollout, longest, devices.multiple), row
 
     def _work(self, futures: Futures) -> dict[str, float]:
-        """What the calls of a row cost beside their own work: roles made, memory moved."""
+        """Overhead of the calls of a row: seconds to build roles, bytes moved by offloading."""
         for key, future in futures.items():
             if future.times.made_s is not None:
                 role = _scored_by(key) or key.removesuffix(".load")
@@ -197,7 +203,7 @@ class Reporter:
         }
 
     def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
-        """Of the weights that the rollout and, where it follows the policy, the teacher got."""
+        """Metrics of the weight syncs to the rollout and to a teacher that follows the policy."""
         row = self._sync(version, futures)
         taken = self._value(futures, "teacher.load")
         if taken is not None:
@@ -230,8 +236,8 @@ class Reporter:
         return row | {"time/evaluate_s": futures["eval"].times.seconds}
 
     def _value(self, futures: Futures, key: str) -> Any:
-        """Waits for the value of a call; None where none was made, or where the last row does
-        without it: the run makes up for it when it resumes."""
+        """Waits for the value of a call. None if there was no such call, or if the run is ending
+        and does not need it; a resumed run adds what is missing to the row (`amend`)."""
         if key not in futures:
             return None
         try:
@@ -240,9 +246,8 @@ class Reporter:
             return None
 
     def checkpoint(self) -> dict[str, float]:
-        """The newest of the checkpoints that were finished since this was last asked; all of them
-        are drawn in the timeline.
-        """
+        """Metrics of the newest checkpoint finished since the last call; {} if there is none.
+        Draws all finished ones in the timeline."""
         row: dict[str, float] = {}
         for written in self.checkpoints.written():
             row["checkpoint/step"] = float(written.step)
@@ -258,8 +263,8 @@ class Reporter:
         return {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
 
     def _memory(self) -> dict[str, float]:
-        """Of each role what its fullest device has used at most, or what the plan says where the
-        platform does not measure it."""
+        """Peak bytes of each role's fullest device: measured, or as planned if that is
+        impossible."""
         row, peaks = {}, self.worker_group.peaks()
         for role, planned in self.context.plan.peaks.items():
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
@@ -281,8 +286,8 @@ class Reporter:
                 split="train",
                 policy_version=rollout.policy_version,
                 score=self.job.judge(rollout.completions[i].text, rollout.prompts[i]),
-                reward=_of_row(rewards, i),
-                agreement=_of_row(agreement, i),
+                reward=_value_at(rewards, i),
+                agreement=_value_at(agreement, i),
             )
             for i in rows
         ]
@@ -298,7 +303,7 @@ def _scored_by(key: str) -> str | None:
     return rest.partition(".")[0] if kind == "score" else None
 
 
-def _of_row(values: np.ndarray | None, i: int) -> float | None:
+def _value_at(values: np.ndarray | None, i: int) -> float | None:
     """Entry i of [B]; None where there are no values, or none for it."""
     return None if values is None or np.isnan(values[i]) else float(values[i])
 

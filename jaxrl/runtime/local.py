@@ -34,9 +34,9 @@ from jaxrl.runtime.worker import (
     WorkerError,
     WorkerState,
     enter,
+    map_leaves,
     methods_of,
     phase,
-    replaced,
 )
 from jaxrl.sharding.ledger import Ledger, use
 
@@ -274,8 +274,8 @@ class LocalWorker:
         try:
             _enter(own, f"{name}: waiting for arguments")
             value_of = partial(self._value, call)
-            args = [replaced(arg, value_of) for arg in call.args]
-            kwargs = {key: replaced(arg, value_of) for key, arg in call.kwargs.items()}
+            args = [map_leaves(arg, value_of) for arg in call.args]
+            kwargs = {key: map_leaves(arg, value_of) for key, arg in call.kwargs.items()}
             _enter(own, name)
             if not call.begin():
                 return

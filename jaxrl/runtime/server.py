@@ -37,7 +37,7 @@ from jaxrl.runtime.worker import (
     Times,
     WorkerError,
     WorkerState,
-    replaced,
+    map_leaves,
 )
 
 STACKS_S = 1.0
@@ -262,7 +262,7 @@ class WorkerServer:
         return call
 
     def _resolve(self, value: object) -> Any:
-        return replaced(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
+        return map_leaves(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
     def _pack(self, value: object, store: Store | None) -> Parcel:
         """The pool's first process packs the whole value, the others only their pieces of its

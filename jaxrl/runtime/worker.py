@@ -1,7 +1,8 @@
-"""Workers: each owns a pool of devices, holds the roles of the pool and executes calls in order.
+"""What all launchers share: the interfaces of futures, roles and worker groups, the times of a
+call, the phase that a worker is in, and the errors of calls.
 
-This file is what all launchers share: the interfaces of futures, roles and workers, the record of a
-call's times, the phase that a worker is in, and the errors of calls.
+A worker owns a pool of devices, holds the roles of the pool and executes their calls in order.
+`runtime/local.py` and `runtime/ray` implement it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxrl.runtime.tracing import Traced
 from jaxrl.sharding.ledger import Move
 
 POLL_S = 0.5
-"""Seconds between two checks of a wait whether something has failed or is late."""
+"""While waiting: seconds between two checks for failed or late calls."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -41,11 +42,12 @@ class OutOfMemory(WorkerError):
 
 
 class Stopped(RunError):
-    """A call that was dropped because the run is over."""
+    """The run is ending and has dropped this call; raised where its value is asked for."""
 
 
 class RunLost(RunError):
-    """Lost state that cannot be recomputed from seeds: the run returns to its newest checkpoint."""
+    """State was lost that cannot be recomputed from seeds; the run restarts from its newest
+    checkpoint."""
 
 
 @dataclass
@@ -147,12 +149,13 @@ def methods_of(protocol: type | None) -> list[str]:
     return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
 
 
-def replaced(value: object, change: Callable[[object], object]) -> Any:
-    """The same lists and dicts with `change` of each leaf."""
+def map_leaves(value: object, change: Callable[[object], object]) -> Any:
+    """A copy of nested lists and dicts with `change` applied to each leaf. Anything else, also a
+    tuple, is a leaf."""
     if isinstance(value, list):
-        return [replaced(each, change) for each in value]
+        return [map_leaves(each, change) for each in value]
     if isinstance(value, dict):
-        return {key: replaced(each, change) for key, each in value.items()}
+        return {key: map_leaves(each, change) for key, each in value.items()}
     return change(value)
 
 
@@ -167,7 +170,7 @@ class Future(ABC, Generic[T_co]):
     deadline: float
     """Seconds that the call itself may take, from its start."""
     aside: bool
-    """Beside the queue of the worker, on a thread of its own."""
+    """Runs on a thread of its own, not in the order of the worker's queue."""
     times: Times = field(default_factory=Times, init=False)
     _done: threading.Event = field(default_factory=threading.Event, init=False)
     _error: BaseException | None = field(default=None, init=False)
@@ -219,7 +222,7 @@ class Future(ABC, Generic[T_co]):
             if isinstance(value, type(self)):
                 found.append(value)
 
-        replaced([list(self.args), dict(self.kwargs)], note)
+        map_leaves([list(self.args), dict(self.kwargs)], note)
         return found
 
     def late(self, elapsed: float, diagnosis: str) -> DeadlineExceeded:

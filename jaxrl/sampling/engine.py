@@ -57,16 +57,16 @@ __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 NARROWEST = 64
 """Smallest width of prefilled prompts, and smallest length of the cache."""
 CACHE_STEPS = 4
-"""Cache lengths per doubling, with all slots in use. A decode step reads the whole cache, so finer
-lengths save time. With fewer slots there is one length per doubling, which limits the number of
-compiled programs."""
+"""Number of cache lengths per doubling while all slots are in use. A decode step reads the whole
+cache, so finer lengths save time. With fewer slots there is one length per doubling, which limits
+the number of compiled programs."""
 PREFILL_TOKENS = 4096
 """Most prompt tokens per data shard in one prefill; limits its activation memory."""
 ANSWER_ROWS, ANSWER_TOKENS = 4, (16, 256)
-"""Slots of each data shard whose environments' answers are read at once, and the least and most
-tokens of each: a longer answer is read in several parts."""
+"""Environments' answers that are prefilled at once in each data shard, and the smallest and largest
+width of one: a longer answer is prefilled in parts."""
 LOOK_S = 0.2
-"""Seconds between two looks whether to abort while all slots wait for environments."""
+"""Seconds between two checks of `abort` while all slots wait for environments."""
 
 
 class Aborted(RuntimeError):
@@ -84,7 +84,7 @@ class EngineStats:
     sent_back: int = 0
     """Preemptions: how often a sample lost its slot because the cache had no page left."""
     read_again: int = 0
-    """Tokens of preempted samples, and of their prompts, that were prefilled again."""
+    """Tokens of preempted samples, and of their prompts, that were prefilled a second time."""
     generated_tokens: int = 0
     """Sampled tokens, without those after a stop string."""
     slots: int = 0
@@ -173,7 +173,7 @@ class Engine:
         self.own_length = round_up(max_new_tokens, target.width_multiple)
         self.share = share
         self.pages: int | None = None
-        """Of the pool of each data shard."""
+        """Pages in the pool of each data shard; None: every slot has its own cache."""
         if cache_tokens is not None:
             if cache_tokens < max_new_tokens:
                 raise UserError(
@@ -223,6 +223,13 @@ class Engine:
             abort: called between launches; if it returns True, `Aborted` is raised.
             on_tokens: called after each launch with the number of tokens decoded and of completions
                 finished so far.
+
+        Returns:
+            [len(prompts)][n] completions, in the order of `prompts` and samples.
+
+        Raises:
+            UserError: a prompt or `sampling` does not fit the engine.
+            Aborted: `abort` returned True.
         """
         started = time.perf_counter()
         self._check(prompts, n, sampling, prompt_ids)
@@ -279,8 +286,8 @@ class Engine:
         return why_not_shared(self.config, self.target, name, samples=samples, **rule)
 
     def cache_length(self, reach: int, slots: int, own: bool = False) -> int:
-        """Positions of the cache of so many slots in which `reach` positions are used: a bucket.
-        `own`: it begins behind their prompts."""
+        """Length of the cache, in positions, when sequences reach `reach` positions in `slots`
+        slots: rounded up to a bucket. With `own`, positions are counted after the prompts."""
         if self.episodes:
             return self.length
         steps = CACHE_STEPS if slots == self.slots else 1
@@ -288,18 +295,18 @@ class Engine:
         return min(size, self.own_length if own else self.length)
 
     def fewer_slots(self, taken: int, held: int) -> int | None:
-        """Slots that each device keeps of `held`, where the fullest has `taken` in use; None where
-        that is more than half of them."""
+        """Slots that each device keeps of `held` if its fullest uses `taken`; None if that would be
+        more than half of them, so that shrinking does not pay."""
         left = round_up(bucket(taken), 1 if self.mesh is None else self.mesh.shape["tensor"])
         return left if 2 * left <= held else None
 
-    def pages_of(self, slots: int) -> int:
-        """Pages of the pool of a data shard with so many slots: no more than they can have."""
+    def pages_for_slots(self, slots: int) -> int:
+        """Pages of one data shard's pool when it has `slots` slots: no more than they can use."""
         assert self.pages is not None
         return min(self.pages, slots * pages_of(self.max_new_tokens))
 
     def read_again_width(self, tokens: int) -> int:
-        """Width of the arrays in which sequences that had to wait are read again."""
+        """Width of the arrays in which preempted sequences are prefilled again."""
         most = self.max_prompt_tokens + self.max_new_tokens
         return bucket(tokens, smallest=NARROWEST, multiple=self.width_multiple, most=most)
 
@@ -360,9 +367,9 @@ class _Run:
         self.knobs = knobs
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
-        self.unread: list[tuple[Unfinished, int]] = []
-        """Samples with tokens that were not searched for stop strings, each with the number of its
-        tokens before these."""
+        self.unsearched: list[tuple[Unfinished, int]] = []
+        """Samples with tokens not yet searched for stop strings, each with its number of tokens
+        before these."""
         shards = engine.row_shards
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.seating = Seating(samples, engine.slots, shards, engine.launch_tokens, self.pool)
@@ -398,7 +405,7 @@ class _Run:
                 finished = total - len(seating.queue) - len(seating.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
-            self._read()
+            self._find_ends()
         finally:
             for sample in list(seating.seated.values()):
                 self._free(sample)
@@ -406,9 +413,9 @@ class _Run:
         self.ledger.nearly_done()
 
     def _give_pages(self) -> None:
-        """Gives seated samples the pages of their next launch, or lets them wait."""
+        """Gives seated samples the pages of their next launch; preempts the youngest if short."""
         if self.seating.is_short_of_pages():
-            self._read()  # a stop string may have ended a sample, whose pages are then free
+            self._find_ends()  # a stop string may have ended a sample, whose pages are then free
         self.stats.sent_back += self.seating.give_pages()
 
     def _refill(self) -> None:
@@ -450,11 +457,11 @@ class _Run:
         self.stats.prefill_rows += len(chosen)
 
     def _seat(self, fresh: list[Unfinished], begun: list[Unfinished]) -> None:
-        """Fills the caches of slots that samples have just got.
+        """Fills the caches of newly assigned slots.
 
         Args:
-            fresh: of prompts that are held.
-            begun: those that waited with their first tokens.
+            fresh: samples without tokens, whose prompts are held.
+            begun: preempted samples, whose keys and values are recomputed.
         """
         source = np.full(self.engine.slots, -1, np.int32)
         for sample in fresh:
@@ -510,7 +517,7 @@ class _Run:
     def _fit_pool(self) -> None:
         """Gives up the pages that the slots which are left cannot need."""
         assert self.pool is not None
-        left = self.engine.pages_of(self.seating.slots)
+        left = self.engine.pages_for_slots(self.seating.slots)
         if left < self.pool.pages:
             self._fit(PAGE, self.pool.shrink(left))
 
@@ -550,7 +557,7 @@ class _Run:
         options = {**length, "record": self.record}
         with self.ledger.running(decode.launch, *given, *rest, **options):
             self.caches.slots, launched, chosen = decode.launch(*given, *rest, **options)
-            self._read()  # searches the tokens of the launch before while this one runs
+            self._find_ends()  # searches the tokens of the launch before while this one runs
             out = np.asarray(launched)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
@@ -564,14 +571,14 @@ class _Run:
                 sample.experts.append(experts[: counts[slot], slot])
             self._collect(sample, out[: counts[slot], slot])
         if self.partner is not None or (self.sampling.stop and not engine.search_beside):
-            self._read()
+            self._find_ends()
         return int(counts.sum())
 
     def _collect(self, sample: Unfinished, rows: np.ndarray) -> None:
         """Appends a launch's rows [k, 3] to a sample: each token, and the bits of its log-probs in
         the full distribution and in the one sampled from. If they end it, its slot is free; if they
         end a turn of an episode, the slot decodes nothing."""
-        self.unread.append((sample, len(sample.tokens)))
+        self.unsearched.append((sample, len(sample.tokens)))
         sample.tokens += rows[:, 0].tolist()
         sample.logprobs.append(rows[:, 1:].copy().view(np.float32))
         if self.partner is None and self._is_over(sample):
@@ -579,7 +586,7 @@ class _Run:
             sample.finish_reason = "stop" if ended else "length"
             self._free(sample)
         else:
-            self._set(sample)
+            self._update_slot(sample)
 
     def _is_over(self, sample: Unfinished) -> bool:
         """Whether its last token ends its turn. An answer may end in an EOS, which ends none."""
@@ -587,19 +594,20 @@ class _Run:
         ended = begun and sample.tokens[-1] in self.sampling.eos_ids
         return ended or len(sample.tokens) == sample.turn_end
 
-    def _set(self, sample: Unfinished) -> None:
-        """Lets the sample's slot go on behind its last token, where its turn goes on."""
+    def _update_slot(self, sample: Unfinished) -> None:
+        """Updates the slot's entry in the table: decoding continues after the last token, or stops
+        if the turn is over."""
         count = len(sample.tokens)
         at = len(self.prompts[sample.prompt]) + count - 1
         end = count if self._is_over(sample) else sample.turn_end
         self.seating.table[sample.slot, :4] = (sample.tokens[-1], at, count, end)
 
-    def _read(self) -> None:
+    def _find_ends(self) -> None:
         """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
         turns that have ended. A launch that runs meanwhile still decodes the slots that this frees;
         those tokens are dropped."""
         tokenizer, stop = self.engine.tokenizer, self.sampling.stop
-        for sample, before in self.unread:
+        for sample, before in self.unsearched:
             start = sample.turn_start
             eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
             turn = sample.tokens[start : None if eos is None else -1]
@@ -618,7 +626,7 @@ class _Run:
             elif stopped is not None:
                 sample.finish_reason = "stop"
                 self._free(sample)
-        self.unread = []
+        self.unsearched = []
 
     def _end_turn(self, sample: Unfinished, eos: int | None, cut: bool) -> None:
         """Asks for the answer to a turn, unless it was cut, which ends the episode."""
@@ -643,7 +651,7 @@ class _Run:
         self.stats.waiting_seconds += time.perf_counter() - started
 
     def _resume(self) -> None:
-        """Lets the episodes go on whose environments have answered."""
+        """Continues the episodes whose environments have answered."""
         started = time.perf_counter()
         answered: list[tuple[Unfinished, int]] = []
         for sample in list(self.seating.seated.values()):
@@ -660,7 +668,7 @@ class _Run:
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def _extend(self, answered: list[tuple[Unfinished, int]]) -> None:
-        """Reads the answers into the slots of their samples.
+        """Prefills the answers into the slots of their samples.
 
         Args:
             answered: each with the number of its tokens before. The last of these was sampled and
@@ -669,13 +677,13 @@ class _Run:
         least, most = ANSWER_TOKENS
         parts: dict[tuple[int, int], list[tuple[Unfinished, int, list[int]]]] = {}
         for sample, before in answered:
-            unread = sample.tokens[before - 1 : -1]
+            missing = sample.tokens[before - 1 : -1]
             at = len(self.prompts[sample.prompt]) + before - 1
             if sample.was_cut and self.engine.config.n_recurrent:  # a state has no way back
-                unread, at = [*self.prompts[sample.prompt], *sample.tokens[:-1]], 0
+                missing, at = [*self.prompts[sample.prompt], *sample.tokens[:-1]], 0
             sample.was_cut = False
-            for number, start in enumerate(range(0, len(unread), most)):
-                tokens = unread[start : start + most]
+            for number, start in enumerate(range(0, len(missing), most)):
+                tokens = missing[start : start + most]
                 width = bucket(len(tokens), smallest=least, most=most)
                 parts.setdefault((number, width), []).append((sample, at + start, tokens))
         # A sample's parts follow one another.
@@ -683,12 +691,12 @@ class _Run:
             while some:
                 some = self._extend_by(width, some)
         for sample, _ in answered:
-            self._set(sample)
+            self._update_slot(sample)
 
     def _extend_by(
         self, width: int, parts: list[tuple[Unfinished, int, list[int]]]
     ) -> list[tuple[Unfinished, int, list[int]]]:
-        """Reads parts of at most `width` tokens, as many as there are rows; returns the others."""
+        """Prefills parts of at most `width` tokens, as many as fit; returns the others."""
         shards, held = self.engine.row_shards, self.seating.slots
         tokens = np.zeros((shards, ANSWER_ROWS, width), np.int32)
         positions = np.zeros((shards, ANSWER_ROWS), np.int32)

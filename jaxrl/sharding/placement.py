@@ -1,4 +1,4 @@
-"""The `--mesh` language: which devices each role gets. Pure text and integers, no jax.
+"""The `--mesh` language: which devices each role gets. Handles text and integers only, no jax.
 
     actor=2,rollout=2,teacher=4        three disjoint pools of 2, 2 and 4 devices
     actor+rollout=6,teacher=2          actor and rollout share 6 devices
@@ -108,11 +108,15 @@ def place(
     needed: Iterable[str] = (),
     slices: Mapping[str, str | None] | None = None,
 ) -> Placement:
-    """`parse`; needed roles that the spec leaves out join the actor's pool; slices narrow.
+    """Reads a `--mesh` spec and completes it: needed roles that it leaves out join the actor's
+    pool, and `slices` restrict roles to some devices of their pool.
 
     Args:
         needed: the roles that the algorithm asks for.
         slices: role -> `start:stop` within its pool (`ROLE.devices`); None keeps the whole pool.
+
+    Raises:
+        UserError: as `parse` and `narrow`; or a needed role is missing and there is no actor.
     """
     placement = parse(spec)
     needed = tuple(needed)
@@ -127,12 +131,12 @@ def place(
     return placement
 
 
-def serve(placement: Placement, role: str) -> Placement:
-    """`role` in a worker of its own that has no devices; a pool that names it beside others keeps
-    the others.
+def place_without_devices(placement: Placement, role: str) -> Placement:
+    """Moves `role` to a pool of its own that has no devices. If it shared a pool, the other roles
+    keep that pool.
 
     Raises:
-        UserError: a pool of its devices alone, which nobody would use.
+        UserError: the spec gives the role devices of its own, which would stay unused.
     """
     if role in placement.roles:
         index = placement.roles[role].pool
@@ -198,7 +202,11 @@ def narrow(placement: Placement, role: str, text: str) -> Placement:
 
 
 def check_visible(placement: Placement, visible: int) -> Placement:
-    """Refuses a placement that needs more than the `visible` devices; notes those left over."""
+    """Adds a note on devices that are left over.
+
+    Raises:
+        UserError: the placement needs more than the `visible` devices.
+    """
     needed = placement.n_devices
     if needed > visible:
         raise UserError(

@@ -626,7 +626,7 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     one = actor(cfg, mesh, tmp_path)
     batch, _ = one._prepare(rollout(), scores())
     lengths = np.asarray(batch.sequences.mask).sum(-1)
-    placed = jax.device_put(batch, one.programs.rows)
+    placed = jax.device_put(batch, one.programs.row_sharding)
     given = (placed, batch.sequences, lengths, int((lengths > 0).sum()))
     old = one._with_old_logprobs(*given).old_logprobs
     mask = rollout().sequences.loss_mask

@@ -400,7 +400,7 @@ def test_the_update_makes_no_array_of_the_global_batch(tmp_path):
 
     def compiled(rows):
         def array(*dims, dtype="float32"):
-            return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=one.programs.rows)
+            return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=one.programs.row_sharding)
 
         sequences = Sequences(
             array(14, dtype="int32"), array(14, dtype="bool"), array(8, dtype="bool")

@@ -10,7 +10,15 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.sharding.axes import Axes, resolve_axes
-from jaxrl.sharding.placement import ROLES, check_visible, device_list, narrow, parse, place, serve
+from jaxrl.sharding.placement import (
+    ROLES,
+    check_visible,
+    device_list,
+    narrow,
+    parse,
+    place,
+    place_without_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +210,8 @@ def test_the_language_needs_no_jax() -> None:
 
 
 def test_a_role_without_devices_leaves_its_pool_to_the_others():
-    placed = serve(place("actor+rollout+reward=8", ["actor", "rollout"]), "reward")
+    placed = place_without_devices(place("actor+rollout+reward=8", ["actor", "rollout"]), "reward")
     assert [pool.roles for pool in placed.pools] == [("actor", "rollout"), ("reward",)]
     assert placed.n_devices == 8 and not placed.roles["reward"].devices and not placed.notes
     with pytest.raises(UserError, match="reward takes no devices"):
-        serve(place("actor+rollout=2,reward=1", ["actor", "rollout"]), "reward")
+        place_without_devices(place("actor+rollout=2,reward=1", ["actor", "rollout"]), "reward")

@@ -18,7 +18,7 @@ from jaxrl.runtime.local import LocalFuture
 from jaxrl.runtime.parcel import unpack
 from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.server import CallReport, CallRequest, InputLost, LocalRef
-from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, replaced
+from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, map_leaves
 
 LOCK_S = 5.0
 """Longest wait for the lock at the end of a run; Ray may keep who holds it, once a daemon of the
@@ -148,7 +148,7 @@ def wire(values: object, pool: RayPool) -> Any:
             return value.result()  # the driver's own, which is there
         return value
 
-    return replaced(values, place)
+    return map_leaves(values, place)
 
 
 class Sender:
