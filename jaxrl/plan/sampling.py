@@ -31,9 +31,9 @@ from jaxrl.sampling.page_pool import pool_pages
 from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sharding.axes import Axes
 
-GATHERED_TO_DECODE = 0.45
+GATHERED_TO_DECODE = 0.22
 """Share of the layers' weights, not stacked, that a GPU has gathered over `fsdp` at once in a
-decode step, which computes little meanwhile: read from two compiled programs."""
+decode step, which computes little meanwhile: read from three compiled programs."""
 EVALUATIONS = " for evaluations"
 """Behind the name of a phase that differs there from training."""
 
@@ -134,7 +134,7 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
 
     work = {
         "prefill": prefilled(run),
-        "decode": max(scores, drawn, copy, step.every_expert) + whole,
+        "decode": max(scores, drawn + copy * on_gpu, copy, step.every_expert) + whole,
         "longer cache": one,
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
