@@ -575,14 +575,14 @@ def test_new_weights_at_a_sync_are_held_beside_the_old_ones() -> None:
 
 
 def test_a_sampling_role_on_fsdp_gathers_weights_to_decode() -> None:
-    """A GPU nearly half of the layers at once; with whole copies nothing."""
+    """A GPU the table, and over a fifth of the layers at once; with whole copies nothing."""
     pools = "actor=2,rollout=2,teacher=4"
     split, whole = (
         plan(pools, rollout__parallel__fsdp=n, rollout__parallel__data=2 // n).accounts["rollout"]
         for n in (2, 1)
     )
     weights = memory.weight_bytes(QWEN_1_5B, Axes(), "bfloat16")
-    assert split.phases()["decode"] - whole.phases()["decode"] > 0.35 * weights
+    assert split.phases()["decode"] - whole.phases()["decode"] > 0.3 * weights
     assert split.column("weights") == pytest.approx(weights / 2, rel=1e-3)  # norms are not split
 
 
