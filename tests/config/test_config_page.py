@@ -180,10 +180,6 @@ SHOWN_BY = {
         "test_episode_batches.py",
         "test_failures_are_replies_up_to_a_share_of_the_batch",
     ),
-    "environment.max_turns": (
-        "test_episode_batches.py",
-        "test_what_an_episode_goes_through",
-    ),
     "grouper.alpha": ("test_similarity.py", "test_all_singletons"),
     "grouper.mmr_lambda": ("test_similarity.py", "test_mmr_by_hand_with_partial_similarity"),
     "grouper.tau": (
@@ -266,7 +262,7 @@ def test_every_key_is_read_but_those_planted_here(
         "policy.entropy_coef=0.1",
         "policy.advantages=similarity",
         f"grouper.model={REFERENCES / 'tiny_bge'}",
-        "environment.name=calculator",
+        "environment.name=guess_number",
         "environment.workers=1",
     ]
     for asked in (distillation, rewards):

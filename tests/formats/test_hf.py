@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tracemalloc
@@ -303,8 +304,8 @@ def test_every_element_is_read_once_and_only_by_its_devices(
 
 
 def test_host_memory_holds_a_few_slices(tmp_path: Path) -> None:
-    """Peak of numpy's allocations against the largest slice: jax lets go of a copied slice a few
-    slices late, of more on a loaded machine."""
+    """Peak of numpy's allocations against the largest slice: jax lets go of a copied slice a slice
+    or three late, and later still where the machine is loaded, but not in each of three loads."""
     config = replace(
         tiny_config("llama"), vocab_size=16384, d_model=256, d_ff=4096, n_layers=4, n_heads=8,
         n_kv_heads=8, head_dim=32,
@@ -318,12 +319,14 @@ def test_host_memory_holds_a_few_slices(tmp_path: Path) -> None:
         dtype="float32",
     )
     largest = 4 * max(16384 * 256, 4 * 256 * 4096) // 8
-    tracemalloc.start()
-    params = load(tmp_path / "out", mesh=make_mesh(1, 2, 4))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert sum(x.nbytes for x in jax.tree.leaves(params)) > 30 * largest
-    assert largest <= peak < 12 * largest, (peak, largest)
+    peaks = []
+    while len(peaks) < 3 and min(peaks, default=math.inf) >= 6 * largest:
+        tracemalloc.start()
+        params = load(tmp_path / "out", mesh=make_mesh(1, 2, 4))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert sum(x.nbytes for x in jax.tree.leaves(params)) > 30 * largest
+    assert largest <= min(peaks) < 6 * largest, (peaks, largest)
 
 
 @pytest.mark.parametrize("name", ["smollm", "qwen3"])  # tied, untied

@@ -582,7 +582,7 @@ def test_a_sampling_role_on_fsdp_gathers_weights_to_decode() -> None:
         for n in (2, 1)
     )
     weights = memory.weight_bytes(QWEN_1_5B, Axes(), "bfloat16")
-    assert split.phases()["decode"] - whole.phases()["decode"] > 0.3 * weights
+    assert 0.3 * weights < split.phases()["decode"] - whole.phases()["decode"] < 0.38 * weights
     assert split.column("weights") == pytest.approx(weights / 2, rel=1e-3)  # norms are not split
 
 
