@@ -31,8 +31,8 @@ def make(folder: Path) -> None:
     operator, with its name as `domain`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, operator in OPERATORS.items():
+        sums = Arithmetic(operators=operator)
         for split, count in ROWS.items():
-            sums = Arithmetic(operators=operator)
             rows = (sums.example(index, split) for index in range(count))
             each = ({"prompt": r.prompt, "answer": r.answer, "domain": name} for r in rows)
             lines = "".join(json.dumps(row) + "\n" for row in each)

@@ -123,6 +123,7 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     copy = table if axes.weights > 1 else 0
     each = (cache_bytes(one, axes, *own, dtype) for one in config.shapes)
     one, on_gpu = max(each), m.inputs.target.platform in GPU
+    projected = drawn + copy if on_gpu else max(drawn, copy)
     # A CPU has the kernels of all layers dequantised at once, an accelerator one kernel.
     quantised = m.inputs.on_cpu and config.quantised is not None
     floats = [s for s in shards(config.plain, axes) if quantised and s.path.startswith("layers")]
@@ -134,7 +135,7 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
 
     work = {
         "prefill": prefilled(run),
-        "decode": max(scores, drawn + copy * on_gpu, copy, step.every_expert) + whole,
+        "decode": max(scores, projected, step.every_expert) + whole,
         "longer cache": one,
     }
     if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
