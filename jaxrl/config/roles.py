@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from jaxrl.config import template
 from jaxrl.config.section import (
@@ -29,12 +29,18 @@ from jaxrl.config.section import (
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What stands for all projections of a block, under whatever names a family has them."""
+
+
+def _projections(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        yield from ALL_LINEAR if name == "all-linear" else (name,)
+
+
 Projections = Annotated[
     tuple[Name, ...],
     Field(min_length=1),
-    BeforeValidator(lambda value: ALL_LINEAR if value == "all-linear" else value),
     OneOrMore,
-    AfterValidator(lambda value: tuple(dict.fromkeys(value))),
+    AfterValidator(lambda value: tuple(dict.fromkeys(_projections(value)))),
 ]
 
 

@@ -66,13 +66,15 @@ class DataConfig(Section):
     """Held-out sources in the form of `data.train`, or several named sets, as in `{easy: a.jsonl,
     hard: [b.jsonl, c.jsonl]}`; a procedural source never repeats a prompt of its training split.
     null: no evaluation."""
-    prompt_key: str = "prompt"
-    """Field of a row with the prompt as text."""
-    messages_key: str = "messages"
-    """Field of a row with the prompt as chat messages, which the tokenizer's chat template
-    renders."""
-    completion_key: str = "completion"
-    """Field of a row with a completion to learn from (sft and off-policy batches)."""
+    prompt_key: str | None = "prompt"
+    """Field of a row with the prompt, as text or as chat messages, which the tokenizer's chat
+    template renders. In this and the other names of fields a dot leads into an object, as in
+    `reward_model.ground_truth`. null: none."""
+    messages_key: str | None = "messages"
+    """Field of a row with a chat; a last message of the assistant is the completion. null: none."""
+    completion_key: str | None = "completion"
+    """Field of a row with a completion to learn from (sft and off-policy batches), as text or as
+    chat messages. null: none."""
     tools_key: str | None = None
     """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
     shows. null: none."""
@@ -80,8 +82,8 @@ class DataConfig(Section):
     """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
     batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the
     prompt ends where the first one begins, and what others say after it is read, not learned."""
-    answer_key: str = "answer"
-    """Field of a row with the reference answer that a verifier compares with."""
+    answer_key: str | None = "answer"
+    """Field of a row with the reference answer that a verifier compares with. null: none."""
     teacher_key: str | None = None
     """Field of a row that names one of `teachers`, from which the row's completions learn; with
     `distill.mixture` it may also hold the weights of several, as in `{math: 0.7, code: 0.3}`. null:
@@ -107,6 +109,8 @@ class DataConfig(Section):
     the one that the source defines."""
 
     def _rules(self) -> Iterator[str]:
+        if self.prompt_key is None and self.messages_key is None:
+            yield "prompt_key and messages_key are both null: one must name the rows' prompts"
         given, sources = len(self.weights or ()), len(self.train)
         if self.weights is not None and given != sources:
             yield (

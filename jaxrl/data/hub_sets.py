@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TypeVar
 
 import yaml
 
@@ -18,7 +19,10 @@ from jaxrl.errors import UserError, about, near
 from jaxrl.formats import hub
 from jaxrl.formats.hub_names import HubName
 
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+FORMATS = ".jsonl, .parquet, .json or .csv"
+NO_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+"""Files beside data that are something else."""
 SPLITS: Mapping[Split, tuple[str, ...]] = {
     "train": ("train",),
     "eval": ("eval", "validation", "valid", "val", "dev", "test"),
@@ -32,6 +36,7 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
 _WILD = re.compile(r"(\*\*/|\*\*|\*|\?)")
 _NUMBER = re.compile(r"\d{4,5}")
 
+P = TypeVar("P", bound=PurePath)
 Layout = dict[str, dict[str, list[str]]]
 """Configuration -> split -> files."""
 
@@ -66,15 +71,13 @@ def find(name: HubName, split: Split) -> list[str]:
     config, asked = (*name.rest.split(":")[1:], "", "")[:2]
     layout = _described(there, _front_matter(name)) or _inferred(there)
     if not layout:
-        raise UserError(
-            f"{name.asked}: the repository has neither .parquet nor .jsonl files{_try(name)}"
-        )
+        raise UserError(f"{name.asked}: the repository has no {FORMATS} files{_try(name)}")
     splits = layout[_config(name, layout, config)]
     chosen = choose(list(splits), asked or None, split, str(name.asked), "hf:ORG/NAME:CONFIG:SPLIT")
     files = sorted(splits[chosen])
     other = [file for file in files if not file.endswith(SUFFIXES)]
     if other or not files:
-        what = f"has {other[0]}, neither .parquet nor .jsonl" if other else "has no file"
+        what = f"has {other[0]}, which is no {FORMATS} file" if other else "has no file"
         raise UserError(f"{name.asked}: the split {chosen} {what}{_try(name)}")
     return files
 
@@ -97,6 +100,14 @@ def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, h
         there = ", ".join(name for name in splits if name) or "none"
         raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
     return asked
+
+
+def data_files(there: Sequence[P]) -> list[P]:
+    """Those of the paths that are data; `.json` and `.csv` only where there is nothing else, for
+    beside other data they are lists of something."""
+    files = [path for path in there if path.suffix in SUFFIXES and not path.name.startswith(".")]
+    files = [path for path in files if path.name not in NO_DATA]
+    return [path for path in files if path.suffix in SUFFIXES[:2]] or files
 
 
 def _config(name: HubName, layout: Layout, asked: str) -> str:
@@ -201,18 +212,16 @@ def _inferred(there: Sequence[str]) -> Layout:
     """What the paths say. Files that name no split are the split `train`, if none names one."""
     layout: Layout = {}
     unnamed: Layout = {}
+    paths = data_files([PurePosixPath(file) for file in there])
     for suffix in SUFFIXES:
-        for file in there:
-            path = PurePosixPath(file)
-            if path.suffix != suffix or path.name.startswith("."):
-                continue
+        for path in (path for path in paths if path.suffix == suffix):
             folders = list(path.parts[:-1])
             split = _split_of(path.stem)
             if split is None and folders and _NUMBER.fullmatch(path.stem):
                 split = folders.pop()
             config = next((name for name in reversed(folders) if name != "data"), "default")
             files = (unnamed if split is None else layout).setdefault(config, {})
-            files.setdefault(split or "train", []).append(file)
+            files.setdefault(split or "train", []).append(str(path))
         if layout or unnamed:
             return layout or unnamed
     return {}

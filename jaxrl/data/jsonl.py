@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.data.example import Example, JsonObject
-from jaxrl.data.rows import KEYS, Keys, kind, to_example
+from jaxrl.data.rows import KEYS, Keys, kind, names_in, to_example
 from jaxrl.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -55,11 +55,13 @@ class JsonlFile:
                 raw = file.readline()
         except OSError as error:
             raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
-        return to_example(self._parse(raw, line), self._keys, self._place(line))
+        row = dict.fromkeys(self._fields) | self._parse(raw, line)
+        return to_example(row, self._keys, self._place(line))
 
     def _check(self) -> None:
         """Parses each row once; keeps line numbers (from 1), byte offsets, names and the hash."""
         lines, offsets, offset = [], [], 0
+        fields: dict[str, None] = {}
         names: dict[str, None] = {}
         digest = hashlib.sha256()
         try:
@@ -69,7 +71,8 @@ class JsonlFile:
                     if raw.removeprefix(BOM).strip():
                         row = self._parse(raw, line)
                         to_example(row, self._keys, self._place(line))
-                        names.update(dict.fromkeys(row))
+                        fields |= dict.fromkeys(row)
+                        names |= dict.fromkeys(names_in(row, self._keys))
                         lines.append(line)
                         offsets.append(offset)
                     offset += len(raw)
@@ -78,7 +81,7 @@ class JsonlFile:
         if not lines:
             raise UserError(f"{self._label}: {self.name}: no rows; each line is one JSON object")
         self._lines, self._offsets = np.array(lines, np.int64), np.array(offsets, np.int64)
-        self.columns = tuple(names)
+        self.columns, self._fields = tuple(names), tuple(fields)
         self._digest = digest.hexdigest()
 
     def _parse(self, raw: bytes, line: int) -> JsonObject:

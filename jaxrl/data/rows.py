@@ -1,12 +1,24 @@
-"""A row of a file as an example: which of its fields are what."""
+"""A row of a file as an example: which of its fields are what.
+
+A row means the same in whichever form it comes. So a null is as good as absent, values that JSON
+does not have become those that it has (`plain`), and lists and objects may stand as their JSON
+text. Nulls that tables put into objects (fields that only other rows have) are gone when a row
+comes here (`tables.row_decoder`); the arguments of tool calls keep the nulls that JSON has.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from numbers import Number
+from typing import Any
+
+import numpy as np
 
 from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
 from jaxrl.errors import UserError, near
@@ -14,52 +26,96 @@ from jaxrl.errors import UserError, near
 
 @dataclass(frozen=True)
 class Keys:
-    """Names of the fields of a row, which are the columns of a table."""
+    """Names of the fields of a row, which are the columns of a table. A dot leads into an object or
+    a list, as in `reward_model.ground_truth`; None: rows have no such field."""
 
-    prompt: str = "prompt"
-    """A text prompt."""
-    messages: str = "messages"
+    prompt: str | None = "prompt"
+    """A text prompt, or the messages of one."""
+    messages: str | None = "messages"
     """Chat turns; a last one of the assistant is the completion."""
-    completion: str = "completion"
-    answer: str = "answer"
+    completion: str | None = "completion"
+    """Text, or messages of which the first and the last are the assistant's."""
+    answer: str | None = "answer"
     tools: str | None = None
-    """None: rows have no tools."""
     turns: CompletionTurns = "last"
     """Which of the assistant's turns in a chat that ends with one are the completion."""
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All that are not None."""
+        names = (self.prompt, self.messages, self.completion, self.answer, self.tools)
+        return tuple(name for name in names if name is not None)
+
 
 KEYS = Keys()
+MAY_BE_NULL = ("default", "const")
+"""Fields of a JSON schema for which null is a value. Any other null was put there by a table, be it
+before the rows were written as JSON."""
+_TEXTS = (None, "text", "input_text", "output_text")
+"""Types of the parts of a message's content that are text."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """A row as an example; `where` begins the error messages."""
+    row = {name: plain(value) for name, value in row.items()}
     prompt, turns = _prompt(row, keys, where)
-    completion = turns[0]["content"] if turns else None
-    given = _field(row, keys.completion, where)
-    if given is not None and completion is not None:
-        raise UserError(
-            f"{where}: `{keys.messages}` ends with an assistant message and there is a "
-            f"`{keys.completion}` too; keep one (data.completion_key may name a field that no row "
-            "has)"
-        )
+    text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
+    bare = len(turns) == 1 and turns[0].keys() <= {"role", "content"}
     known = {keys.prompt, keys.messages, keys.completion, keys.answer}
     return Example(
         prompt=prompt,
-        completion=completion if given is None else given,
+        completion=text,
         tools=_tools(row, keys, where),
-        turns=turns if any("tool_calls" in turn for turn in turns) or len(turns) > 1 else (),
-        answer=_field(row, keys.answer, where, numbers=True),
-        columns={key: value for key, value in row.items() if key not in known},
+        turns=() if bare else turns,
+        answer=_answer(row, keys, where),
+        columns={name: _without_nulls(value) for name, value in row.items() if name not in known},
     )
+
+
+def find(row: Mapping[str, object], name: str | None) -> Any:
+    """The value that a name has in a row: of the field of this name, or else along its dots through
+    objects and lists (or their JSON text), as in `answers.0.text`. None where there is none."""
+    if name is None or name in row:
+        return None if name is None else row[name]
+    for at in range(len(name) - 1, 0, -1):
+        if name[at] == "." and name[:at] in row:
+            inside = _parsed(row[name[:at]])
+            if isinstance(inside, list):
+                inside = {str(number): value for number, value in enumerate(inside)}
+            value = find(inside, name[at + 1 :]) if isinstance(inside, dict) else None
+            if value is not None:
+                return value
+    return None
+
+
+def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
+    """Names of the fields of a row, and of those beside one that a name with dots leads to."""
+    yield from row
+    for key in keys.named:
+        parent = key.rpartition(".")[0]
+        inside = _parsed(find(row, parent)) if parent and key not in row else None
+        if isinstance(inside, dict | list):
+            names = inside if isinstance(inside, dict) else range(len(inside))
+            yield from (f"{parent}.{name}" for name in names)
+
+
+def column_of(name: str | None, columns: Iterable[str]) -> str | None:
+    """The column of a table in which `find` looks for a name first."""
+    there = set(columns)
+    while name and name not in there:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserError:
     """The error about a row or a file (`what`) that has neither kind of prompt."""
     names = list(names)
-    hint = near(keys.prompt, names) or near(keys.messages, names)
+    asked = [name for name in (keys.prompt, keys.messages) if name is not None]
+    hint = next(filter(None, (near(name, names) for name in asked)), "")
+    neither = f"neither `{asked[0]}` nor `{asked[-1]}`" if len(asked) > 1 else f"no `{asked[0]}`"
     return UserError(
-        f"{where}: neither `{keys.prompt}` nor `{keys.messages}`; {what} has {listed(names)}{hint} "
-        "(set data.prompt_key or data.messages_key)"
+        f"{where}: {neither}; {what} has {listed(names)}{hint} (set data.prompt_key or"
+        " data.messages_key)"
     )
 
 
@@ -83,78 +139,180 @@ def kind(value: object) -> str:
     return kinds.get(type(value), fallback)
 
 
+def plain(value: Any) -> Any:
+    """A value of a table or of Python as JSON would have it.
+
+    NaN and what pandas has for a missing value are None. Dates and times are their ISO text, a
+    timestamp at midnight that of its date (which `datasets` makes of a column of dates). Arrays
+    are lists. What JSON cannot have at all, such as bytes, stays.
+    """
+    if value is None or isinstance(value, str | bool | int | bytes):
+        return value
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    if isinstance(value, float | Decimal):
+        return None if math.isnan(value) else float(value) if isinstance(value, float) else value
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, datetime) and value.time() == time() and value.tzinfo is None:
+        return value.date().isoformat()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, np.floating):
+        return plain(float(str(value)))  # the digits that its own width has
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    return value
+
+
+def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
+    """A value without its objects' null fields, which a table cannot tell from absent ones.
+
+    Args:
+        but: names of fields that stay.
+    """
+    if isinstance(value, dict):
+        there = ((name, one) for name, one in value.items() if one is not None or name in but)
+        return {name: _without_nulls(one, but) for name, one in there}
+    return [_without_nulls(one, but) for one in value] if isinstance(value, list) else value
+
+
+def _parsed(value: Any) -> Any:
+    """The list or object that a text is the JSON of; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
 def _prompt(
     row: Mapping[str, object], keys: Keys, where: str
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
-    """The prompt and, where the chat ends with a turn of the assistant, the completion's turns."""
-    text, chat = _field(row, keys.prompt, where), row.get(keys.messages)
-    if text is not None and chat is not None:
+    """The prompt, and the turns of the completion where the row has it as messages."""
+    given, chat = find(row, keys.prompt), _parsed(find(row, keys.messages))
+    if keys.prompt == keys.messages and given is not None:
+        given, chat = (given, None) if isinstance(chat, str) else (None, chat)
+    if given is not None and chat is not None:
         raise UserError(
             f"{where}: both `{keys.prompt}` and `{keys.messages}`; choose with data.prompt_key and "
-            "data.messages_key (a name that no row has switches one off)"
+            "data.messages_key (null switches one off)"
         )
-    if chat is not None:
-        return _split_chat(chat, keys, where)
-    if text is None:
-        empty = [key for key in (keys.prompt, keys.messages) if key in row]
+    if given is None and chat is None:
+        empty = [name for name in (keys.prompt, keys.messages) if name in row]
         if empty:
-            raise UserError(f"{where}: {listed(empty)} is null: the row has no prompt")
+            raise UserError(f"{where}: {listed(map(str, empty))} is null: the row has no prompt")
         raise no_prompt(row, keys, where, "the row")
-    if not text:
-        raise UserError(f"{where}: `{keys.prompt}` is empty")
-    return text, ()
-
-
-def _split_chat(
-    chat: object, keys: Keys, where: str
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    key = keys.messages
-    if not isinstance(chat, list):
-        raise UserError(f"{where}: `{key}` must be a list of messages, it is {kind(chat)}")
-    for number, message in enumerate(chat):
-        fields = message if isinstance(message, dict) else {}
-        if fields.get("content") is None and isinstance(fields.get("tool_calls"), list):
-            fields = {**fields, "content": ""}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+    end = find(row, keys.completion)
+    turns = _messages(end, keys.completion, where) if isinstance(end, list | dict) else ()
+    roles = [turn["role"] for turn in turns]
+    if isinstance(end, list | dict) and not (roles and roles[0] == roles[-1] == "assistant"):
+        raise UserError(
+            f"{where}: the first and the last message of `{keys.completion}` must be the"
+            " assistant's"
+        )
+    if chat is None and not isinstance(given, list | dict):
+        text = _field(row, keys.prompt, where)
+        if not text:
+            raise UserError(f"{where}: `{keys.prompt}` is empty")
+        if len(turns) > 1:
             raise UserError(
-                f"{where}: `{key}`[{number}] must have the texts `role` and `content`: "
-                f"{json.dumps(message, ensure_ascii=False, default=str)[:80]}"
+                f"{where}: `{keys.completion}` has several messages and `{keys.prompt}` is text:"
+                " give the prompt as messages too"
             )
-        _check_text(fields["content"], f"{where}: `{key}`[{number}]")
-    turns = tuple(_turn(message) for message in chat)
-    end = len(turns)
-    if turns and turns[-1]["role"] == "assistant":
-        roles = [turn["role"] for turn in turns]
-        end = roles.index("assistant") if keys.turns == "all" else len(turns) - 1
-    if not end:
-        raise UserError(f"{where}: `{key}` has no message before the completion")
-    return turns[:end], turns[end:]
+        return text, turns
+    name = keys.prompt if chat is None else keys.messages
+    before = _messages(given if chat is None else chat, name, where)
+    if before and before[-1]["role"] == "assistant":
+        if chat is None:
+            raise UserError(
+                f"{where}: `{name}` ends with a message of the assistant, which a completion cannot"
+                f" continue: if it is the completion, set data.messages_key={name}"
+                " data.prompt_key=null"
+            )
+        if end is not None:
+            raise UserError(
+                f"{where}: `{name}` ends with an assistant message and there is a"
+                f" `{keys.completion}` too; keep one (data.completion_key=null leaves the second"
+                " out)"
+            )
+        roles = [turn["role"] for turn in before]
+        first = roles.index("assistant") if keys.turns == "all" else len(roles) - 1
+        before, turns = before[:first], before[first:]
+    elif keys.turns == "last":
+        before, turns = (*before, *turns[:-1]), turns[-1:]
+    if not before:
+        raise UserError(f"{where}: `{name}` has no message before the completion")
+    return before, turns
+
+
+def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
+    """The messages of a chat, or a single one, as chat templates take them."""
+    chat = [chat] if isinstance(chat, dict) else chat
+    if not isinstance(chat, list):
+        raise UserError(f"{where}: `{name}` must be a list of messages, it is {kind(chat)}")
+    return tuple(_message(one, f"{where}: `{name}`[{n}]") for n, one in enumerate(chat))
+
+
+def _message(given: object, place: str) -> Message:
+    """A message with all its fields that are not null; its content is text."""
+    parsed = _parsed(given)
+    message = _fields(parsed) if isinstance(parsed, dict) else {}
+    calls = _parsed(message.pop("tool_calls", None)) or []
+    if not isinstance(calls, list):
+        raise UserError(f"{place}: `tool_calls` must be a list of calls, it is {kind(calls)}")
+    if calls:
+        message["tool_calls"] = [_call(_fields(_parsed(call))) for call in calls]
+        message.setdefault("content", "")
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined(message["content"], place)
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        shape = "" if isinstance(parsed, dict) else " of a list of messages"
+        raise UserError(
+            f"{place}{shape} must have the texts `role` and `content`: "
+            f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
+        )
+    _check_text(message["content"], place)
+    return message
+
+
+def _fields(value: Any) -> Any:
+    """The fields of a message or a call that are not null, in its `function` too."""
+    if not isinstance(value, dict):
+        return value
+    kept = {name: one for name, one in value.items() if one is not None}
+    return kept | {"function": _fields(kept["function"])} if "function" in kept else kept
+
+
+def _joined(parts: list[Any], place: str) -> str:
+    """The text of content that is a list of parts."""
+    texts = []
+    for number, part in enumerate(parts):
+        of = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else part
+        if of not in _TEXTS or not isinstance(text, str):
+            what = f"of type {of!r}" if of not in _TEXTS else kind(text)
+            raise UserError(
+                f"{place}: `content`[{number}] is {what}: only text can be read, as in"
+                ' {"type": "text", "text": "..."}'
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
     """The JSON schemas of a row, a list or its text; null is as good as none."""
-    given = None if keys.tools is None else row.get(keys.tools)
-    if isinstance(given, str):
-        with suppress(ValueError):
-            given = json.loads(given)
+    given = _parsed(find(row, keys.tools))
     if given is None:
         return ()
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+    tools = [_parsed(tool) for tool in given] if isinstance(given, list) else [None]
+    if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
             f"{where}: `{keys.tools}` must be a list of JSON schemas, or the text of one; it is"
             f" {kind(given)}"
         )
-    return tuple(given)
-
-
-def _turn(message: JsonObject) -> Message:
-    """A message as chat templates take it."""
-    # In a table every message has the fields of all: a null is as good as absent.
-    turn = {key: value for key, value in message.items() if value is not None}
-    if turn.get("tool_calls"):
-        turn |= {"tool_calls": [_call(call) for call in turn["tool_calls"]]}
-        turn.setdefault("content", "")
-    return turn
+    return tuple(_without_nulls(tool, MAY_BE_NULL) for tool in tools)
 
 
 def _call(call: object) -> object:
@@ -163,22 +321,37 @@ def _call(call: object) -> object:
         return call
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"])}
-    with suppress(ValueError):
+    with suppress(ValueError, TypeError):
         return call | {"arguments": json.loads(call.get("arguments", ""))}
     return call
 
 
-def _field(row: Mapping[str, object], key: str, where: str, numbers: bool = False) -> str | None:
-    """A text field; null is as good as absent. With `numbers`, a number stands for its text."""
-    value = row.get(key)
-    if isinstance(value, str):
-        _check_text(value, f"{where}: `{key}`")
-    if value is None or isinstance(value, str):
-        return value
-    if numbers and isinstance(value, Number) and not isinstance(value, bool):
+def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:
+    """A text field; null is as good as absent."""
+    value = find(row, name)
+    if value is not None and not isinstance(value, str):
+        raise UserError(
+            f"{where}: `{name}` must be text, it is {kind(value)} (messages are read too)"
+        )
+    if value is not None:
+        _check_text(value, f"{where}: `{name}`")
+    return value
+
+
+def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
+    """The text of the reference answer; blank text is as good as none. A whole number is written
+    without a point, for a table may have made it a float for the sake of other rows."""
+    value = find(row, keys.answer)
+    if isinstance(value, float | Decimal) and abs(value) < 2**53 and value % 1 == 0:
+        value = int(value)
+    if isinstance(value, Number) and not isinstance(value, bool):
         return str(value)
-    kinds = "text or a number" if numbers else "text"
-    raise UserError(f"{where}: `{key}` must be {kinds}, it is {kind(value)}")
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)}")
+    if not value or value.isspace():
+        return None
+    _check_text(value, f"{where}: `{keys.answer}`")
+    return value
 
 
 def _check_text(text: str, where: str) -> None:

@@ -6,22 +6,31 @@ import bisect
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
-from jaxrl.data.hub_sets import SPLIT_FILE, SUFFIXES, choose
+from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.rows import KEYS, Keys, listed
-from jaxrl.data.tables import GroupCache, ParquetReader, TablePart, dataset_splits, open_dataset
+from jaxrl.data.row_list import RowList, open_csv, open_json
+from jaxrl.data.rows import KEYS, Keys, kind, listed
+from jaxrl.data.tables import (
+    GroupCache,
+    ParquetReader,
+    TablePart,
+    dataset_splits,
+    open_dataset,
+    open_table,
+)
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near
 from jaxrl.formats.hub_names import data_name
 
-__all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source"]
+__all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source", "source_of"]
 
 
 class Source:
@@ -70,7 +79,7 @@ def open_source(
     """Open what `data.train` or `data.eval` names; each of the list becomes one part.
 
     Args:
-        spec: one or a list of: a `.jsonl` or `.parquet` file; a pattern such as
+        spec: one or a list of: a `.jsonl`, `.parquet`, `.json` or `.csv` file; a pattern such as
             `data/*.parquet`, or a folder, whose files become one part; a folder that
             `datasets` saved; a procedural task such as `arithmetic:digits=2,terms=3` or
             `reasoning_gym/basic_arithmetic:max_terms=3,size=5000`; a data set on a hub, as in
@@ -91,11 +100,35 @@ def open_source(
         raise UserError(f"{label}: nothing is named; give a .jsonl file or a task")
     open_one = _Opener(seed, split, keys, label)
     source = Source([open_one.part(one) for one in specs])
-    if split == "eval" and keys.answer != KEYS.answer:
+    if split == "eval" and keys.answer not in (KEYS.answer, None):
         _check_known(source, keys.answer, "data.answer_key", label)
     if label == "data.train" and keys.tools is not None:
         _check_known(source, keys.tools, "data.tools_key", label)
     return source
+
+
+def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source:
+    """The rows of a Python program as a source: they mean what they would in a file.
+
+    Args:
+        rows: a list of mappings, a `datasets.Dataset`, a `pyarrow.Table`, or a `DataFrame` of
+            pandas.
+        label: what they are for, in error messages.
+
+    Raises:
+        UserError: these are no rows, or one is bad.
+    """
+    name = type(rows).__name__
+    if isinstance(rows, Mapping | str | bytes) or not hasattr(rows, "__len__"):
+        hint = f": take one of {listed(rows)}" if isinstance(rows, Mapping) else ""
+        raise UserError(
+            f"{label}: a list of rows, a datasets.Dataset, a pyarrow.Table or a pandas DataFrame is"
+            f" needed, this is {kind(rows)}{hint}"
+        )
+    if hasattr(rows, "column_names"):
+        return Source([open_table(name, rows, keys, label)])
+    records = rows.to_dict("records") if hasattr(rows, "to_dict") else rows
+    return Source([RowList(name, records, keys, label)])
 
 
 @dataclass(frozen=True)
@@ -135,18 +168,22 @@ class _Opener:
         if path.endswith(SUFFIXES):
             return self.file(place)
         if place.exists():
-            raise UserError(f"{label}: {path}: neither a .jsonl nor a .parquet file, by its name")
+            raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")
+        on_hub = data_name(f"hf:{spec}") if spec.count("/") == 1 else None
+        hint = near(family, TASKS) if on_hub is None else f" (did you mean hf:{spec}?)"
         raise UserError(
-            f"{label}: {spec!r} is neither a .jsonl or .parquet file, a folder or pattern of such "
-            f"files, a data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
-            f" {', '.join(TASKS)}{near(family, TASKS)}"
+            f"{label}: {spec!r} is neither a {FORMATS} file, a folder or pattern of such files, a"
+            " data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"
+            f" {', '.join(TASKS)}{hint}"
         )
 
     def file(self, path: Path) -> Part:
         if path.suffix == ".parquet":
             name = str(path)
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
-        return JsonlFile(path, self.keys, self.label)
+        if path.suffix == ".jsonl":
+            return JsonlFile(path, self.keys, self.label)
+        return (open_json if path.suffix == ".json" else open_csv)(path, self.keys, self.label)
 
     def files(self, spec: str, paths: Iterable[Path]) -> Part:
         parts = [self.file(path) for path in paths]
@@ -158,9 +195,7 @@ class _Opener:
             raise UserError(f"{self.label}: {spec}: no file matches")
         for path in found:
             if not path.endswith(SUFFIXES):
-                raise UserError(
-                    f"{self.label}: {spec} matches {path}, neither a .jsonl nor a .parquet file"
-                )
+                raise UserError(f"{self.label}: {spec} matches {path}, which is no {FORMATS} file")
         return self.files(spec, map(Path, found))
 
     def folder(self, spec: str, folder: Path, options: str) -> Part:
@@ -190,16 +225,17 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
         there = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}") from error
-    files = [path for path in there if path.suffix in SUFFIXES and not path.name.startswith(".")]
+    files = data_files(there)
     if not files:
         raise UserError(
-            f"{place}: the folder holds no .jsonl or .parquet file, nor what "
+            f"{place}: the folder holds no {FORMATS} file, nor what "
             "datasets.Dataset.save_to_disk writes"
         )
-    if len({path.suffix for path in files}) > 1:
+    kinds = sorted({path.suffix for path in files})
+    if len(kinds) > 1:
         raise UserError(
-            f"{place}: the folder holds both .jsonl and .parquet files; name one kind, as in "
-            f"{folder}/*.parquet"
+            f"{place}: the folder holds both {kinds[0]} and {kinds[1]} files; name one kind, as in "
+            f"{folder}/*{kinds[1]}"
         )
     by_split: dict[str, list[Path]] = {}
     for path in files:

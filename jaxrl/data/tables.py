@@ -11,14 +11,14 @@ import json
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from jaxrl.data.example import Example, JsonObject
-from jaxrl.data.rows import Keys, no_prompt, to_example
+from jaxrl.data.rows import Keys, column_of, names_in, no_prompt, to_example
 from jaxrl.errors import UserError
 
 Table = Any
@@ -37,7 +37,7 @@ class TablePart:
     def __init__(
         self,
         name: str,
-        open_reader: Callable[[], ParquetReader | DatasetReader],
+        open_reader: Callable[[], ParquetReader | DatasetReader | MemoryReader],
         keys: Keys,
         label: str,
     ):
@@ -49,12 +49,13 @@ class TablePart:
         self.name, self._keys, self._place = name, keys, f"{label}: {name}"
         with _readable(self._place):
             self._reader = open_reader()
-        self.columns = self._reader.columns
-        if keys.prompt not in self.columns and keys.messages not in self.columns:
-            raise no_prompt(self.columns, keys, self._place, "the table")
+            self._decode = row_decoder(self._reader.schema, self._reader.features)
+        self._columns = columns = list(self._reader.schema.names)
+        if not (column_of(keys.prompt, columns) or column_of(keys.messages, columns)):
+            raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):
             raise UserError(f"{self._place}: no rows")
-        self._check()
+        self.columns = self._check()
 
     def where(self, index: int) -> str:
         return f"{self.name}: row {index}"
@@ -62,6 +63,8 @@ class TablePart:
     def digest(self) -> str:
         whole = hashlib.sha256()
         with _readable(self._place):
+            for batch in () if self._reader.files else self._reader.batches(self._columns):
+                whole.update(json.dumps(batch.to_pylist(), default=repr).encode())
             for path in self._reader.files:
                 with open(path, "rb") as file:
                     whole.update(hashlib.file_digest(file, "sha256").digest())
@@ -73,29 +76,30 @@ class TablePart:
     def __getitem__(self, index: int) -> Example:
         place = f"{self._place}: row {index}"
         with _readable(place):
-            (row,) = self._reader.row(index).to_pylist()
+            row = self._decode(self._reader.row(index).to_pylist()[0])
         return to_example(row, self._keys, place)
 
-    def _check(self) -> None:
-        """Reads what makes an example of every row, and nothing else."""
-        keys = self._keys
-        named = (keys.prompt, keys.messages, keys.completion, keys.answer)
-        start = 0
+    def _check(self) -> tuple[str, ...]:
+        """Reads what makes an example of every row, and nothing else; gives the names of fields."""
+        keys, start, names = self._keys, 0, dict.fromkeys(self._columns)
+        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
         with _readable(self._place):
-            for batch in self._reader.batches([key for key in named if key in self.columns]):
+            for batch in self._reader.batches(list(needed)):
                 for index, row in enumerate(self._rows(batch, start), start):
                     to_example(row, keys, f"{self._place}: row {index}")
+                    names |= dict.fromkeys(names_in(row, keys))
                 start += len(batch)
+        return tuple(names)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
         """The rows of a batch; where one cannot be read, it is named."""
         try:
-            rows: list[JsonObject] = batch.to_pylist()
+            rows: list[JsonObject] = [self._decode(row) for row in batch.to_pylist()]
         except Exception:  # whatever it is, the row that has it raises it again
             rows = []
             for at in range(len(batch)):
                 with _readable(f"{self._place}: row {start + at}"):
-                    rows += batch.slice(at, 1).to_pylist()
+                    rows.append(self._decode(batch.slice(at, 1).to_pylist()[0]))
         return rows
 
 
@@ -128,7 +132,8 @@ class ParquetReader:
 
         self.files = (path,)
         self._file, self._cache = pq.ParquetFile(path), cache
-        self.columns = tuple(self._file.schema_arrow.names)
+        self.schema = self._file.schema_arrow
+        self.features = features_in(self.schema)
         metadata = self._file.metadata
         groups = range(metadata.num_row_groups)
         self._ends = list(accumulate(metadata.row_group(group).num_rows for group in groups))
@@ -150,14 +155,16 @@ class DatasetReader:
     like stay bytes that nobody decodes.
     """
 
-    def __init__(self, files: list[str]):
+    def __init__(self, folder: str, files: list[str]):
         import pyarrow as pa
 
         self.files = files
         self._table = pa.concat_tables(
             pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files
         )
-        self.columns = tuple(self._table.column_names)
+        self.schema = self._table.schema
+        info = json.loads((Path(folder) / "dataset_info.json").read_text(encoding="utf-8"))
+        self.features = info.get("features") or features_in(self.schema)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -169,6 +176,38 @@ class DatasetReader:
         return iter(self._table.select(columns).to_batches(_BATCH))
 
 
+class MemoryReader:
+    """A `pyarrow.Table` or a `datasets.Dataset` of a Python program."""
+
+    files: tuple[str, ...] = ()
+
+    def __init__(self, rows: Any):
+        as_arrow = getattr(rows, "with_format", None)
+        self._rows = rows if as_arrow is None else as_arrow("arrow")
+        self.schema = rows.schema if as_arrow is None else rows.features.arrow_schema
+        self.features = features_in(self.schema)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Table:
+        return self._take(self._rows, index, 1)
+
+    def batches(self, columns: list[str]) -> Iterator[Table]:
+        rows = self._rows
+        chosen = (rows.select if hasattr(rows, "schema") else rows.select_columns)(columns)
+        for start in range(0, len(rows), _BATCH):
+            yield self._take(chosen, start, min(_BATCH, len(rows) - start))
+
+    def _take(self, rows: Any, start: int, count: int) -> Table:
+        return rows.slice(start, count) if hasattr(rows, "schema") else rows[start : start + count]
+
+
+def open_table(name: str, rows: Any, keys: Keys, label: str) -> TablePart:
+    """The rows of a `pyarrow.Table` or a `datasets.Dataset`."""
+    return TablePart(name, lambda: MemoryReader(rows), keys, label)
+
+
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
     """The rows of a saved `Dataset`, which may be one split of a `DatasetDict`."""
     state = Path(folder) / "state.json"
@@ -177,7 +216,7 @@ def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
         files = [str(Path(folder) / file["filename"]) for file in written]
     if not files:
         raise UserError(f"{label}: {name}: no rows")
-    return TablePart(name, lambda: DatasetReader(files), keys, label)
+    return TablePart(name, lambda: DatasetReader(folder, files), keys, label)
 
 
 def dataset_splits(folder: str, label: str) -> list[str] | None:
@@ -188,6 +227,70 @@ def dataset_splits(folder: str, label: str) -> list[str] | None:
         return [] if saved and (Path(folder) / "dataset_info.json").is_file() else None
     with _readable(f"{label}: {index}"):
         return [str(name) for name in json.loads(index.read_text(encoding="utf-8"))["splits"]]
+
+
+def features_in(schema: Any) -> Any:
+    """What `datasets` says of the columns in the metadata of an Arrow schema; {} without any."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return metadata.get("info", {}).get("features") or {}
+
+
+def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject]:
+    """What makes the row that was written of one that `to_pylist` gives.
+
+    The nulls are gone that a struct has for the fields which only other rows have; JSON is parsed,
+    which `datasets` writes where objects are too unlike for a struct; maps are objects; a float32
+    has its own digits.
+
+    Args:
+        schema: the Arrow schema of the table.
+        features: of `datasets`, in the form of its JSON; {} where nothing is known.
+    """
+    found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}
+    decoders = {name: decode for name, decode in found.items() if decode is not None}
+
+    def decode_row(row: JsonObject) -> JsonObject:
+        return row | {name: decode(row[name]) for name, decode in decoders.items() if name in row}
+
+    return decode_row
+
+
+def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:
+    """What decodes a value of an Arrow type; None where there is nothing to do."""
+    import pyarrow.types as types
+
+    named = isinstance(feature, dict) and feature.get("_type") == "Json"
+    if named or getattr(kind, "extension_name", "") == "arrow.json":
+        keep = named and not feature.get("decode", True)
+        return None if keep else lambda x: json.loads(x) if isinstance(x, str) else x
+    if types.is_float32(kind) or types.is_float16(kind):
+        number = kind.to_pandas_dtype()
+        return lambda x: x if x is None else float(str(number(x)))
+    if types.is_struct(kind):
+        fields = {field.name: _decoder(field.type, _inner(feature, field.name)) for field in kind}
+        return lambda x: x if x is None else _decoded(x, fields)
+    if types.is_map(kind):
+        values = {"": _decoder(kind.item_type, None)}
+        return lambda x: x if x is None else {k: _decoded({"": v}, values).get("") for k, v in x}
+    if hasattr(kind, "value_type") and not types.is_dictionary(kind):  # every kind of list
+        decode = _decoder(kind.value_type, _inner(feature, None))
+        if decode is not None:
+            return lambda x: x if x is None else [decode(one) for one in x]
+    return None
+
+
+def _decoded(value: JsonObject, fields: Mapping[str, Callable[[Any], Any] | None]) -> JsonObject:
+    there = ((name, one, fields[name]) for name, one in value.items() if one is not None)
+    return {name: decode(one) if decode else one for name, one, decode in there}
+
+
+def _inner(feature: Any, name: str | None) -> Any:
+    """The feature of a field of an object, or (None) of the values of a list; None if unknown."""
+    if isinstance(feature, list):
+        return feature[0] if name is None and feature else None
+    if not isinstance(feature, dict):
+        return None
+    return feature.get("feature") if name is None else feature.get(name)
 
 
 @contextmanager

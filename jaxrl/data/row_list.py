@@ -1,0 +1,138 @@
+"""Rows that are held in memory: of a JSON array, of a CSV file, or objects of a Python program."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.data.example import Example, JsonObject
+from jaxrl.data.jsonl import BOM, JsonlFile
+from jaxrl.data.rows import Keys, kind, names_in, to_example
+from jaxrl.errors import UserError
+
+FIELD_CHARACTERS = 2**31 - 1
+"""The longest field of a CSV file; Python's own limit is 131072."""
+
+
+class RowList:
+    """Rows in memory, each checked once."""
+
+    procedural = False
+
+    def __init__(
+        self,
+        name: str,
+        rows: Iterable[object],
+        keys: Keys,
+        label: str,
+        lines: Sequence[int] | None = None,
+        digest: str | None = None,
+    ):
+        """
+        Args:
+            rows: mappings of field names to values.
+            label: the config key, for error messages.
+            lines: of a file, where each row ends, from 1; None: rows are numbered from 0.
+            digest: hash of the file; None: of the rows.
+
+        Raises:
+            UserError: there are none, or one is bad.
+        """
+        self.name, self._keys, self._label, self._lines = name, keys, label, lines
+        self._rows: list[JsonObject] = []
+        for index, row in enumerate(rows):
+            place = f"{label}: {self.where(index)}"
+            if not isinstance(row, Mapping):
+                raise UserError(f"{place}: a JSON object is needed, this is {kind(row)}")
+            to_example(row, keys, place)
+            self._rows.append(dict(row))
+        if not self._rows:
+            raise UserError(f"{label}: {name}: no rows")
+        self._fields = tuple(dict.fromkeys(name for row in self._rows for name in row))
+        self.columns = tuple(
+            dict.fromkeys(name for row in self._rows for name in names_in(row, keys))
+        )
+        self._digest = digest
+
+    def where(self, index: int) -> str:
+        return (
+            f"{self.name}: row {index}"
+            if self._lines is None
+            else (f"{self.name}:{self._lines[index]}")
+        )
+
+    def digest(self) -> str:
+        if self._digest is None:
+            whole = hashlib.sha256()
+            for row in self._rows:
+                whole.update(json.dumps(row, default=repr).encode())
+            self._digest = whole.hexdigest()
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Example:
+        row = dict.fromkeys(self._fields) | self._rows[index]
+        return to_example(row, self._keys, f"{self._label}: {self.where(index)}")
+
+
+def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
+    """The rows of a `.json` file: an array of objects, or one object a line."""
+    data = _read(path, label)
+    if data.removeprefix(BOM).lstrip()[:1] != b"[":
+        return JsonlFile(path, keys, label)
+    try:
+        rows = json.loads(data.removeprefix(BOM).decode())
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{label}: {path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}"
+        ) from error
+    except (RecursionError, ValueError) as error:  # too deep, a number too long, or not UTF-8
+        raise UserError(f"{label}: {path}: cannot be read: {error}") from error
+    return RowList(str(path), rows, keys, label, digest=hashlib.sha256(data).hexdigest())
+
+
+def open_csv(path: Path, keys: Keys, label: str) -> RowList:
+    """The rows of a `.csv` file, whose first line names the fields. Every value is text, and an
+    empty one is null."""
+    data = _read(path, label)
+    rows: list[Any] = []
+    lines: list[int] = []
+    limit = csv.field_size_limit(FIELD_CHARACTERS)
+    try:
+        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise UserError(f"{label}: {path}:1: two fields have one name: {', '.join(names)}")
+        for values in reader:
+            if values and len(values) != len(names):
+                raise UserError(
+                    f"{label}: {path}:{reader.line_num}: {len(values)} values for the"
+                    f" {len(names)} fields that line 1 names (a value with commas or line breaks"
+                    " stands in double quotes)"
+                )
+            if values:
+                rows.append({k: v or None for k, v in zip(names, values, strict=True)})
+                lines.append(reader.line_num)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{label}: {path}: not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    except csv.Error as error:
+        raise UserError(f"{label}: {path}:{reader.line_num}: not CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+    return RowList(str(path), rows, keys, label, lines, hashlib.sha256(data).hexdigest())
+
+
+def _read(path: Path, label: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{label}: {path}: {error.strerror}") from error

@@ -1,0 +1,473 @@
+"""A row means the same in whichever form it comes, and in whichever of the usual shapes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrl.data.example import Example
+from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.source import open_source, source_of
+from jaxrl.errors import UserError
+
+datasets.disable_progress_bars()
+Row = dict[str, Any]
+KEYS = Keys(
+    prompt="chat", completion="end", answer="reward_model.ground_truth", tools="tools", turns="all"
+)
+
+
+def tool(name: str, **properties: Any) -> Row:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def call(name: str, **arguments: Any) -> Row:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+
+
+def said(role: str, content: Any, **more: Any) -> Row:
+    return {"role": role, "content": content, **more}
+
+
+TOOLS = [
+    tool("weather", city={"type": "string"}, days={"type": "integer", "minimum": 1}),
+    tool("add", a={"type": "number"}, terms={"type": "array", "items": {"type": "integer"}}),
+    tool("now"),
+]
+CALLS = [
+    call("weather", city="Oslo", days=3),
+    call("add", a=1.5, terms=[1, 2], deep={"of": [{"x": 1}, {"y": "z"}]}),
+    call("now"),
+]
+
+
+def made_rows(seed: int, unlike: bool = False) -> list[Row]:
+    """Rows that a table can hold as structs; with `unlike`, some that it cannot."""
+    draw = random.Random(seed)
+
+    def messages() -> list[Row]:
+        head = [said("system", "S")] if draw.random() < 0.3 else []
+        extra = {"name": "Ada"} if draw.random() < 0.3 else {}
+        asked = said("user", draw.choice(["2+2?", "ä 😀\n", "{", '["not json"']), **extra)
+        middle = [draw.choice(CALLS), said("tool", "rain", tool_call_id="1"), said("user", "?")]
+        return [*head, asked, *(middle if draw.random() < 0.5 else [])]
+
+    rows = []
+    for number in range(12):
+        end = said("assistant", "4", **draw.choice([{}, {"reasoning_content": "two and two"}]))
+        gold: Any = [str(number), "\\frac{1}{2}", None, ""][number % 4]
+        row: Row = {
+            "chat": messages(),
+            "end": [*draw.choice([[], [draw.choice(CALLS), said("tool", "5")]]), end],
+            "tools": draw.sample(TOOLS, draw.randrange(4)),
+            "reward_model": {"style": "rule", "ground_truth": gold},
+            "extra_info": draw.choice([{"index": number}, {"split": "test", "parts": [{"n": 1}]}]),
+            "level": draw.choice([number, None]),
+            "big": 2**62 + number,
+            "share": draw.choice([0.1, 1e-9, None]),
+            "hard": draw.choice([True, False, None]),
+            "tags": draw.choice([["a", "b"], [], None]),
+            "made": "2024-02-29",
+        }
+        if unlike and number % 3 == 0:
+            row["chat"].insert(-1, call("add", a="one", terms={"of": None}))
+            row["tools"] = [*row["tools"], tool("any", a={"type": ["string", "null"]})]
+            row["extra_info"] = {"index": "zero"}
+        rows.append({k: v for k, v in row.items() if v is not None or draw.random() < 0.5})
+    return rows
+
+
+def jsonl(path: Path, rows: list[Row]) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return str(path)
+
+
+def filled(rows: list[Row]) -> list[Row]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def loaded(folder: Path, rows: list[Row]) -> datasets.Dataset:
+    """As `load_dataset` reads JSONL: with columns of the type Json where objects are unlike."""
+    file = jsonl(folder / "loaded.jsonl", rows)
+    cache = str(folder / "cache")
+    return datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+
+
+def to_parquet(folder: Path, rows: list[Row]) -> str:
+    pq.write_table(pa.Table.from_pylist(filled(rows)), folder / "x.parquet", row_group_size=5)
+    return str(folder / "x.parquet")
+
+
+def without_metadata(folder: Path, rows: list[Row]) -> str:
+    """`dataset_info.json` alone knows which columns are JSON."""
+    loaded(folder, rows).save_to_disk(folder / "saved")
+    (file,) = (folder / "saved").glob("*.arrow")
+    table = pa.ipc.open_stream(file.read_bytes()).read_all()
+    table = pa.table({name: as_text(table[name].combine_chunks()) for name in table.column_names})
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return str(folder / "saved")
+
+
+def as_text(array: Any) -> Any:
+    """An array whose JSON is text, as older Arrow and other programs have it."""
+    if isinstance(array, pa.ExtensionArray):
+        return array.storage
+    if pa.types.is_list(array.type):
+        return pa.ListArray.from_arrays(array.offsets, as_text(array.values), mask=array.is_null())
+    if pa.types.is_struct(array.type):
+        fields = [as_text(array.field(i)) for i in range(array.type.num_fields)]
+        names = [field.name for field in array.type]
+        return pa.StructArray.from_arrays(fields, names, mask=array.is_null())
+    return array
+
+
+def saved(dataset: datasets.Dataset, folder: Path) -> str:
+    dataset.save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def written(dataset: datasets.Dataset, folder: Path) -> str:
+    dataset.to_parquet(folder / "d.parquet")
+    return str(folder / "d.parquet")
+
+
+def array(folder: Path, rows: list[Row]) -> str:
+    (folder / "array.json").write_text("\ufeff \n" + json.dumps(rows, indent=1))
+    return str(folder / "array.json")
+
+
+FILES: dict[str, Callable[[Path, list[Row]], str]] = {
+    "array": array,
+    "lines in .json": lambda folder, rows: jsonl(folder / "x.json", rows),
+    "loaded, parquet": lambda folder, rows: written(loaded(folder, rows), folder),
+    "loaded, saved": lambda folder, rows: saved(loaded(folder, rows), folder),
+    "loaded, no metadata": without_metadata,
+}
+STRUCTS: dict[str, Callable[[Path, list[Row]], str]] = {
+    "parquet": to_parquet,
+    "dataset, parquet": lambda f, rows: written(datasets.Dataset.from_list(filled(rows)), f),
+    "dataset, saved": lambda f, rows: saved(datasets.Dataset.from_list(filled(rows)), f),
+}
+OBJECTS: dict[str, Callable[[Path, list[Row]], Any]] = {
+    "list": lambda folder, rows: rows,
+    "DataFrame": lambda folder, rows: pandas.DataFrame(rows),
+    "loaded": loaded,
+}
+STRUCT_OBJECTS: dict[str, Callable[[Path, list[Row]], Any]] = {
+    "Table": lambda folder, rows: pa.Table.from_pylist(filled(rows)),
+    "Dataset": lambda folder, rows: datasets.Dataset.from_list(filled(rows)),
+}
+
+
+def examples(source: Any) -> list[Example]:
+    return [source[index] for index in range(len(source))]
+
+
+CASES = [
+    *((form, False) for form in (*FILES, *STRUCTS, *OBJECTS, *STRUCT_OBJECTS)),
+    *((form, True) for form in (*FILES, *OBJECTS)),
+]
+
+
+@pytest.mark.parametrize(("form", "unlike"), CASES)
+def test_a_row_is_the_same_in_every_form(tmp_path: Path, form: str, unlike: bool) -> None:
+    rows = made_rows(len(form), unlike)
+    expected = examples(open_source(jsonl(tmp_path / "x.jsonl", rows), keys=KEYS))
+    if form in FILES or form in STRUCTS:
+        source = open_source({**FILES, **STRUCTS}[form](tmp_path, rows), keys=KEYS)
+    else:
+        source = source_of({**OBJECTS, **STRUCT_OBJECTS}[form](tmp_path, rows), KEYS)
+    for got, example in zip(examples(source), expected, strict=True):
+        assert got == example
+        assert spelt(got) == spelt(example)
+    assert {example.answer for example in expected} > {None, "\\frac{1}{2}"}
+
+
+def spelt(example: Example) -> str:
+    """What templates and prompts would show, in which 1 and 1.0 and true differ."""
+    return json.dumps([example.prompt, example.turns, example.tools], sort_keys=True)
+
+
+# Missing values and numbers
+
+
+MISSING = [None, float("nan"), "", "  \n", np.nan, np.float32("nan"), pandas.NA, pandas.NaT]
+
+
+@pytest.mark.parametrize("value", [*MISSING, Decimal("NaN")], ids=repr)
+def test_a_missing_answer_is_none(value: Any) -> None:
+    example = to_example({"prompt": "x", "answer": value, "level": value}, Keys(), "row")
+    assert example.answer is None
+    assert example.columns["level"] is None or isinstance(value, str)
+    assert to_example({"prompt": "x"}, Keys(), "row").answer is None
+
+
+@pytest.mark.parametrize(
+    ("column", "answers"),
+    [
+        (pa.array([42, None]), ["42", None]),
+        (pa.array([42.0, float("nan"), None]), ["42", None, None]),
+        (pa.array([0.1, 2.5], pa.float32()), ["0.1", "2.5"]),
+        (pa.array([2**63 - 1, -(2**63)]), [str(2**63 - 1), str(-(2**63))]),
+        (pa.array([Decimal("42.00"), Decimal("1.50")]), ["42", "1.50"]),
+        (pa.array([1e300, -0.0]), ["1e+300", "0"]),
+        (pa.array(["007", "42.0", "nan"]), ["007", "42.0", "nan"]),
+        (pa.array([date(2024, 2, 29)]), ["2024-02-29"]),
+        (pa.array([datetime(2024, 2, 29)]), ["2024-02-29"]),
+        (pa.array([datetime(2024, 2, 29, 12, 30)]), ["2024-02-29T12:30:00"]),
+    ],
+    ids=str,
+)
+def test_answers_of_a_table_are_the_text_that_was_meant(
+    tmp_path: Path, column: Any, answers: list[str | None]
+) -> None:
+    path = str(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"prompt": ["a"] * len(column), "answer": column}), path)
+    assert [example.answer for example in examples(open_source(path))] == answers
+    frame = pandas.DataFrame({"prompt": ["a"] * len(column), "answer": column.to_pandas()})
+    if column.type != pa.float32():
+        got = [example.answer for example in examples(source_of(frame))]
+        assert got == answers
+
+
+def test_a_column_of_whole_numbers_with_gaps_is_the_same_from_pandas(tmp_path: Path) -> None:
+    frame = pandas.DataFrame([{"prompt": "a", "answer": 42}, {"prompt": "b"}])
+    frame.to_parquet(tmp_path / "x.parquet")
+    assert pq.read_schema(tmp_path / "x.parquet").field("answer").type == pa.float64()
+    assert [e.answer for e in examples(open_source(str(tmp_path / "x.parquet")))] == ["42", None]
+    assert [e.answer for e in examples(source_of(frame))] == ["42", None]
+    nullable = source_of(frame.convert_dtypes())
+    assert [e.answer for e in examples(nullable)] == ["42", None]
+
+
+def test_bytes_maps_and_arrays_of_columns() -> None:
+    table = pa.table(
+        {
+            "prompt": ["a"],
+            "picture": [b"\x00\xff"],
+            "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+            "matrix": [[[1.0, float("nan")]]],
+        }
+    )
+    columns = source_of(table)[0].columns
+    expected = {"picture": b"\x00\xff", "map": {"k": 1}, "matrix": [[1.0, None]]}
+    assert columns == expected
+    arrays = {"prompt": "a", "picture": b"\x00\xff", "map": {"k": np.int64(1)}}
+    arrays["matrix"] = np.array([[1.0, np.nan]], np.float32)
+    assert to_example(arrays, Keys(), "row").columns == expected
+
+
+def test_nulls_that_somebody_wrote_into_arguments_stay(tmp_path: Path) -> None:
+    """In JSON and in columns of the type Json; a struct cannot tell them from absent fields."""
+    asked = [said("user", "q"), call("f", x=None, y=[None]), said("user", "?")]
+    other = [said("user", "q"), call("f", x="a", y={"z": 1}), said("user", "?")]
+    rows = [{"messages": asked}, {"messages": other}]
+    file = jsonl(tmp_path / "x.jsonl", rows)
+    for source in (open_source(file), source_of(loaded(tmp_path, rows)), source_of(rows)):
+        function = source[0].prompt[1]["tool_calls"][0]["function"]  # type: ignore[index]
+        assert function["arguments"] == {"x": None, "y": [None]}
+
+
+def test_tools_that_a_table_wrote_as_json_have_no_nulls_of_others(tmp_path: Path) -> None:
+    tools = [*TOOLS, tool("d", x={"type": "string", "default": None})]
+    row = {"prompt": "a", "tools": tools}
+    leaked = pa.Table.from_pylist([row]).to_pylist()
+    assert leaked[0]["tools"][0]["function"]["parameters"]["properties"]["a"] is None
+    keys = Keys(tools="tools")
+    assert to_example(leaked[0], keys, "row").tools[:3] == tuple(TOOLS)
+    assert to_example(row, keys, "row").tools == tuple(tools)
+
+
+# Shapes of a row
+
+
+USER, ANSWER = said("user", "q"), said("assistant", "yo")
+LONG = [said("user", "q"), said("assistant", "a"), said("user", "r")]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "completion"),
+    [
+        ({"prompt": "q", "completion": "yo"}, "q", "yo"),
+        ({"prompt": [USER]}, [USER], None),
+        ({"prompt": USER}, [USER], None),
+        ({"prompt": LONG}, LONG, None),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER], "yo"),
+        ({"prompt": [USER], "completion": ANSWER}, [USER], "yo"),
+        ({"prompt": [USER], "completion": "yo"}, [USER], "yo"),
+        ({"prompt": "q", "completion": [ANSWER]}, "q", "yo"),
+        ({"messages": [USER, ANSWER]}, [USER], "yo"),
+        ({"messages": [USER], "completion": [ANSWER]}, [USER], "yo"),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER], "yo"),
+        ({"messages": [json.dumps(USER), json.dumps(ANSWER)]}, [USER], "yo"),
+    ],
+)
+def test_prompts_and_completions_as_text_or_messages(
+    row: Row, prompt: Any, completion: str | None
+) -> None:
+    prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+    assert to_example(row, Keys(), "row") == Example(prompt, completion)
+    names = {"prompt": "p.q", "messages": "m", "completion": "c"}
+    keys = Keys(prompt="p.q", messages="m", completion="c")
+    renamed = {names[name]: value for name, value in row.items()}
+    assert to_example(renamed, keys, "row") == Example(prompt, completion)
+    if "prompt" in row:
+        nested = {"p": {"q": row["prompt"]}, "c": row.get("completion")}
+        example = to_example(nested, keys, "row")
+        assert (example.prompt, example.completion) == (prompt, completion)
+
+
+def test_one_column_may_hold_prompts_and_chats() -> None:
+    keys = Keys(prompt="x", messages="x")
+    assert to_example({"x": "q"}, keys, "row") == Example("q")
+    assert to_example({"x": [USER, ANSWER]}, keys, "row") == Example((USER,), "yo")
+    alone = Keys(prompt=None, messages="prompt")
+    assert to_example({"prompt": [USER, ANSWER]}, alone, "row") == Example((USER,), "yo")
+    both = {"prompt": "title", "messages": [USER, ANSWER]}
+    assert to_example(both, Keys(prompt=None), "row") == Example(
+        (USER,), "yo", columns={"prompt": "title"}
+    )
+
+
+def test_completions_of_several_messages() -> None:
+    begun = call("weather", city="Oslo")
+    turns = [begun, said("tool", "rain"), said("assistant", "wet", reasoning_content="hm")]
+    row = {"prompt": LONG, "completion": turns}
+    every = to_example(row, Keys(turns="all"), "row")
+    assert (every.prompt, every.turns, every.completion) == (tuple(LONG), tuple(turns), "")
+    last = to_example(row, Keys(), "row")
+    assert last.prompt == (*LONG, *turns[:2]) and last.turns == (turns[2],)
+    assert last == to_example({"messages": [*LONG, *turns]}, Keys(), "row")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}], "a"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": " b"}], "a b"),
+        (["a", {"text": "b"}], "ab"),
+        ([{"type": "text", "text": "a", "image_url": None}], "a"),
+        ([{"type": "input_text", "text": "a"}], "a"),
+        ([], ""),
+    ],
+)
+def test_content_as_parts_of_text(content: Any, text: str) -> None:
+    chat = [said("system", content), said("user", content), said("assistant", content)]
+    example = to_example({"messages": chat}, Keys(), "row")
+    assert example == Example((said("system", text), said("user", text)), text)
+
+
+def test_calls_that_are_none_and_contents_beside_calls() -> None:
+    for none in ([], None, "[]"):
+        chat = [USER, {**ANSWER, "tool_calls": none}]
+        assert to_example({"messages": chat}, Keys(), "row") == Example((USER,), "yo")
+    for content in ({"content": None}, {"content": ""}, {"content": []}, {}):
+        begun = {**call("f", x=1)}
+        del begun["content"]
+        for calls in (begun["tool_calls"], json.dumps(begun["tool_calls"])):
+            turn = {**begun, **content, "tool_calls": calls}
+            example = to_example({"messages": [USER, turn]}, Keys(), "row")
+            assert example.turns == (call("f", x=1),) and example.completion == ""
+
+
+def test_every_field_of_a_message_is_kept() -> None:
+    fields = {"reasoning_content": "hm", "name": "Ada", "weight": 0, "x": {"y": [1, None]}}
+    chat = [said("user", "q", **fields), said("assistant", "yo", **fields)]
+    example = to_example({"messages": chat}, Keys(), "row")
+    assert (example.prompt, example.turns) == ((chat[0],), (chat[1],))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"messages": [said("user", ["a", {"type": "image", "image": "x.png"}])]},
+            "row: `messages`[0]: `content`[1] is of type 'image': only text can be read",
+        ),
+        ({"prompt": [said("user", [{"type": "text"}])]}, "`prompt`[0]: `content`[0] is null"),
+        ({"prompt": [USER, {"role": "user"}]}, "row: `prompt`[1] must have the texts"),
+        ({"prompt": ["x"]}, "row: `prompt`[0] of a list of messages must have the texts"),
+        ({"prompt": [USER, ANSWER]}, "`prompt` ends with a message of the assistant"),
+        ({"prompt": []}, "`prompt` has no message"),
+        ({"prompt": [USER], "completion": [USER]}, "last message of `completion` must be"),
+        ({"prompt": [USER], "completion": []}, "last message of `completion` must be"),
+        ({"prompt": "q", "completion": [ANSWER, USER, ANSWER]}, "give the prompt as messages too"),
+        ({"messages": [USER, ANSWER], "completion": [ANSWER]}, "data.completion_key=null"),
+        ({"prompt": "q", "messages": [USER]}, "both `prompt` and `messages`"),
+        ({"messages": [{**ANSWER, "tool_calls": "f()"}]}, "`tool_calls` must be a list of calls"),
+        ({"prompt": 3}, "row: `prompt` must be text, it is a number"),
+    ],
+)
+def test_what_cannot_be_read_is_named(row: Row, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        to_example(row, Keys(), "row")
+    assert words in str(error.value) and str(error.value).startswith("row: ")
+
+
+# Names with dots
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [USER],
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"answer": "48+24=72", "index": 0},
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "list"])
+def test_rows_of_verl_train_with_the_two_keys(tmp_path: Path, form: str) -> None:
+    keys = Keys(answer="reward_model.ground_truth", completion="extra_info.answer")
+    if form == "list":
+        source = source_of([VERL], keys)
+    else:
+        write = {"jsonl": lambda f, rows: jsonl(f / "x.jsonl", rows), "parquet": to_parquet}[form]
+        source = open_source(write(tmp_path, [VERL]), split="eval", keys=keys)
+    example = source[0]
+    assert (example.prompt, example.completion, example.answer) == ((USER,), "48+24=72", "72")
+    assert example.columns == {name: VERL[name] for name in VERL if name != "prompt"}
+    for write_as in (lambda f, rows: jsonl(f / "y.jsonl", rows), to_parquet):
+        with pytest.raises(UserError) as error:
+            spec = write_as(tmp_path, [VERL])
+            open_source(spec, split="eval", keys=Keys(answer="reward_model.ground_thruth"))
+        assert "(did you mean reward_model.ground_truth?) (data.answer_key)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"a.b": "literal", "a": {"b": "nested"}}, "literal"),
+        ({"a.b": None, "a": {"b": "nested"}}, None),
+        ({"a": {"b": "nested"}}, "nested"),
+        ({"a": '{"b": "as JSON"}'}, "as JSON"),
+        ({"a": {"c": 1}}, None),
+        ({"a": None}, None),
+        ({"a": "text"}, None),
+        ({"a": [{"b": "no index"}]}, None),
+        ({}, None),
+    ],
+)
+def test_where_a_name_with_a_dot_leads(row: Row, answer: str | None) -> None:
+    assert to_example({"prompt": "x", **row}, Keys(answer="a.b"), "row").answer == answer
+
+
+def test_names_lead_through_lists_and_names_with_dots() -> None:
+    row = {"prompt": "x", "answers": {"text": ["one", "two"]}, "v1.0": {"gold": 3}}
+    for name, answer in (("answers.text.1", "two"), ("answers.text.7", None), ("v1.0.gold", "3")):
+        assert to_example(row, Keys(answer=name), "row").answer == answer
