@@ -158,7 +158,8 @@ class _Opener:
         place = Path(path).expanduser()
         if place.is_dir():
             return self.folder(spec, place, options)
-        if options:
+        bare = spec.count("/") == 1 and "=" not in spec and data_name(f"hf:{spec}") is not None
+        if options and not (bare and not place.exists()):
             raise UserError(
                 f"{label}: {path} takes no options (:{options}); a folder takes split=NAME, a task "
                 "its own"
@@ -169,8 +170,7 @@ class _Opener:
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")
-        on_hub = data_name(f"hf:{spec}") if spec.count("/") == 1 else None
-        hint = near(family, TASKS) if on_hub is None else f" (did you mean hf:{spec}?)"
+        hint = f" (did you mean hf:{spec}?)" if bare else near(family, TASKS)
         raise UserError(
             f"{label}: {spec!r} is neither a {FORMATS} file, a folder or pattern of such files, a"
             " data set on the hub (hf:ORG/NAME:CONFIG:SPLIT), nor a task of"

@@ -126,7 +126,9 @@ def test_jsonl_empty_absent_and_not_utf8(tmp_path):
     ("spec", "told"),
     [
         ("arithmetik", "did you mean arithmetic"),
-        ("data.json", "neither a .jsonl or .parquet file, a folder or pattern"),
+        ("data.txt", "neither a .jsonl, .parquet, .json or .csv file, a folder or pattern"),
+        ("openai/gsm8k", "(did you mean hf:openai/gsm8k?)"),
+        ("openai/gsm8k:main:train", "(did you mean hf:openai/gsm8k:main:train?)"),
         ("arithmetic:digit=2", "did you mean digits"),
         ("arithmetic:digits=two", "digits='two'"),
         ("arithmetic:digits=0", "digits=0"),

@@ -324,14 +324,16 @@ def test_what_is_not_there_or_cannot_be_opened(tmp_path):
     for spec, words in (
         ("none.jsonl", "No such file"),
         ("none.parquet", "No such file"),
+        ("none.json", "No such file"),
+        ("none.csv", "No such file"),
         ("loop.jsonl", "symbolic links"),
         ("loop.parquet", "symbolic links"),
         ("*.jsonl_", "no file matches"),
-        ("*.txt", "x.txt, neither a .jsonl nor a .parquet file"),
-        ("x.txt", "neither a .jsonl nor a .parquet file, by its name"),
-        ("none", "is neither a .jsonl or .parquet file, a folder or pattern"),
-        ("empty", "the folder holds no .jsonl or .parquet file"),
-        ("empty:split=train", "the folder holds no .jsonl or .parquet file"),
+        ("*.txt", "x.txt, which is no .jsonl, .parquet, .json or .csv file"),
+        ("x.txt", "no .jsonl, .parquet, .json or .csv file, by its name"),
+        ("none", "neither a .jsonl, .parquet, .json or .csv file, a folder or pattern"),
+        ("empty", "the folder holds no .jsonl, .parquet, .json or .csv file"),
+        ("empty:split=train", "the folder holds no .jsonl, .parquet, .json or .csv file"),
     ):
         text = told(f"{tmp_path}/{spec}")
         assert text.startswith("data.train: ") and words in text, text
@@ -363,6 +365,12 @@ def test_options_and_mixed_folders(tmp_path):
     write_parquet(tmp_path / "b" / "x.parquet", few("a"))
     write_jsonl(tmp_path / "b" / "x.jsonl", few("a"))
     assert "both .jsonl and .parquet" in told(f"{tmp_path}/b")
+    (tmp_path / "b" / "x.parquet").unlink()
+    for name in ("statistics.json", "dataset_info.json", "index.csv"):
+        (tmp_path / "b" / name).write_text("{}")
+    assert prompts(open_source(f"{tmp_path}/b")) == ["a"]  # beside other data they are none
+    (tmp_path / "b" / "x.jsonl").unlink()
+    assert "both .csv and .json" in told(f"{tmp_path}/b")
     colon = write_jsonl(tmp_path / "a:b=c.jsonl", few("kept"))
     assert prompts(open_source(colon)) == ["kept"]
 

@@ -67,6 +67,9 @@ LAYOUTS: dict[str, tuple[str | None, str, str, str]] = {
         *(None, "main/test/0000.parquet main/train/0000.parquet"),
         *(":main", "main/train/0000.parquet"),
     ),
+    "jsonl before csv": (None, "dataset_infos.json b.csv train.jsonl", "", "train.jsonl"),
+    "csv": (None, "dataset_infos.json data/train.csv data/test.csv", "", "data/train.csv"),
+    "json": (None, "train.json test.json", "", "train.json"),
     "parquet before jsonl": (None, "train.jsonl train.parquet", "", "train.parquet"),
     "a list of paths": (
         *(
@@ -100,7 +103,13 @@ def test_the_files_of_a_split(case: str, hub: Hub) -> None:
     configs, files, rest, wanted = LAYOUTS[case]
     content: dict[str, bytes | str] = {}
     for n, file in enumerate(files.split(), 1):
-        content[file] = (parquet if file.endswith(".parquet") else jsonl)(math_rows(n))
+        rows = math_rows(n)
+        as_csv = "\n".join(
+            ",".join(map(str, row)) for row in (rows[0], *(r.values() for r in rows))
+        )
+        content[file] = {".parquet": parquet(rows), ".csv": as_csv}.get(
+            Path(file).suffix, jsonl(rows)
+        )
     if configs is not None:
         content["README.md"] = f"---\nconfigs:\n{configs}\n---\n"
     hub.add("datasets/org/set", content)
@@ -152,13 +161,16 @@ def test_many_stars_take_no_time() -> None:
         ("hf:openai/gsm8k:main:tset", "no split 'tset'|did you mean test?"),
         ("hf:openai/gsm8k@v2:main", "no revision 'v2'"),
         ("hf:HuggingFaceH4/ultrachat_200k", "no split train among train_sft, test_sft"),
-        ("hf:org/csv", "neither .parquet nor .jsonl|hf:org/csv@refs/convert/parquet"),
+        (
+            "hf:org/text",
+            "no .jsonl, .parquet, .json or .csv files|hf:org/text@refs/convert/parquet",
+        ),
         ("hf:openai/gsm8k:main:train", "neither `prompt` nor `messages`|`question`"),
         ("hf:a/b/c", "hf:ORG/NAME:CONFIG:SPLIT"),
     ],
 )
 def test_what_goes_wrong_is_one_line(sets: Hub, spec: str, words: str) -> None:
-    sets.add("datasets/org/csv", {"train.csv": "a,b"})
+    sets.add("datasets/org/text", {"train.txt": "a,b"})
     with pytest.raises(UserError) as caught:
         open_source(spec, label="data.train")
     text = str(caught.value)

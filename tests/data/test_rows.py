@@ -471,3 +471,101 @@ def test_names_lead_through_lists_and_names_with_dots() -> None:
     row = {"prompt": "x", "answers": {"text": ["one", "two"]}, "v1.0": {"gold": 3}}
     for name, answer in (("answers.text.1", "two"), ("answers.text.7", None), ("v1.0.gold", "3")):
         assert to_example(row, Keys(answer=name), "row").answer == answer
+
+
+# JSON arrays and CSV
+
+
+def test_a_csv_file_is_text_and_what_is_empty_is_missing(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    text = f'\ufeffprompt,answer,level\r\n"a, ""b""\nä",007,\r\n{long},,3\r\n\r\n'
+    (tmp_path / "x.csv").write_text(text, newline="")
+    first, second = examples(open_source(str(tmp_path / "x.csv")))
+    assert first == Example('a, "b"\nä', answer="007", columns={"level": None})
+    assert second == Example(long, columns={"level": "3"})
+    chat = json.dumps([USER, ANSWER])
+    frame = pandas.DataFrame({"messages": [chat], "more": ['{"gold": 3}']})
+    frame.to_csv(tmp_path / "y.csv", index=False)
+    (example,) = examples(open_source(str(tmp_path / "y.csv"), keys=Keys(answer="more.gold")))
+    assert (example.prompt, example.completion, example.answer) == ((USER,), "yo", "3")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("x.csv", b"", "x.csv: no rows"),
+        ("x.csv", b"prompt,answer\n", "x.csv: no rows"),
+        ("x.csv", b"prompt,answer\na,1\nb\n", "x.csv:3: 1 values for the 2 fields"),
+        ("x.csv", b"prompt,answer\na,1,2\n", "x.csv:2: 3 values for the 2 fields"),
+        ("x.csv", b"prompt,prompt\na,1\n", "x.csv:1: two fields have one name"),
+        ("x.csv", b'prompt\n"a\n', "x.csv:2: not CSV"),
+        ("x.csv", b"prompt\n\xe4\n", "x.csv: not UTF-8"),
+        ("x.csv", b'prompt,answer\n"a\nb",1\n,2\n', "x.csv:4: `prompt` is null"),
+        ("x.csv", b"question;answer\na;1\n", "the row has `question;answer`"),
+        ("x.json", b"[]", "x.json: no rows"),
+        ("x.json", b"", "x.json: no rows"),
+        ("x.json", b'[{"prompt": "a"},\n 3]', "x.json: row 1: a JSON object is needed"),
+        ("x.json", b'[{"prompt": "a"},\n {"prompt": ""}]', "x.json: row 1: `prompt` is empty"),
+        ("x.json", b'[{"prompt": "a"},\n {"prompt" "b"}]', "x.json:2: not JSON"),
+        ("x.json", b'[{"prompt": "\xe4"}]', "x.json: cannot be read: "),
+        ("x.json", b"[" * 100_000, "x.json: cannot be read: "),
+        ("x.json", b'{"data": [{"prompt": "a"}]}', "x.json:1: neither `prompt` nor `messages`"),
+    ],
+)
+def test_bad_json_and_csv_files(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as error:
+        open_source(str(tmp_path / name), split="eval")
+    assert words in str(error.value)
+    assert str(error.value).startswith(f"data.eval: {tmp_path / name}")
+    assert len(str(error.value)) < 400
+
+
+def test_files_of_all_kinds_have_a_digest_of_their_bytes(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    frame = pandas.DataFrame(rows)
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    sources = [open_source(array(tmp_path, rows)), open_source(str(tmp_path / "x.csv"))]
+    sources += [source_of(rows), source_of(frame), source_of(datasets.Dataset.from_list(rows))]
+    before = [source.digest() for source in sources]
+    frame.loc[1, "prompt"] = rows[1]["prompt"] = "c"
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    after = [open_source(array(tmp_path, rows)), open_source(str(tmp_path / "x.csv"))]
+    after += [source_of(rows), source_of(frame), source_of(datasets.Dataset.from_list(rows))]
+    assert all(one.digest() != old for one, old in zip(after, before, strict=True))
+    assert [one.digest() for one in after] == [one.digest() for one in after]
+
+
+# Objects of a Python program
+
+
+def test_a_dataset_s_own_order_and_rows_are_used() -> None:
+    rows = [{"prompt": f"p{number}", "answer": number} for number in range(2000)]
+    dataset = datasets.Dataset.from_list(rows).shuffle(seed=1).select(range(1500))
+    source = source_of(dataset)
+    assert [example.prompt for example in examples(source)] == dataset["prompt"][:]
+    assert source.where(7) == "Dataset: row 7"
+    with pytest.raises(UserError, match="data.eval: Dataset: row 1400: `prompt` is empty"):
+        source_of(
+            dataset.map(lambda row, i: {"prompt": row["prompt"] * (i != 1400)}, with_indices=True),
+            label="data.eval",
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "list: no rows"),
+        ([3], "list: row 0: a JSON object is needed, this is a number"),
+        ("train.jsonl", "is needed, this is text"),
+        (3, "is needed, this is a number"),
+        (iter([]), "is needed, this is a list_iterator"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list([])}), "take one of `train`"),
+        (datasets.Dataset.from_list([{"q": "x"}]), "Dataset: neither `prompt` nor `messages`"),
+        ([{"prompt": "a"}, {"promt": "b"}], "list: row 1: neither `prompt` nor `messages`"),
+    ],
+)
+def test_objects_that_are_no_rows(rows: Any, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        source_of(rows)
+    assert str(error.value).startswith("data.train: ") and words in str(error.value)

@@ -667,8 +667,8 @@ def test_a_bad_data_file(desk: Desk, content: bytes, told: str) -> None:
     [
         ("data.train=none.jsonl", "data.train: none.jsonl: No such file"),
         ("data.train=none/*.jsonl", "none/*.jsonl|no file matches"),
-        ("data.train=rows.csv", "rows.csv|.jsonl|.parquet"),
-        ("data.train=empty", "empty|no .jsonl or .parquet file"),
+        ("data.train=rows.tsv", "rows.tsv|.jsonl, .parquet, .json or .csv"),
+        ("data.train=empty", "empty|no .jsonl, .parquet, .json or .csv file"),
         ("data.train=d.jsonl:split=test", "d.jsonl takes no options"),
         ("data.train=arithmetic2", "'arithmetic2'|did you mean arithmetic?"),
         ("data.train=x.parquet", "x.parquet|parquet"),
@@ -679,7 +679,7 @@ def test_a_bad_data_file(desk: Desk, content: bytes, told: str) -> None:
 )
 def test_bad_names_of_data(desk: Desk, override: str, told: str) -> None:
     desk.write("d.jsonl", b'{"prompt": "1+1="}\n')
-    desk.write("rows.csv", b"prompt\n1+1=\n")
+    desk.write("rows.tsv", b"prompt\n1+1=\n")
     desk.write("x.parquet", b"not a table")
     (desk.here / "empty").mkdir()
     desk.refused(desk.argv(*override.split(" ")), *told.split("|"))
