@@ -55,10 +55,11 @@ class DataConfig(Section):
     """Prompts, and their completions and answers where there are any."""
 
     train: Annotated[Words, Field(min_length=1)]
-    """One source or a list of them: a `.jsonl` or `.parquet` file; a pattern like `data/*.parquet`;
-    a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a split); a data set
-    on the hub, as in `hf:openai/gsm8k:main:train` (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`);
-    `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds options)."""
+    """One source or a list of them: a `.jsonl`, `.parquet`, `.json` or `.csv` file; a pattern like
+    `data/*.parquet`; a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a
+    split); a data set on the hub, as in `hf:openai/gsm8k:main:train`
+    (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`); `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds
+    options)."""
     weights: tuple[PositiveNumber, ...] | None = None
     """Share of the prompts that come from each source of `data.train`, one number per source; each
     source then has its own epochs. null: all rows together, each once per epoch."""

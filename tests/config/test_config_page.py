@@ -24,6 +24,7 @@ from jaxrl.config import page as config_page
 from jaxrl.config.roles import ActorConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.section import Section
+from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
@@ -278,3 +279,49 @@ def test_every_key_is_read_but_those_planted_here(
     keys = {key.path for key in config_keys.keys(PlantedConfig)}
     assert keys - reads.found - set(SHOWN_BY) == {"forgotten", "actor.nested", "planted.nested"}
     assert not reads.found & set(SHOWN_BY)
+
+
+def documented_words() -> Iterator[tuple[str, str]]:
+    """Every key with each word that its type lists, or its text explains as in `word: meaning`."""
+    for key in config_keys.keys(Config):
+        kind = key.type.removesuffix(" or null").removeprefix("list of ")
+        words = set(kind.split("|")) if "|" in kind else set()
+        words |= {"null"} if key.type.endswith(" or null") else set()
+        words |= {"true", "false"} if kind == "bool" else set()
+        if kind not in ("bool", "int", "float"):
+            words |= set(re.findall(r"(?:^|\. )`?([a-z][a-z0-9_-]*)`?(?: \([^)]*\))?: ", key.doc))
+        yield from ((key.path, word) for word in sorted(words))
+
+
+def test_every_documented_word_is_taken_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    """Other keys may forbid it by a rule, but nothing says that it is no value of the key."""
+    words = list(documented_words())
+    assert len(words) > 200
+    for wanted in (("launcher", "ray"), ("policy.dynamic_sampling", "off"), ("data.chat", "auto")):
+        assert wanted in words
+    file, refused = tmp_path / "run.yaml", []
+    needed = ["student.model=builtin:student", "data.train=arithmetic"]
+    for key, word in words:
+        nested = word
+        for name in reversed(key.split(".")):
+            nested = f"{{{name}: {nested}}}"
+        file.write_text(f"{nested}\n")
+        for path, overrides in ((str(file), needed), ("builtin:quickstart", [f"{key}={word}"])):
+            try:
+                Config.load(path, overrides)
+            except UserError as error:
+                refused += [str(error)] if "input should be" in str(error) else []
+    assert not refused
+
+
+@pytest.mark.parametrize(
+    "text", ["all-linear", "[all-linear]", "[q_proj, all-linear]", '"all-linear"']
+)
+def test_all_linear_is_all_projections(text: str, tmp_path: Path) -> None:
+    overrides = ["student.lora.rank=4", f"student.lora.targets={text}"]
+    config = Config.load("builtin:quickstart", overrides)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"student:\n  model: builtin:student\n  lora: {{rank: 4, targets: {text}}}\n")
+    again = Config.load(str(file), ["data.train=arithmetic", "teacher.model=builtin:teacher"])
+    for one in (config, again):
+        assert sorted(one.student.lora.targets) == sorted(roles.ALL_LINEAR)
