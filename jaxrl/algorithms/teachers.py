@@ -9,7 +9,7 @@ from numbers import Real
 import numpy as np
 
 from jaxrl.config.schema import Config
-from jaxrl.data.rows import listed
+from jaxrl.data.rows import find, listed
 from jaxrl.errors import UserError, near
 from jaxrl.types import Prompt, Rollout, TrainBatch
 
@@ -54,7 +54,7 @@ def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tu
     key, names = config.data.teacher_key, tuple(config.teachers)
     if key is None:
         return _shares([one.weight or 1.0 for one in config.teachers.values()])
-    given = columns.get(key)
+    given = find(columns, key)
     if isinstance(given, str) and given in names:
         return tuple(float(name == given) for name in names)
     if config.mixture is None or not isinstance(given, Mapping):

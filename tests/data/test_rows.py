@@ -297,6 +297,12 @@ def test_tools_that_a_table_wrote_as_json_have_no_nulls_of_others(tmp_path: Path
 # Shapes of a row
 
 
+def said_in(row: Row, keys: Keys = Keys()) -> tuple[Any, str | None]:  # noqa: B008
+    """The prompt and the text of the completion."""
+    example = to_example(row, keys, "row")
+    return example.prompt, example.completion
+
+
 USER, ANSWER = said("user", "q"), said("assistant", "yo")
 LONG = [said("user", "q"), said("assistant", "a"), said("user", "r")]
 
@@ -322,27 +328,24 @@ def test_prompts_and_completions_as_text_or_messages(
     row: Row, prompt: Any, completion: str | None
 ) -> None:
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-    assert to_example(row, Keys(), "row") == Example(prompt, completion)
+    assert said_in(row) == (prompt, completion)
     names = {"prompt": "p.q", "messages": "m", "completion": "c"}
     keys = Keys(prompt="p.q", messages="m", completion="c")
     renamed = {names[name]: value for name, value in row.items()}
-    assert to_example(renamed, keys, "row") == Example(prompt, completion)
+    assert said_in(renamed, keys) == (prompt, completion)
     if "prompt" in row:
         nested = {"p": {"q": row["prompt"]}, "c": row.get("completion")}
-        example = to_example(nested, keys, "row")
-        assert (example.prompt, example.completion) == (prompt, completion)
+        assert said_in(nested, keys) == (prompt, completion)
 
 
 def test_one_column_may_hold_prompts_and_chats() -> None:
     keys = Keys(prompt="x", messages="x")
-    assert to_example({"x": "q"}, keys, "row") == Example("q")
-    assert to_example({"x": [USER, ANSWER]}, keys, "row") == Example((USER,), "yo")
-    alone = Keys(prompt=None, messages="prompt")
-    assert to_example({"prompt": [USER, ANSWER]}, alone, "row") == Example((USER,), "yo")
+    assert said_in({"x": "q"}, keys) == ("q", None)
+    assert said_in({"x": [USER, ANSWER]}, keys) == ((USER,), "yo")
+    assert said_in({"prompt": [USER, ANSWER]}, Keys(None, "prompt")) == ((USER,), "yo")
     both = {"prompt": "title", "messages": [USER, ANSWER]}
-    assert to_example(both, Keys(prompt=None), "row") == Example(
-        (USER,), "yo", columns={"prompt": "title"}
-    )
+    assert said_in(both, Keys(prompt=None)) == ((USER,), "yo")
+    assert to_example(both, Keys(prompt=None), "row").columns == {"prompt": "title"}
 
 
 def test_completions_of_several_messages() -> None:
@@ -369,14 +372,16 @@ def test_completions_of_several_messages() -> None:
 )
 def test_content_as_parts_of_text(content: Any, text: str) -> None:
     chat = [said("system", content), said("user", content), said("assistant", content)]
-    example = to_example({"messages": chat}, Keys(), "row")
-    assert example == Example((said("system", text), said("user", text)), text)
+    assert said_in({"messages": chat}) == ((said("system", text), said("user", text)), text)
 
 
 def test_calls_that_are_none_and_contents_beside_calls() -> None:
     for none in ([], None, "[]"):
         chat = [USER, {**ANSWER, "tool_calls": none}]
-        assert to_example({"messages": chat}, Keys(), "row") == Example((USER,), "yo")
+        assert said_in({"messages": chat}) == ((USER,), "yo")
+        assert all(
+            "tool_calls" not in turn for turn in to_example({"messages": chat}, Keys(), "row").turns
+        )
     for content in ({"content": None}, {"content": ""}, {"content": []}, {}):
         begun = {**call("f", x=1)}
         del begun["content"]
