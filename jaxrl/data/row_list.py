@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl.data.example import Example, JsonObject
 from jaxrl.data.jsonl import BOM, JsonlFile
-from jaxrl.data.rows import Keys, kind, names_in, to_example
+from jaxrl.data.rows import Keys, kind, names_in, parse_json, plain, to_example
 from jaxrl.errors import UserError
 
 FIELD_CHARACTERS = 2**31 - 1
@@ -49,8 +49,8 @@ class RowList:
             place = f"{label}: {self.where(index)}"
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a JSON object is needed, this is {kind(row)}")
-            to_example(row, keys, place)
-            self._rows.append(dict(row))
+            self._rows.append(plain(row))
+            to_example(self._rows[-1], keys, place)
         if not self._rows:
             raise UserError(f"{label}: {name}: no rows")
         self._fields = tuple(dict.fromkeys(name for row in self._rows for name in row))
@@ -88,7 +88,7 @@ def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
     if data.removeprefix(BOM).lstrip()[:1] != b"[":
         return JsonlFile(path, keys, label)
     try:
-        rows = json.loads(data.removeprefix(BOM).decode())
+        rows = parse_json(data.removeprefix(BOM).decode())
     except json.JSONDecodeError as error:
         raise UserError(
             f"{label}: {path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}"

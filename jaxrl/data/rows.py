@@ -51,13 +51,13 @@ KEYS = Keys()
 MAY_BE_NULL = ("default", "const")
 """Fields of a JSON schema for which null is a value. Any other null was put there by a table, be it
 before the rows were written as JSON."""
+_AS_IT_IS = frozenset({str, int, bool, bytes, type(None)})
 _TEXTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
-    """A row as an example; `where` begins the error messages."""
-    row = {name: plain(value) for name, value in row.items()}
+    """A row, of values that JSON has (`plain`), as an example; `where` begins error messages."""
     prompt, turns = _prompt(row, keys, where)
     text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
     bare = len(turns) == 1 and turns[0].keys() <= {"role", "content"}
@@ -140,22 +140,22 @@ def kind(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value of a table or of Python as JSON would have it.
+    """A value of a table or of Python, such as a row, as JSON would have it.
 
     NaN and what pandas has for a missing value are None. Dates and times are their ISO text, a
     timestamp at midnight that of its date (which `datasets` makes of a column of dates). Arrays
     are lists. What JSON cannot have at all, such as bytes, stays.
     """
-    if value is None or isinstance(value, str | bool | int | bytes):
+    if type(value) in _AS_IT_IS:
         return value
-    if type(value).__name__ in ("NAType", "NaTType"):
-        return None
     if isinstance(value, float | Decimal):
         return None if math.isnan(value) else float(value) if isinstance(value, float) else value
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: one if type(one) in _AS_IT_IS else plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [one if type(one) in _AS_IT_IS else plain(one) for one in value]
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
     if isinstance(value, datetime) and value.time() == time() and value.tzinfo is None:
         return value.date().isoformat()
     if isinstance(value, date | time):
@@ -167,6 +167,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, in which NaN, which JSON does not have, is null."""
+    return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
+
+
 def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
     """A value without its objects' null fields, which a table cannot tell from absent ones.
 
@@ -174,16 +179,21 @@ def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
         but: names of fields that stay.
     """
     if isinstance(value, dict):
-        there = ((name, one) for name, one in value.items() if one is not None or name in but)
-        return {name: _without_nulls(one, but) for name, one in there}
-    return [_without_nulls(one, but) for one in value] if isinstance(value, list) else value
+        return {
+            name: _without_nulls(one, but) if type(one) in (dict, list) else one
+            for name, one in value.items()
+            if one is not None or name in but
+        }
+    if isinstance(value, list):
+        return [_without_nulls(one, but) if type(one) in (dict, list) else one for one in value]
+    return value
 
 
 def _parsed(value: Any) -> Any:
     """The list or object that a text is the JSON of; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
-            return json.loads(value)
+            return parse_json(value)
     return value
 
 
@@ -262,8 +272,11 @@ def _message(given: object, place: str) -> Message:
     calls = _parsed(message.pop("tool_calls", None)) or []
     if not isinstance(calls, list):
         raise UserError(f"{place}: `tool_calls` must be a list of calls, it is {kind(calls)}")
+    calls = [_parsed(call) for call in calls]
+    if not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{place}: `tool_calls` must be a list of objects: {str(calls)[:80]}")
     if calls:
-        message["tool_calls"] = [_call(_fields(_parsed(call))) for call in calls]
+        message["tool_calls"] = [_call(_fields(call)) for call in calls]
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         message["content"] = _joined(message["content"], place)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.example import Example, JsonObject
-from jaxrl.data.rows import Keys, column_of, names_in, no_prompt, to_example
+from jaxrl.data.rows import Keys, column_of, names_in, no_prompt, plain, to_example
 from jaxrl.errors import UserError
 
 Table = Any
@@ -250,7 +250,7 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     decoders = {name: decode for name, decode in found.items() if decode is not None}
 
     def decode_row(row: JsonObject) -> JsonObject:
-        return row | {name: decode(row[name]) for name, decode in decoders.items() if name in row}
+        return plain(row | {n: decode(row[n]) for n, decode in decoders.items() if n in row})
 
     return decode_row
 

@@ -212,7 +212,7 @@ MISSING = [None, float("nan"), "", "  \n", np.nan, np.float32("nan"), pandas.NA,
 
 @pytest.mark.parametrize("value", [*MISSING, Decimal("NaN")], ids=repr)
 def test_a_missing_answer_is_none(value: Any) -> None:
-    example = to_example({"prompt": "x", "answer": value, "level": value}, Keys(), "row")
+    example = source_of([{"prompt": "x", "answer": value, "level": value}])[0]
     assert example.answer is None
     assert example.columns["level"] is None or isinstance(value, str)
     assert to_example({"prompt": "x"}, Keys(), "row").answer is None
@@ -270,7 +270,7 @@ def test_bytes_maps_and_arrays_of_columns() -> None:
     assert columns == expected
     arrays = {"prompt": "a", "picture": b"\x00\xff", "map": {"k": np.int64(1)}}
     arrays["matrix"] = np.array([[1.0, np.nan]], np.float32)
-    assert to_example(arrays, Keys(), "row").columns == expected
+    assert source_of([arrays])[0].columns == expected
 
 
 def test_nulls_that_somebody_wrote_into_arguments_stay(tmp_path: Path) -> None:
@@ -416,6 +416,7 @@ def test_every_field_of_a_message_is_kept() -> None:
         ({"messages": [USER, ANSWER], "completion": [ANSWER]}, "data.completion_key=null"),
         ({"prompt": "q", "messages": [USER]}, "both `prompt` and `messages`"),
         ({"messages": [{**ANSWER, "tool_calls": "f()"}]}, "`tool_calls` must be a list of calls"),
+        ({"messages": [{**ANSWER, "tool_calls": ["f()"]}]}, "must be a list of objects: ['f()']"),
         ({"prompt": 3}, "row: `prompt` must be text, it is a number"),
     ],
 )
