@@ -355,7 +355,7 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     """The text of the reference answer; blank text is as good as none. A whole number is written
     without a point, for a table may have made it a float for the sake of other rows."""
     value = find(row, keys.answer)
-    if isinstance(value, float | Decimal) and abs(value) < 2**53 and value % 1 == 0:
+    if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
     if isinstance(value, Number) and not isinstance(value, bool):
         return str(value)
