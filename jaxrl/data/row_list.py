@@ -49,6 +49,8 @@ class RowList:
             place = f"{label}: {self.where(index)}"
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a JSON object is needed, this is {kind(row)}")
+            if not all(isinstance(field, str) for field in row):
+                raise UserError(f"{place}: fields are named by text, this row has {list(row)[:4]}")
             self._rows.append(plain(row))
             to_example(self._rows[-1], keys, place)
         if not self._rows:

@@ -360,7 +360,11 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     if isinstance(value, Number) and not isinstance(value, bool):
         return str(value)
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)}")
+        hint = f" (data.answer_key={keys.answer}.0 names its first value)"
+        raise UserError(
+            f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)}"
+            f"{hint if isinstance(value, list) else ''}"
+        )
     if not value or value.isspace():
         return None
     _check_text(value, f"{where}: `{keys.answer}`")

@@ -127,7 +127,7 @@ def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source
         )
     if hasattr(rows, "column_names"):
         return Source([open_table(name, rows, keys, label)])
-    records = rows.to_dict("records") if hasattr(rows, "to_dict") else rows
+    records = rows.to_dict("records") if hasattr(rows, "columns") else rows
     return Source([RowList(name, records, keys, label)])
 
 

@@ -232,7 +232,7 @@ def dataset_splits(folder: str, label: str) -> list[str] | None:
 def features_in(schema: Any) -> Any:
     """What `datasets` says of the columns in the metadata of an Arrow schema; {} without any."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return metadata.get("info", {}).get("features") or {}
+    return (metadata.get("info") or {}).get("features") or {}
 
 
 def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject]:
@@ -272,7 +272,7 @@ def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:
     if types.is_map(kind):
         values = {"": _decoder(kind.item_type, None)}
         return lambda x: x if x is None else {k: _decoded({"": v}, values).get("") for k, v in x}
-    if hasattr(kind, "value_type") and not types.is_dictionary(kind):  # every kind of list
+    if hasattr(kind, "value_field"):  # every kind of list
         decode = _decoder(kind.value_type, _inner(feature, None))
         if decode is not None:
             return lambda x: x if x is None else [decode(one) for one in x]

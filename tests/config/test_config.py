@@ -308,6 +308,10 @@ def test_bad_values_name_the_key_the_value_and_the_limit(
             ["distill.signal=topk", "distill.top_k=16", "distill.entropy_aware=true"],
         ),
         (
+            ["data.prompt_key=null", "data.messages_key=null"],
+            ["data.prompt_key=null", "data.completion_key=null", "data.answer_key=null"],
+        ),
+        (
             ["sampling.temperature=0", "group_size=2"],
             ["sampling.temperature=0", "group_size=1"],
         ),

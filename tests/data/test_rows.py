@@ -258,6 +258,15 @@ def test_a_column_of_whole_numbers_with_gaps_is_the_same_from_pandas(tmp_path: P
     assert [e.answer for e in examples(nullable)] == ["42", None]
 
 
+@pytest.mark.parametrize("kind", ["list_", "large_list", "list_view", "large_list_view"])
+def test_lists_and_text_of_every_arrow_type(kind: str) -> None:
+    turn = pa.struct({"role": pa.large_string(), "content": pa.string_view(), "name": pa.string()})
+    chats = pa.array([[USER, {**ANSWER, "name": "Ada"}]], getattr(pa, kind)(turn))
+    table = pa.table({"messages": chats, "level": pa.array(["a"]).dictionary_encode()})
+    (example,) = examples(source_of(table))
+    assert (example.prompt, example.columns) == ((USER,), {"level": "a"})
+
+
 def test_bytes_maps_and_arrays_of_columns() -> None:
     table = pa.table(
         {
@@ -423,6 +432,7 @@ def test_every_field_of_a_message_is_kept() -> None:
         ({"prompt": "q", "messages": [USER]}, "both `prompt` and `messages`"),
         ({"messages": [{**ANSWER, "tool_calls": "f()"}]}, "`tool_calls` must be a list of calls"),
         ({"messages": [{**ANSWER, "tool_calls": ["f()"]}]}, "must be a list of objects: ['f()']"),
+        ({"prompt": "x", "answer": ["y"]}, "it is a list (data.answer_key=answer.0 names its"),
         ({"prompt": 3}, "row: `prompt` must be text, it is a number"),
     ],
 )
@@ -569,6 +579,8 @@ def test_a_dataset_s_own_order_and_rows_are_used() -> None:
     [
         ([], "list: no rows"),
         ([3], "list: row 0: a JSON object is needed, this is a number"),
+        (pandas.DataFrame([["a"]]), "DataFrame: row 0: fields are named by text, this row has [0]"),
+        (pandas.Series(["a"]), "Series: row 0: a JSON object is needed, this is text"),
         ("train.jsonl", "is needed, this is text"),
         (3, "is needed, this is a number"),
         (iter([]), "is needed, this is a list_iterator"),
