@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(
                 f"--format peft writes all adapters in float32: leave out {name} {given}"
             )
-    source = resolve_model(arguments.source)
+    source = resolve_model(arguments.source).with_weights()
     keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
     if keep is not None:
         print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")

@@ -93,7 +93,7 @@ def _services(arguments: Namespace, models: Mapping[str, str]) -> dict[str, Scor
     from jaxrl.run.inputs import tokenizer_of
     from jaxrl.teacher.service import MB, ScoringService, serving_mesh
 
-    sources = {name: resolve_model(model) for name, model in models.items()}
+    sources = {name: resolve_model(model).with_weights() for name, model in models.items()}
     enable_compile_cache(Config.model_fields["compile_cache"].default)
     mesh = serving_mesh(arguments.devices, arguments.fsdp, arguments.tensor)
     turns = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")

@@ -26,7 +26,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import model_name
-from jaxrl.formats.places import open_tensors, package_folder
+from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
@@ -68,6 +68,17 @@ class ModelSource:
         given = (config.lora, config.quantised, config.sequence_length)
         return _resolve_shared, (self.name, self.scratch, *given)
 
+    def with_weights(self) -> ModelSource:
+        """Returns the same model once its weights are here: those of a model on a hub are fetched,
+        and its config is held against them."""
+        tensors = self.tensors if self.adapter is None else self.adapter.tensors
+        if not isinstance(tensors, Unfetched):
+            return self
+        _ = tensors.tensors
+        config = self.config
+        given = (config.lora, config.quantised, config.sequence_length)
+        return _resolve_shared(self.name, self.scratch, *given)
+
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
         return replace(self, config=self.config.for_length(tokens))
@@ -77,7 +88,14 @@ class ModelSource:
     ) -> Params:
         """Parameters without adapters, each device reading only its slices; quantised where
         `config` is."""
-        return weights.load(self._read_from(), self.config.base, mesh, dtype, layout)
+        tensors = self._read_from()
+        if weights.held_against(self.config, tensors) != self.config:
+            raise UserError(
+                f"model {self.name!r}: its file has an lm_head.weight that is not the embedding, and"
+                " its config.json says tie_word_embeddings=true. The weights are here now: start"
+                " again, and its own head is used"
+            )
+        return weights.load(tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
         """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
@@ -179,6 +197,9 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     tokenizer = place if hf.has_tokenizer(place) else None
     shapes = weights.tensor_shapes(config)
     tensors = open_tensors(name, place, hf.SafetensorsFolder, shapes)
+    if not isinstance(tensors, Unfetched):
+        config = weights.held_against(config, tensors)
+        weights.check(tensors, weights.tensor_shapes(config))
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
@@ -382,7 +403,7 @@ def load_model(
 ) -> Model:
     """Loads a checkpoint by any of the names that `resolve_model` knows, sharded over `mesh` where
     given."""
-    source = resolve_model(path)
+    source = resolve_model(path).with_weights()
     return Model(source, source.load(mesh, dtype), mesh)
 
 

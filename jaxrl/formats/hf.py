@@ -130,7 +130,8 @@ def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
 
 def _text_name(name: str) -> str:
     """A tensor's name without the prefix that it has in a model of images and text too."""
-    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:

@@ -196,10 +196,10 @@ def _only_described(name: str) -> bool:
 
 
 def model_config(name: str) -> DecoderConfig:
-    """The config of a model; of a folder, only `config.json` is read."""
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return hf.read_config(folder)
+    """The config of a model, held against its files; of a folder without weights, what its
+    `config.json` says."""
+    if _only_described(name):
+        return hf.read_config(Path(name).expanduser())
     return resolve_model(name).config
 
 

@@ -38,7 +38,7 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
             raise UserError(f"--{option} {count} must be at least 1")
     if devices % tensor:
         raise UserError(f"--devices {devices} is not a multiple of --tensor {tensor}")
-    source = resolve_model(name)
+    source = resolve_model(name).with_weights()
     enable_compile_cache(Config.model_fields["compile_cache"].default)
     visible, mesh = ensure_devices(devices), None
     if devices > 1:

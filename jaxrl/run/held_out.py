@@ -71,7 +71,7 @@ class Evaluation:
 
     def run(self) -> tuple[JsonObject, list[str]]:
         """The result of `jaxrl.evaluate`, and every completion as a line of `samples.jsonl`."""
-        groups, speeds = _sample(self)
+        groups, speeds = _sample(replace(self, source=self.source.with_weights()))
         scores = judged(self.sets, groups, self.judge)
         result = {
             "model": self.source.name,

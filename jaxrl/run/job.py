@@ -138,6 +138,11 @@ class Job(Setup):
         return samples
 
     @property
+    def models(self) -> tuple[ModelSource, ...]:
+        """The student and the teachers that are loaded here."""
+        return self.student, *self.teachers.values()
+
+    @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """Those of all sets, one after the other."""
         return tuple(prompt for one in self.held_out for prompt in one.prompts)
@@ -334,7 +339,7 @@ def _models(config: Config) -> _Models:
 def check_weights(job: Job) -> None:
     """Raises UserError for models that had no weights here when the job was made, and whose tensors
     do not fit their configs."""
-    for source in (job.student, *job.teachers.values()):
+    for source in job.models:
         resolve_model(source.name)
     if job.config.learns_from_rewards and job.config.reward.model is not None:
         open_reward(job.config.reward.model)
