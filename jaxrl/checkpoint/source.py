@@ -61,11 +61,11 @@ class ModelSource:
     """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
     the base where `config.lora` says that the adapters are trained further."""
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[object, ...]]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
-        given = (config.lora, config.quantised, config.sequence_length)
+        given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
         return _resolve_shared, (self.name, self.scratch, *given)
 
     def with_weights(self) -> ModelSource:
@@ -75,9 +75,12 @@ class ModelSource:
         if not isinstance(tensors, Unfetched):
             return self
         _ = tensors.tensors
-        config = self.config
-        given = (config.lora, config.quantised, config.sequence_length)
-        return _resolve_shared(self.name, self.scratch, *given)
+        again, given = self.__reduce__()
+        return again(*given)
+
+    def ending_at(self, ids: tuple[int, ...]) -> ModelSource:
+        """Returns the same model whose completions end at any of these tokens."""
+        return replace(self, config=replace(self.config, eos_ids=ids))
 
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
@@ -91,9 +94,9 @@ class ModelSource:
         tensors = self._read_from()
         if weights.held_against(self.config, tensors) != self.config:
             raise UserError(
-                f"model {self.name!r}: its file has an lm_head.weight that is not the embedding, and"
-                " its config.json says tie_word_embeddings=true. The weights are here now: start"
-                " again, and its own head is used"
+                f"model {self.name!r}: lm_head.weight is not the embedding, but config.json says"
+                " tie_word_embeddings=true. The weights are here now: start again, and its own"
+                " head is used"
             )
         return weights.load(tensors, self.config.base, mesh, dtype, layout)
 
@@ -224,9 +227,10 @@ def _resolve_shared(
     lora: Lora | None,
     quantised: Quantisation | None,
     length: int | None,
+    eos_ids: tuple[int, ...],
 ) -> ModelSource:
     found = resolve_model(name)
-    config = replace(found.config, sequence_length=length)
+    config = replace(found.config, sequence_length=length, eos_ids=eos_ids)
     found = replace(found, config=config, scratch=scratch)
     return found if lora is None else found.with_lora(lora, quantised)
 
@@ -388,7 +392,11 @@ class Model:
             raise UserError(
                 f"tokens and mask must be [B, T] alike, not {tokens.shape} and {mask.shape}"
             )
-        n = tokens.shape[0]
+        n, rows, read = tokens.shape[0], self.config.vocab_size, tokens[mask]
+        if read.size and not 0 <= read.min() <= read.max() < rows:
+            raise UserError(
+                f"tokens from {read.min()} to {read.max()}; the model's are 0 to {rows - 1}"
+            )
         if self.mesh is None:
             return jnp.asarray(tokens), jnp.asarray(mask), n
         extra = -n % row_shards(self.mesh.shape)

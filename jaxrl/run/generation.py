@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxrl.checkpoint.source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt
+from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
 from jaxrl.errors import UserError
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
@@ -65,11 +65,8 @@ def sample(
 
 
 def end_ids_of(model: Model) -> tuple[int, ...]:
-    """The EOS ids of the checkpoint's config; its tokenizer's where there are none."""
-    if model.config.eos_ids:
-        return model.config.eos_ids
-    own = getattr(model.tokenizer, "eos_token_id", None)
-    return () if own is None else (own,)
+    """Returns the tokens that end a completion (`data.tokenizer.end_ids`)."""
+    return end_ids(model.config.eos_ids, model.tokenizer)
 
 
 def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:

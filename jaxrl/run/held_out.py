@@ -112,17 +112,13 @@ def prepare(
     inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
     source = source.for_length(inputs.longest_sequence(config))
     judge = verifier(config.data.verifier)
-    sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
-    beyond = max(max(prompt.tokens) for held_out in sets for prompt in held_out.prompts)
-    if beyond >= source.config.vocab_size:
-        raise UserError(
-            f"model {source.name!r} has {source.config.vocab_size} tokens, but its tokenizer gives"
-            f" id {beyond}: is it the right tokenizer?"
-        )
+    encode = inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
+    sets = inputs.held_out_sets(config, encode)
     enable_compile_cache(config.compile_cache)
     devices, placed = _mesh(source, config)
     config = config.with_dtypes(default_dtype(target_of(devices.devices.flat)))
-    notes = (*placed, *inputs.held_out_notes(config, sets, judge))
+    about_tokens = inputs.token_notes(config, source, tokenizer)
+    notes = (*placed, *about_tokens, *inputs.held_out_notes(config, sets, judge))
     step = _step(source, base)
     return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
 
