@@ -22,7 +22,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import model_name
@@ -145,7 +145,7 @@ class ModelSource:
         name, place = self.name, self.path
         if self.adapter is not None:
             name, place = self.adapter.base, self.adapter.base_path
-        return str(place.resolve()) if Path(name).expanduser().exists() else name
+        return str(place.resolve()) if user_path(name).exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
@@ -300,7 +300,7 @@ def _locate(name: str) -> Path:
     on_hub = model_name(name)
     if on_hub is not None:
         return hub.folder(on_hub)
-    place = Path(name).expanduser()
+    place = user_path(name)
     if not place.exists():
         raise UserError(
             f"model {name!r}: there is no such file or folder; give a Hugging Face folder,"

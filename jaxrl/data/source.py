@@ -18,7 +18,7 @@ from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.tables import GroupCache, ParquetReader, TablePart, dataset_splits, open_dataset
 from jaxrl.data.tasks import TASKS, open_task, parse_options
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, user_path
 from jaxrl.formats.hub_names import data_name
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source"]
@@ -122,7 +122,7 @@ class _Opener:
             )
         if family in TASKS and not path.endswith(SUFFIXES):
             return open_task(spec, self.seed, self.split, label)
-        place = Path(path).expanduser()
+        place = user_path(path)
         if place.is_dir():
             return self.folder(spec, place, options)
         if options:
@@ -179,7 +179,7 @@ class _Opener:
 def _split_options(spec: str) -> tuple[str, str]:
     """`PATH:key=value,...` taken apart, unless there is a file of the whole name."""
     path, colon, options = spec.rpartition(":")
-    if not colon or Path(spec).expanduser().exists():
+    if not colon or user_path(spec).exists():
         return spec, ""
     return path, options
 

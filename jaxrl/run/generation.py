@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxrl.checkpoint.source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -134,6 +133,6 @@ def shown(row: JsonObject) -> str:
 def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
     """Writes the file that an option of a command names. Raises UserError."""
     try:
-        Path(path).expanduser().write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
+        user_path(path).write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error

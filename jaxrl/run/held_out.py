@@ -32,7 +32,7 @@ from jaxrl.config.evaluated import MESH, PLACEMENT, READ, SLOTS, UNREAD
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -127,7 +127,7 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
     """The keys that the overrides go on top of."""
     if isinstance(config, Config):
         return config.model_dump(mode="json")
-    path = _run_config(source) if config is None else Path(config).expanduser()
+    path = _run_config(source) if config is None else user_path(config)
     if path is None:
         return {}
     mapping = config_base.read(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jaxrl import load_model
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.export import export
-from jaxrl.formats import peft, weights
+from jaxrl.formats import hf, peft, weights
 from jaxrl.models.lora import Lora
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -130,3 +131,96 @@ def test_a_model_on_a_hub_is_held_against_its_weights_once_they_are_here(
         described.load()
     assert not described.with_weights().config.tie_embeddings
     np.testing.assert_array_equal(load_model("org/tiny").params["lm_head"]["kernel"], tensors[HEAD])
+
+
+# Several files
+
+
+def sharded(folder: Path, files: list[dict[str, np.ndarray]], names: dict[str, str]) -> Path:
+    """A folder of these files, which are a.safetensors, b.safetensors, ..., and an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(RAW_CONFIGS["smollm"]))
+    for letter, tensors in zip("abcdef", files, strict=False):
+        safetensors.numpy.save_file(tensors, folder / f"{letter}.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_a_whole_file_counts_more_than_an_index(tmp_path: Path) -> None:
+    """As transformers has it: the index may be that of an earlier save, whose files are gone or
+    still there."""
+    new, old = tiny_tensors("smollm"), tiny_tensors("smollm", seed=99)
+    for number, files in enumerate(([], [old])):
+        folder = sharded(tmp_path / f"{number}", files, dict.fromkeys(new, "a.safetensors"))
+        safetensors.numpy.save_file(new, folder / "model.safetensors")
+        source = resolve_model(folder)
+        shape = source.tensors.shape(EMBEDDING)
+        assert shape is not None
+        read = source.tensors.read(EMBEDDING, tuple(slice(0, n) for n in shape))
+        np.testing.assert_array_equal(read, new[EMBEDDING])
+
+
+@pytest.mark.parametrize("first", ["a.safetensors", "b.safetensors"])
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_is_read(
+    first: str, tmp_path: Path
+) -> None:
+    both = [tiny_tensors("smollm"), tiny_tensors("smollm", seed=99)]
+    names = dict.fromkeys(both[0], first)
+    folder = sharded(
+        tmp_path / "model", both, names | {"unused": "b.safetensors", "x": "a.safetensors"}
+    )
+    source, right = resolve_model(folder), both["ab".index(first[0])]
+    for name, tensor in right.items():
+        np.testing.assert_array_equal(
+            source.tensors.read(name, tuple(slice(0, n) for n in tensor.shape)), tensor
+        )
+        assert source.tensors.file(name).name == first
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("/etc/passwd", "names a file outside of its folder: /etc/passwd"),
+        ("../a.safetensors", "names a file outside of its folder"),
+        ("x/../../a.safetensors", "names a file outside of its folder"),
+        ("a" * 5000, "is missing, but"),
+        ("a\0b", "is missing, but"),
+        ("", "is missing, but"),
+        (None, "is missing, but"),
+        ("model.fifo", "is missing, but"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(name: Any, told: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors("smollm")
+    folder = sharded(tmp_path / "model", [tensors], dict.fromkeys(tensors, name))
+    os.mkfifo(folder / "model.fifo")
+    with pytest.raises(UserError, match=told) as error:
+        resolve_model(folder)
+    assert len(str(error.value)) < 800
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a" * 300 + "/b", "a/" * 3000, "~nobody-here/m"])
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolve_model(name)
+    assert len(str(error.value)) < 400
+
+
+def test_a_link_within_the_cache_of_a_hub_is_followed(tmp_path: Path) -> None:
+    tensors = tiny_tensors("smollm")
+    folder = sharded(tmp_path / "model", [tensors], dict.fromkeys(tensors, "a.safetensors"))
+    (tmp_path / "blobs").mkdir()
+    (folder / "a.safetensors").rename(tmp_path / "blobs" / "0")
+    (folder / "a.safetensors").symlink_to("../blobs/0")
+    assert resolve_model(folder).tensors.shape(EMBEDDING) is not None
+
+
+def test_a_header_of_too_many_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    folder = write(tmp_path, RAW_CONFIGS["smollm"], {"x": np.zeros(1)})
+    length = hf.MOST_HEADER + 8
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b"{}")
+        file.truncate(2 * length)
+    with pytest.raises(UserError, match=f"a header of {length} bytes; at most"):
+        resolve_model(folder)
