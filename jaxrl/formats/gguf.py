@@ -151,6 +151,10 @@ class GgufFile:
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
 
+    def keys_of(self, start: str) -> list[str]:
+        """Returns the keys of the metadata that begin so."""
+        return [key for key in self._reader.fields if key.startswith(start)]
+
     @cached_property
     def family(self) -> str:
         """Name of the model's family. Raises UserError for one that is not supported."""

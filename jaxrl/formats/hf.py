@@ -42,7 +42,10 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
+"""Patterns of the files of a tokenizer and its chat templates: the default one, and those of other
+names, as `tool_use` for chats with tools."""
 
 
 @dataclass(frozen=True)
@@ -245,15 +248,17 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
-    """Copies the tokenizer and chat template of a folder, or writes those of a GGUF file."""
+    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file."""
     if Path(source).is_file():
         from jaxrl.formats import gguf_tokenizer  # imports transformers
 
         gguf_tokenizer.save(source, folder)
         return
-    for name in TOKENIZER_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, folder / name)
+    for pattern in TOKENIZER_FILES:
+        for file in filter(Path.is_file, Path(source).glob(pattern)):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:

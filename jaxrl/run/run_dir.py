@@ -21,7 +21,7 @@ from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
-from jaxrl.errors import RunError, UserError, user_path
+from jaxrl.errors import RunError, UserError
 from jaxrl.process.plain import JsonObject
 from jaxrl.telemetry.metrics import METRICS_FILE
 
@@ -122,7 +122,7 @@ def check_run_dir(config: Config) -> Path:
     Raises:
         UserError: `resume` does not allow what it holds.
     """
-    path = user_path(config.run_path)
+    path = config.run_path
     held = _holds_run(path)
     if config.resume == "must" and not held:
         raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
