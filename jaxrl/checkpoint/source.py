@@ -189,6 +189,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
         file = open_gguf(place)
         weights.check(file, weights.tensor_shapes(file.config))
+        file.check_all_read()
         return ModelSource(name, place, file.config, file, place)
     if (place / store.MANIFEST).exists():
         return _checkpoint(name, place)
@@ -198,11 +199,17 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         return _adapted(name, place, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
-    shapes = weights.tensor_shapes(config)
-    tensors = open_tensors(name, place, hf.SafetensorsFolder, shapes)
+
+    def read(folder: Path) -> weights.Tensors:
+        tensors = hf.SafetensorsFolder(folder)
+        weights.check_all_read(tensors.names, config, tensors)
+        return tensors
+
+    tensors = open_tensors(name, place, read, weights.tensor_shapes(config))
     if not isinstance(tensors, Unfetched):
-        config = weights.held_against(config, tensors)
-        weights.check(tensors, weights.tensor_shapes(config))
+        held = weights.held_against(config, tensors)
+        weights.check(tensors, weights.tensor_shapes(held))
+        return ModelSource(name, place, held, tensors, tokenizer)
     return ModelSource(name, place, config, tensors, tokenizer)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
@@ -39,6 +39,9 @@ TOP: dict[str, str] = {
     "norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }
+LAYERS, ENDINGS = "model.layers.", (".weight", ".bias")
+"""How names of tensors of layers begin, and how those of weights end: not those of frequencies that
+old checkpoints have, or of scales of quantised caches."""
 BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 COMPARED = 4096
@@ -293,6 +296,29 @@ def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
                 f"{tensors.file(name)}: tensor {name} has shape {list(found)},"
                 f" the config asks for {list(shape)}"
             )
+
+
+def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors) -> None:
+    """Raises a UserError for the first weight or bias of a layer that the config has no place for:
+    without it the model would compute something else than what was saved. (Layers that borrow keys
+    and values may have tensors of them.)
+
+    Args:
+        names: of all tensors in the files.
+    """
+    expected = tensor_shapes(config)
+    kinds = config.kinds * (config.n_layers // len(config.kinds))
+    for name in names:
+        if name in expected or not name.startswith(LAYERS) or not name.endswith(ENDINGS):
+            continue
+        number, _, rest = name.removeprefix(LAYERS).partition(".")
+        layer = int(number) if number.isdecimal() else config.n_layers
+        if layer < config.n_layers and kinds[layer].borrows and rest.startswith("self_attn."):
+            continue
+        raise UserError(
+            f"{tensors.file(name)}: the config has no place for tensor {short(name, 200)}: is"
+            f" model_type={config.family!r} right, and num_hidden_layers={config.n_layers}?"
+        )
 
 
 def load(
