@@ -7,8 +7,10 @@ except ``RunError`` is a bug of jaxrl and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RunError(RuntimeError):
@@ -70,3 +72,21 @@ def about(place: object) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
+
+
+def user_path(text: str | os.PathLike[str]) -> Path:
+    """Returns the path that a text of the user's names, `~` expanded, whether it is there or not.
+
+    Raises:
+        UserError: nothing can have that name, or what has it cannot be looked at.
+    """
+    name = os.fspath(text)
+    try:
+        path = Path(name).expanduser()
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: `~` of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{short(name)!r} cannot be a path: {reason}") from None
+    return path

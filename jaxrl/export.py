@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import WRITTEN
+from jaxrl.process.streams import to_stderr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,7 @@ def export(
         model = replace(source.config, lora=own.lora, quantised=own.quantised)
         pairs, base = source.adapter.pairs(), source.base_name
         return peft.write(destination, model, base, pairs, source.tokenizer_path)
+    source = _ending(source)
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)
 
@@ -60,6 +62,22 @@ def export(
     return hf.write_folder(
         destination, source.config, read, dtype=dtype, tokenizer_from=source.tokenizer_path
     )
+
+
+def _ending(source: ModelSource) -> ModelSource:
+    """Returns the model with the end tokens that a run of it has, so that others stop alike. Those
+    of a tokenizer that cannot be read are left out, with a message."""
+    from jaxrl.data.tokenizer import end_ids, load_tokenizer
+
+    if source.tokenizer_path is None:
+        return source
+    try:
+        tokenizer = load_tokenizer(source.tokenizer_path)
+    except UserError as error:
+        to_stderr(f"{error}: the end tokens are those of the config alone")
+        return source
+    ids = end_ids(source.config.eos_ids, tokenizer)
+    return source.ending_at(tuple(i for i in ids if i < source.config.vocab_size))
 
 
 def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
@@ -98,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(
                 f"--format peft writes all adapters in float32: leave out {name} {given}"
             )
-    source = resolve_model(arguments.source)
+    source = resolve_model(arguments.source).with_weights()
     keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
     if keep is not None:
         print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")

@@ -20,7 +20,7 @@ from jaxrl.config import cli, yaml_text
 from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import Config
 from jaxrl.config.section import NAMED, DType
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 
@@ -93,7 +93,7 @@ def _services(arguments: Namespace, models: Mapping[str, str]) -> dict[str, Scor
     from jaxrl.run.inputs import tokenizer_of
     from jaxrl.teacher.service import MB, ScoringService, serving_mesh
 
-    sources = {name: resolve_model(model) for name, model in models.items()}
+    sources = {name: resolve_model(model).with_weights() for name, model in models.items()}
     enable_compile_cache(Config.model_fields["compile_cache"].default)
     mesh = serving_mesh(arguments.devices, arguments.fsdp, arguments.tensor)
     turns = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
     if given.config is None:
         return given
     known = {each.dest: each for each in parser._actions if each.dest not in ("help", "config")}
-    path = Path(given.config).expanduser()
+    path = user_path(given.config)
     parser.set_defaults(**_defaults(path.absolute().parent, _read(path, known), given))
     return parser.parse(argv)
 

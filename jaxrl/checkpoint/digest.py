@@ -22,6 +22,8 @@ WEIGHTS = (".safetensors", ".gguf", ".bin")
 DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 """Endings of the other files of a model folder that are read with it: config, tokenizer, index."""
 
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+
 
 def digest_model(place: Path, weights: bool = True) -> str:
     """Of a model folder, a checkpoint of a run, or a file.
@@ -39,6 +41,7 @@ def digest_model(place: Path, weights: bool = True) -> str:
             return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
         wanted = (*DESCRIPTIONS, *WEIGHTS) if weights else DESCRIPTIONS
         found = [path for path in sorted(place.iterdir()) if path.suffix in wanted]
+        found += sorted(place.glob(NAMED_TEMPLATES))
         digests = [(path.name, digest_file(path)) for path in found if path.is_file()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{place} cannot be read: {error}") from error

@@ -22,11 +22,11 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import model_name
-from jaxrl.formats.places import open_tensors, package_folder
+from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
@@ -61,12 +61,26 @@ class ModelSource:
     """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
     the base where `config.lora` says that the adapters are trained further."""
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[object, ...]]:
         """Another process finds it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
-        given = (config.lora, config.quantised, config.sequence_length)
+        given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
         return _resolve_shared, (self.name, self.scratch, *given)
+
+    def with_weights(self) -> ModelSource:
+        """Returns the same model once its weights are here: those of a model on a hub are fetched,
+        and its config is held against them."""
+        tensors = self.tensors if self.adapter is None else self.adapter.tensors
+        if not isinstance(tensors, Unfetched):
+            return self
+        _ = tensors.tensors
+        again, given = self.__reduce__()
+        return again(*given)
+
+    def ending_at(self, ids: tuple[int, ...]) -> ModelSource:
+        """Returns the same model whose completions end at any of these tokens."""
+        return replace(self, config=replace(self.config, eos_ids=ids))
 
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
@@ -77,7 +91,14 @@ class ModelSource:
     ) -> Params:
         """Parameters without adapters, each device reading only its slices; quantised where
         `config` is."""
-        return weights.load(self._read_from(), self.config.base, mesh, dtype, layout)
+        tensors = self._read_from()
+        if weights.held_against(self.config, tensors) != self.config:
+            raise UserError(
+                f"model {self.name!r}: lm_head.weight is not the embedding, but config.json says"
+                " tie_word_embeddings=true. The weights are here now: start again, and its own"
+                " head is used"
+            )
+        return weights.load(tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
         """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
@@ -124,7 +145,7 @@ class ModelSource:
         name, place = self.name, self.path
         if self.adapter is not None:
             name, place = self.adapter.base, self.adapter.base_path
-        return str(place.resolve()) if Path(name).expanduser().exists() else name
+        return str(place.resolve()) if user_path(name).exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
@@ -168,6 +189,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
         file = open_gguf(place)
         weights.check(file, weights.tensor_shapes(file.config))
+        file.check_all_read()
         return ModelSource(name, place, file.config, file, place)
     if (place / store.MANIFEST).exists():
         return _checkpoint(name, place)
@@ -177,8 +199,17 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         return _adapted(name, place, place)
     config = hf.read_config(place)
     tokenizer = place if hf.has_tokenizer(place) else None
-    shapes = weights.tensor_shapes(config)
-    tensors = open_tensors(name, place, hf.SafetensorsFolder, shapes)
+
+    def read(folder: Path) -> weights.Tensors:
+        tensors = hf.SafetensorsFolder(folder)
+        weights.check_all_read(tensors.names, config, tensors)
+        return tensors
+
+    tensors = open_tensors(name, place, read, weights.tensor_shapes(config))
+    if not isinstance(tensors, Unfetched):
+        held = weights.held_against(config, tensors)
+        weights.check(tensors, weights.tensor_shapes(held))
+        return ModelSource(name, place, held, tensors, tokenizer)
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
@@ -203,9 +234,10 @@ def _resolve_shared(
     lora: Lora | None,
     quantised: Quantisation | None,
     length: int | None,
+    eos_ids: tuple[int, ...],
 ) -> ModelSource:
     found = resolve_model(name)
-    config = replace(found.config, sequence_length=length)
+    config = replace(found.config, sequence_length=length, eos_ids=eos_ids)
     found = replace(found, config=config, scratch=scratch)
     return found if lora is None else found.with_lora(lora, quantised)
 
@@ -275,7 +307,7 @@ def _locate(name: str) -> Path:
     on_hub = model_name(name)
     if on_hub is not None:
         return hub.folder(on_hub)
-    place = Path(name).expanduser()
+    place = user_path(name)
     if not place.exists():
         raise UserError(
             f"model {name!r}: there is no such file or folder; give a Hugging Face folder,"
@@ -367,7 +399,11 @@ class Model:
             raise UserError(
                 f"tokens and mask must be [B, T] alike, not {tokens.shape} and {mask.shape}"
             )
-        n = tokens.shape[0]
+        n, rows, read = tokens.shape[0], self.config.vocab_size, tokens[mask]
+        if read.size and not 0 <= read.min() <= read.max() < rows:
+            raise UserError(
+                f"tokens from {read.min()} to {read.max()}; the model's are 0 to {rows - 1}"
+            )
         if self.mesh is None:
             return jnp.asarray(tokens), jnp.asarray(mask), n
         extra = -n % row_shards(self.mesh.shape)
@@ -382,7 +418,7 @@ def load_model(
 ) -> Model:
     """Loads a checkpoint by any of the names that `resolve_model` knows, sharded over `mesh` where
     given."""
-    source = resolve_model(path)
+    source = resolve_model(path).with_weights()
     return Model(source, source.load(mesh, dtype), mesh)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.process.plain import JsonObject
 
 QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
@@ -85,7 +85,7 @@ def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[
     elif path is None or str(path) == BUILTIN:
         start, note = read(QUICKSTART), "the built-in quickstart"
     else:
-        start, note = read(Path(path).expanduser()), str(path)
+        start, note = read(user_path(path)), str(path)
     if given:
         note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
     known = dict(yaml_text.assignments(start)) if path is None else {}

@@ -29,7 +29,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.base import Base
 from jaxrl.config.schema import Config
-from jaxrl.errors import RunError, UserError, near
+from jaxrl.errors import RunError, UserError, near, user_path
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import fill_missing, settle, to_stderr
 
@@ -211,7 +211,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
     """Refuses a path that cannot be written, before any work is done."""
     if path is None:
         return
-    place = Path(path).expanduser()
+    place = user_path(path)
     if place.is_dir():
         raise UserError(f"{option} {place} is a folder: name a file")
     if not place.parent.is_dir():

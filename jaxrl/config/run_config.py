@@ -48,6 +48,7 @@ from jaxrl.config.settings import (
     RayConfig,
     SamplingConfig,
 )
+from jaxrl.errors import user_path
 from jaxrl.losses import algorithm_table
 from jaxrl.losses.algorithm_table import AlgorithmSpec, MixtureKind, find_algorithm
 from jaxrl.process.plugin import anchored
@@ -144,7 +145,9 @@ class RunConfig(Section):
     @property
     def run_path(self) -> Path:
         """Folder of the run."""
-        return Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
+        path = Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
+        user_path(path)  # refuses a name that no folder can have
+        return path
 
     @property
     def roles(self) -> dict[str, RoleConfig]:

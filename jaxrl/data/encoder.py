@@ -18,9 +18,11 @@ from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Tokenizer,
     as_messages,
+    check_rows,
     encode_completion,
     encode_prompt,
     has_template,
+    tokens_without_row,
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
@@ -126,6 +128,9 @@ class PromptEncoder:
     teacher: TeacherPrompt | None = None
     """Makes the teacher's prompts, where they are not the student's. It reads prompts as they are
     after a cut, and is never cut itself."""
+    rows: int | None = None
+    """Rows of the embedding that reads the tokens: rows of data with others are refused. None:
+    those of the tokenizer."""
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
@@ -197,6 +202,10 @@ class PromptEncoder:
         columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion, turns = self._completion(example, prompt)
+        if self.lacks_rows:
+            assert self.rows is not None
+            for name, read in (("prompt", tokens), ("completion", completion or ())):
+                check_rows(self.tokenizer, self.rows, read, f"the {name}")
         return Prompt(
             prompt_id,
             tokens,
@@ -208,6 +217,11 @@ class PromptEncoder:
             teacher_tokens=theirs,
             teacher_prompt=late,
         )
+
+    @cached_property
+    def lacks_rows(self) -> bool:
+        """Whether the tokenizer has tokens that the embedding has no row for."""
+        return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
         """Those of its prompt; without what is only known later."""

@@ -27,7 +27,7 @@ from jaxrl.data.tables import (
     open_table,
 )
 from jaxrl.data.tasks import TASKS, open_task, parse_options
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, user_path
 from jaxrl.formats.hub_names import data_name
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source", "source_of"]
@@ -155,7 +155,7 @@ class _Opener:
             )
         if family in TASKS and not path.endswith(SUFFIXES):
             return open_task(spec, self.seed, self.split, label)
-        place = Path(path).expanduser()
+        place = user_path(path)
         if place.is_dir():
             return self.folder(spec, place, options)
         bare = spec.count("/") == 1 and "=" not in spec and data_name(f"hf:{spec}") is not None
@@ -214,7 +214,7 @@ class _Opener:
 def _split_options(spec: str) -> tuple[str, str]:
     """`PATH:key=value,...` taken apart, unless there is a file of the whole name."""
     path, colon, options = spec.rpartition(":")
-    if not colon or Path(spec).expanduser().exists():
+    if not colon or user_path(spec).exists():
         return spec, ""
     return path, options
 

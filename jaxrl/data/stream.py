@@ -34,9 +34,9 @@ _TRIES = 100
 class PromptStream:
     """Prompts in batches without end, every usable row once in each epoch.
 
-    Rows of files are all tokenised at the start, and those too long are left out, or will be cut,
-    and counted. Rows of procedural tasks are only looked at when their turn comes; one that is too
-    long gives way to the next that is not.
+    Prompts of files are all tokenised at the start, and those too long are left out, or will be
+    cut, and counted. Rows of procedural tasks are only looked at when their turn comes; one that is
+    too long gives way to the next that is not.
     """
 
     def __init__(
@@ -277,6 +277,8 @@ def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarra
         for row in () if part.procedural else range(len(part)):
             with _placed(part, row, LABEL):
                 fit = encoder.fit(part[row])
+                if encoder.lacks_rows:  # told before the first step, not when the row's turn comes
+                    encoder.encode(part[row], row)
             usable[row] = fit != "too long"
             cut += fit == "cut"
         parts.append(start + np.flatnonzero(usable))

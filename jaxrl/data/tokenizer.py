@@ -189,7 +189,8 @@ def check_same_vocabulary(
         smaller = "student" if student_rows <= teacher_rows else "teacher"
         raise UserError(
             f"the {smaller} has {v} embedding rows, which {len(beyond)} tokens lie beyond: "
-            f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; the two models do not belong together"
+            f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; give it rows for them "
+            "(resize_token_embeddings), or take them out of both tokenizers"
         )
     check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
     return v
@@ -248,16 +249,60 @@ def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
 
 
 def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
-    """Refuses a teacher with other EOS ids, of the tokenizer or of the model's config."""
+    """Refuses a teacher that ends completions at other tokens than the student (`end_ids`).
+
+    Args:
+        student, teacher: EOS ids of the tokenizers.
+        ours, theirs: EOS ids of the model configs.
+    """
+    ours, theirs = ours | ({student} - {None}), theirs | ({teacher} - {None})
+    if ours == theirs:
+        return
     if student != teacher:
         raise UserError(
             f"the tokenizers have different EOS ids: student {student}, teacher {teacher}; set the "
             "same eos_token in both tokenizer_config.json"
         )
-    if ours != theirs and ours and theirs:
+    raise UserError(
+        f"the models have different EOS ids: student {sorted(ours)}, teacher {sorted(theirs)}; "
+        "set the same eos_token_id in both generation_config.json (or config.json)"
+    )
+
+
+def end_ids(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the tokens that end a completion, as vLLM has them: those that the model's config and
+    generation config state, and the tokenizer's own."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*stated, *(() if own is None else (own,)))))
+
+
+def tokens_without_row(tokenizer: Tokenizer, rows: int) -> dict[int, str]:
+    """Returns the tokens, by id, that an embedding of so many rows has no row for."""
+    return {i: token for i, token in sorted(_by_id(tokenizer).items()) if i >= rows}
+
+
+def check_every_token(tokenizer: Tokenizer, rows: int, model: str) -> None:
+    """Refuses a tokenizer with any token that the model's embedding of `rows` rows has no row for:
+    for texts that are only known while a run works."""
+    without = tokens_without_row(tokenizer, rows)
+    if without:
         raise UserError(
-            f"the models have different EOS ids: student {sorted(ours)}, teacher {sorted(theirs)}; "
-            "set the same eos_token_id in both generation_config.json (or config.json)"
+            f"{model} has {rows} embedding rows (vocab_size), which {len(without)} tokens of its"
+            f" tokenizer lie beyond: {_list(list(without), lambda i: f'{i} {without[i]!r}')}; give"
+            " the model rows for them (resize_token_embeddings), or take them out of the tokenizer"
+        )
+
+
+def check_rows(tokenizer: Tokenizer, rows: int, tokens: Iterable[int], what: str) -> None:
+    """Refuses tokens that a model's embedding of `rows` rows has no row for."""
+    without = {i for i in tokens if i >= rows}
+    if without:
+        names = tokenizer.convert_ids_to_tokens(sorted(without))
+        pairs = dict(zip(sorted(without), names, strict=True))
+        raise UserError(
+            f"{what} has tokens without a row in the embedding of the model, which has {rows}"
+            f" (vocab_size): {_list(list(pairs), lambda i: f'{i} {pairs[i]!r}')}; give the model"
+            " rows for them (resize_token_embeddings), or use none of them"
         )
 
 

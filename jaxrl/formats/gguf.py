@@ -26,7 +26,7 @@ from gguf import (
 from gguf.quants import dequantize
 
 from jaxrl.errors import UserError, about
-from jaxrl.formats.weights import Index
+from jaxrl.formats.weights import Index, tensor_shapes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
@@ -151,6 +151,10 @@ class GgufFile:
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
 
+    def keys_of(self, start: str) -> list[str]:
+        """Returns the keys of the metadata that begin so."""
+        return [key for key in self._reader.fields if key.startswith(start)]
+
     @cached_property
     def family(self) -> str:
         """Name of the model's family. Raises UserError for one that is not supported."""
@@ -243,6 +247,26 @@ class GgufFile:
             if isinstance(value, list) and value[:n] != each:
                 raise UserError(f"{self.path}: {key}={value} is not supported; supported: {each}")
         return found
+
+    def check_all_read(self) -> None:
+        """Raises UserError for a weight or bias of a layer that the config has no place for, but
+        for those of layers that borrow keys and values, and of layers for further tokens."""
+        config, n = self.config, self.config.n_layers
+        expected = {gguf_name(config.family, name) for name in tensor_shapes(config)}
+        kinds = config.kinds * (n // len(config.kinds))
+        further = range(n, n + int(self.stated("nextn_predict_layers") or 0))
+        for name in self._tensors.keys() - expected:
+            found = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
+            layer = None if found is None else int(found[1])
+            if layer is None or layer in further:
+                continue
+            if layer < n and kinds[layer].borrows and found[2].startswith("attn_"):
+                continue
+            raise UserError(
+                f"{self.path}: the metadata have no place for tensor {name}: is"
+                f" general.architecture={self.meta('general.architecture')!r} right, and"
+                f" block_count={n + len(further)}?"
+            )
 
     def _states(self, n_layers: int) -> JsonObject:
         """Of layers that keep a state, the fields of a `config.json`."""

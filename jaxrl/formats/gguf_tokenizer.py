@@ -123,11 +123,21 @@ def build(file: GgufFile) -> PreTrainedTokenizerFast:
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=file.meta("tokenizer.chat_template"),
+        chat_template=_templates(file),
         model_max_length=file.meta(f"{file.meta('general.architecture')}.context_length"),
         clean_up_tokenization_spaces=False,
         **{f"{key}_token": token for key, token in special.items()},
     )
+
+
+def _templates(file: GgufFile) -> str | dict[str, str] | None:
+    """Returns the chat template or, where there are others than the default one, all by name."""
+    start = "tokenizer.chat_template"
+    named = {key.removeprefix(f"{start}."): file.meta(key) for key in file.keys_of(f"{start}.")}
+    default = file.meta(start)
+    if not named:
+        return default
+    return named if default is None else {"default": default, **named}
 
 
 def _named(file: GgufFile, key: str, supported: Mapping[str, T]) -> T:

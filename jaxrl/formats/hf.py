@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.formats import mxfp4, weights
 from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
@@ -29,6 +29,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """Largest safetensors file that is written, unless one tensor is larger."""
+MOST_HEADER = 1 << 24
+"""Bytes of a safetensors header; those of the largest mixtures in one file have 11 MB. The library
+takes seconds for what it would read at most, 100 MB, and hears no Ctrl-C in them."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,7 +42,10 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
+"""Patterns of the files of a tokenizer and its chat templates: the default one, and those of other
+names, as `tool_use` for chats with tools."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ class SafetensorsFolder:
         self._files, self._file_of = (list(files), {}) if files else _safetensors(self.path)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
-            self._entries |= {_text_name(k): entry for k, entry in _read_header(file).items()}
+            for name, entry in _read_header(file).items():
+                if self._file_of.get(name, file) == file:  # of two, the one that the index names
+                    self._entries[_text_name(name)] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +138,8 @@ def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
 
 def _text_name(name: str) -> str:
     """A tensor's name without the prefix that it has in a model of images and text too."""
-    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
+    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -239,34 +248,48 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
-    """Copies the tokenizer and chat template of a folder, or writes those of a GGUF file."""
+    """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file."""
     if Path(source).is_file():
         from jaxrl.formats import gguf_tokenizer  # imports transformers
 
         gguf_tokenizer.save(source, folder)
         return
-    for name in TOKENIZER_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, folder / name)
+    for pattern in TOKENIZER_FILES:
+        for file in filter(Path.is_file, Path(source).glob(pattern)):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
-    """The files of the weights in a folder, and which of them its index, where it has one, says
-    should hold each tensor.
+    """Returns the files of the weights in a folder and, where they are those of an index, which of
+    them it says should hold each tensor.
+
+    A whole file counts more than an index, which may be that of an earlier save; in transformers
+    too.
 
     Raises:
-        UserError: an index that names no file, or one that is missing.
+        UserError: an index that names no file, one that is missing, or one outside of the folder.
     """
-    if not (folder / index).is_file():
+    if (folder / single).is_file() or not (folder / index).is_file():
         return [folder / single], {}
     weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / index}: `weight_map` names no file of weights")
-    file_of = {name: folder / str(file) for name, file in weight_map.items()}
-    for file in file_of.values():
-        if not file.is_file():
-            raise UserError(f"{file} is missing, but {folder / index} names it")
-    return sorted(set(file_of.values())), file_of
+    file_of = {name: str(file) for name, file in weight_map.items()}
+    files = sorted(set(file_of.values()))
+    check_inside(str(folder / index), files)
+    for file in files:
+        if not os.path.isfile(folder / file):  # also of names that no file can have
+            raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
+    return [folder / file for file in files], {name: folder / file_of[name] for name in file_of}
+
+
+def check_inside(place: str, paths: Sequence[str]) -> None:
+    """Raises UserError for a path that leads out of the folder that it is in."""
+    for path in paths:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise UserError(f"{place}: it names a file outside of its folder: {short(path, 200)}")
 
 
 def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -288,6 +311,11 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
+        if MOST_HEADER < length < size:
+            raise UserError(
+                f"{file}: a header of {length} bytes; at most {MOST_HEADER} are read: save the"
+                " model in several files"
+            )
         try:
             with safe_open(file, "numpy"):
                 header = json.loads(stream.read(length))

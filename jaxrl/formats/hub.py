@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
@@ -202,15 +202,8 @@ def _cached_list(name: HubName) -> dict[str, int]:
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
-    _check_inside(str(name.asked), [file.path for file in tree])
+    hf.check_inside(str(name.asked), [file.path for file in tree])
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
-
-
-def _check_inside(place: str, paths: Sequence[str]) -> None:
-    """Raises UserError for a path that leads out of the folder that it is in."""
-    for path in paths:
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise UserError(f"{place}: it names a file outside of its folder: {path}")
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
@@ -252,7 +245,7 @@ def _weight_files(place: Path) -> list[str]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: weight_map: an object is needed")
     named = sorted({str(file) for file in weight_map.values()})
-    _check_inside(str(index), named)
+    hf.check_inside(str(index), named)
     return named or [hf.SINGLE]
 
 

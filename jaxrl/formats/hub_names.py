@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
+
+from jaxrl.errors import user_path
 
 COMMIT = re.compile("[0-9a-f]{40}")
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -64,7 +65,7 @@ class HubName:
 def model_name(text: str) -> HubName | None:
     """The model on a hub that a text names; None where it has another form, or is a path here."""
     match = _MODEL.fullmatch(text)
-    if match is None or match["repo"].endswith(".gguf") or Path(text).expanduser().exists():
+    if match is None or match["repo"].endswith(".gguf") or user_path(text).exists():
         return None
     return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
 

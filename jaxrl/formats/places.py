@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, torch_bin, weights
 from jaxrl.formats.hub_names import HubName, model_name
 
@@ -33,7 +33,7 @@ def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
     kind, colon, package = name.partition(":")
     if colon and kind == "package":
         return _in_package(name, package)
-    place = Path(name).expanduser()
+    place = user_path(name)
     if not place.is_dir():
         raise UserError(
             f"model {name!r}: there is no such folder; give a Hugging Face or sentence-transformers"

@@ -51,9 +51,10 @@ class TorchBinFolder:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._tensors: dict[str, _Tensor] = {}
-        self._files, _ = weight_files(self.path, SINGLE, INDEX)
+        self._files, file_of = weight_files(self.path, SINGLE, INDEX)
         for file in self._files:
-            self._tensors |= _read_file(file)
+            found = _read_file(file)
+            self._tensors |= {k: found[k] for k in found if file_of.get(k, file) == file}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
@@ -39,8 +39,13 @@ TOP: dict[str, str] = {
     "norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }
+LAYERS, ENDINGS = "model.layers.", (".weight", ".bias")
+"""How names of tensors of layers begin, and how those of weights end: not those of frequencies that
+old checkpoints have, or of scales of quantised caches."""
 BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
+COMPARED = 4096
+"""Rows of an embedding and a head that are compared at once."""
 
 
 class Tensors(Protocol):
@@ -249,20 +254,71 @@ def stored_shapes(places: Iterable[Place]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
+    """Returns the config as the tensors have it: untied where they have a head that is not the
+    embedding, whatever the config says; transformers does the same.
+
+    A head that differs does so in the first rows; one that is equal is read as a whole.
+    """
+    embedding, head = TOP["embed/embedding"], TOP["lm_head/kernel"]
+    shape = tensors.shape(head)
+    if not config.tie_embeddings or shape is None:
+        return config
+    if shape == tensors.shape(embedding):
+        rows = (slice(at, at + COMPARED) for at in range(0, shape[0], COMPARED))
+        boxes = ((row, slice(0, shape[1])) for row in rows)
+        if all(_same(tensors.read(embedding, box), tensors.read(head, box)) for box in boxes):
+            return config
+    return replace(config, tie_embeddings=False)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays hold the same numbers; those of one dtype are compared bit by bit."""
+    if a.dtype == b.dtype:
+        bits = np.dtype(f"u{a.dtype.itemsize}")
+        return np.array_equal(a.view(bits), b.view(bits))
+    return np.array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
 def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raises a UserError for the first tensor that is missing or of another shape."""
     for name, shape in expected.items():
         found = tensors.shape(name)
         if found is None:
+            untied = name == TOP["lm_head/kernel"]
+            way_out = "; if its head is the embedding, set tie_word_embeddings=true" * untied
             raise UserError(
                 f"{tensors.file(name)}: tensor {name} of shape {list(shape)} is missing;"
-                " the weights do not belong to the config"
+                f" the weights do not belong to the config{way_out}"
             )
         if found != shape:
             raise UserError(
                 f"{tensors.file(name)}: tensor {name} has shape {list(found)},"
                 f" the config asks for {list(shape)}"
             )
+
+
+def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors) -> None:
+    """Raises a UserError for the first weight or bias of a layer that the config has no place for:
+    without it the model would compute something else than what was saved. (Layers that borrow keys
+    and values may have tensors of them.)
+
+    Args:
+        names: of all tensors in the files.
+    """
+    expected = tensor_shapes(config)
+    kinds = config.kinds * (config.n_layers // len(config.kinds))
+    for name in names:
+        if name in expected or not name.startswith(LAYERS) or not name.endswith(ENDINGS):
+            continue
+        number, _, rest = name.removeprefix(LAYERS).partition(".")
+        layer = int(number) if number.isdecimal() else config.n_layers
+        if layer < config.n_layers and kinds[layer].borrows and rest.startswith("self_attn."):
+            continue
+        raise UserError(
+            f"{tensors.file(name)}: the config has no place for tensor {short(name, 200)}: is"
+            f" model_type={config.family!r} right, and num_hidden_layers={config.n_layers}?"
+        )
 
 
 def load(

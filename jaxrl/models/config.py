@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.fields import Raw, given, number, size
-from jaxrl.models.kinds import LayerKind, read_windows
+from jaxrl.models.fields import MOST, Raw, given, number, size, stated_once
+from jaxrl.models.kinds import FULL, SLIDING, LayerKind, read_windows
 from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
 from jaxrl.models.rope import (
@@ -21,12 +21,19 @@ from jaxrl.models.rope import (
     LongRope,
     RopeScaling,
     YarnRope,
+    check_ropes,
     positions_of,
     read_rope,
     written_rope,
 )
 from jaxrl.process.plain import JsonObject
 
+MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 10_000, 1_000_000, 10**14
+"""Of a model: layers, experts of all layers together, and parameters. Each is far beyond the
+largest models; without a bound one digit too many in a `config.json` takes minutes and all memory
+before anything is said."""
+ROPES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+"""Fields of rotary positions."""
 ROUTER = "mlp/router"
 """Path of a mixture's router within a block."""
 
@@ -413,17 +420,19 @@ class DecoderConfig:
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(_unknown(family))
         entry = FAMILIES[family]
+        check_ropes(raw, FULL, SLIDING, "rope_local_base_freq")
         raw = entry.prepare(raw)
         _refuse_variants(raw)
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
         head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
-        theta, scaling = read_rope(raw)
+        theta, scaling = read_rope(raw, entry.rope_theta)
+        positions = size(raw, "max_position_embeddings", entry.max_positions)
         config = cls(
             family=family,
             vocab_size=size(raw, "vocab_size"),
             d_model=d_model,
-            n_layers=size(raw, "num_hidden_layers"),
+            n_layers=size(raw, "num_hidden_layers", most=MOST_LAYERS),
             n_heads=heads,
             n_kv_heads=size(raw, "num_key_value_heads", heads),
             head_dim=head_dim,
@@ -432,8 +441,8 @@ class DecoderConfig:
             rope_scaling=scaling,
             rotary_dims=_rotary_dims(raw, head_dim),
             rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
-            tie_embeddings=bool(given(raw.get("tie_word_embeddings"), False)),
-            max_positions=positions_of(scaling, size(raw, "max_position_embeddings", 2048)),
+            tie_embeddings=bool(given(raw.get("tie_word_embeddings"), entry.tie_embeddings)),
+            max_positions=positions_of(scaling, positions),
             **special_ids(raw),
         )
         more = entry.read(raw)
@@ -442,6 +451,7 @@ class DecoderConfig:
         config = replace(config, **more)
         if config.n_attention == 0:
             raise UserError("of the layers at least one needs attention; all of them have a state")
+        check_bounds(config)
         return config
 
     def to_hf(self, dtype: str) -> JsonObject:
@@ -519,7 +529,7 @@ class SpecialIds(TypedDict):
 def special_ids(raw: Raw) -> SpecialIds:
     """The tokens that a `config.json` or a `generation_config.json` names."""
     eos = raw.get("eos_token_id")
-    several = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    several = _several(eos)
     for key, ids in (
         ("eos_token_id", several),
         ("bos_token_id", [given(raw.get("bos_token_id"), 0)]),
@@ -545,8 +555,21 @@ def check_special_ids(config: DecoderConfig) -> None:
                 )
 
 
+def check_bounds(config: DecoderConfig) -> None:
+    """Refuses sizes that no model has, before anything is made of them."""
+    experts = 0 if config.experts is None else config.n_layers * config.experts.count
+    for what, count, most in (
+        ("layers", config.n_layers, MOST_LAYERS),
+        ("experts", experts, MOST_EXPERTS),
+        ("positions", config.max_positions, MOST),
+        ("parameters", config.n_params, MOST_PARAMS),
+    ):
+        if count > most:
+            raise UserError(f"its sizes make {count:,} {what}; at most {most:,} are read")
+
+
 def _unknown(family: object) -> str:
-    return f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
+    return f"model_type={short(repr(family))} is not supported; supported: {', '.join(FAMILIES)}"
 
 
 def _text_config(raw: Raw) -> Raw:
@@ -556,9 +579,28 @@ def _text_config(raw: Raw) -> Raw:
         if family.whole is not None and family.whole == raw.get("model_type"):
             if not isinstance(within, dict):
                 raise UserError(f"text_config={within!r} must be an object")
+            for key in ROPES:
+                if raw.get(key) is not None and raw[key] != within.get(key):
+                    raise UserError(
+                        f"{key}={short(repr(raw[key]))}, and text_config has"
+                        f" {short(repr(within.get(key)))}: what is in text_config counts; leave out"
+                        " the other, or write the same"
+                    )
             shared = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
-            return {key: raw[key] for key in shared if key in raw} | within | {"model_type": name}
+            found = {key: raw[key] for key in shared if raw.get(key) is not None}
+            found |= {
+                key: one for key, one in within.items() if one is not None or key not in found
+            }
+            ends = [*_several(within.get("eos_token_id")), *_several(raw.get("eos_token_id"))]
+            if ends and all(type(i) is int for i in ends):  # each of them ends a completion
+                found["eos_token_id"] = list(dict.fromkeys(ends))
+            return found | {"model_type": name}
     return raw
+
+
+def _several(ids: Any) -> list[Any]:
+    """Token ids of a field that has one, a list, or null."""
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _refuse_variants(raw: Raw) -> None:
@@ -573,15 +615,23 @@ def _refuse_variants(raw: Raw) -> None:
 
 def _rotary_dims(raw: Raw, head_dim: int) -> int | None:
     """`DecoderConfig.rotary_dims`, as `partial_rotary_factor` has them of every head."""
-    params = raw.get("rope_parameters")
-    params = params if isinstance(params, dict) else {}
+    key, ropes = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
+    params: JsonObject = {}
+    for name in ropes:
+        params |= given(raw.get(name), {})
     if params.get("rope_type") == "proportional":  # of all dims, some by nothing
         return None
-    factor = given(raw.get("partial_rotary_factor"), params.get("partial_rotary_factor"))
+    stated = {key: raw.get(key)} | {f"{n}.{key}": given(raw.get(n), {}).get(key) for n in ropes}
+    for factor in stated.values():
+        if factor in (1, None):
+            continue
+        if not FAMILIES[raw["model_type"]].partial_rotary:
+            raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
+        if type(factor) is not float or not 0 < factor < 1:
+            raise UserError(f"partial_rotary_factor={factor!r} must be a number above 0, at most 1")
+    factor = stated_once(stated, *stated)
     if factor in (1, None):
         return None
-    if not FAMILIES[raw["model_type"]].partial_rotary:
-        raise UserError("partial_rotary_factor below 1 is not supported; all dims are rotated")
-    if type(factor) is not float or not 0 < factor < 1:
-        raise UserError(f"partial_rotary_factor={factor!r} must be a number above 0, at most 1")
+    if head_dim * factor < 2:
+        raise UserError(f"partial_rotary_factor={factor!r}: none of {head_dim} dims are rotated")
     return int(head_dim * factor)

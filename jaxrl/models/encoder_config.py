@@ -12,6 +12,8 @@ from typing import Any, Literal
 from jaxrl.errors import UserError
 from jaxrl.models.fields import Raw, size
 
+MOST_LAYERS = 1000
+"""Far beyond the deepest encoder."""
 Pooling = Literal["cls", "mean"]
 MODULES = ("Transformer", "Pooling", "Normalize")
 """Steps of a sentence-transformers model that are run; embeddings are always normalised."""
@@ -100,7 +102,7 @@ class EncoderConfig:
             family=family,
             vocab_size=size(raw, "vocab_size"),
             d_model=d_model,
-            n_layers=size(raw, "num_hidden_layers"),
+            n_layers=size(raw, "num_hidden_layers", most=MOST_LAYERS),
             n_heads=heads,
             d_ff=size(raw, "intermediate_size"),
             positions=positions,

@@ -92,6 +92,12 @@ class Family:
     """Where `config.json` does not say it; None is hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
     """Where `config.json` does not say it."""
+    rope_theta: float = 10000.0
+    """Likewise."""
+    tie_embeddings: bool = False
+    """Likewise."""
+    max_positions: int = 2048
+    """Likewise."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
     scaled_embedding: bool = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.process.plain import JsonObject
 
+MOST = 2**31 - 1
+"""Of any size: what an int32 holds."""
 Raw = Mapping[str, Any]
 """A model's `config.json`, as it is parsed."""
 DecoderLike = Any
@@ -25,18 +26,35 @@ def filled(raw: Raw, defaults: Raw) -> JsonObject:
     return {**raw, **defaults, **{key: value for key, value in raw.items() if value is not None}}
 
 
-def size(raw: Raw, key: str, default: int | None = None, least: int = 1) -> int:
-    """A whole number of at least `least`; where it is absent or null, the default if there is
+def size(raw: Raw, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+    """A whole number from `least` to `most`; where it is absent or null, the default if there is
     one."""
     value = raw[key] if default is None else given(raw.get(key), default)
-    if type(value) is not int or value < least:
-        raise UserError(f"{key}={value!r} must be a whole number of at least {least}")
+    if type(value) is not int or not least <= value <= most:
+        high = type(value) is int and value > most
+        limit = f"at most {most}" if high else f"at least {least}"
+        raise UserError(f"{key}={short(repr(value))} must be a whole number of {limit}")
     return value
 
 
 def number(raw: Raw, key: str, default: float | None = None) -> float:
-    """A number above 0; where it is absent or null, the default if there is one."""
+    """A number above 0 that float32 holds; where it is absent or null, the default if there is
+    one."""
     value = raw[key] if default is None else given(raw.get(key), default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise UserError(f"{key}={value!r} must be a number above 0")
+    if type(value) not in (int, float) or not 0 < value < 3e38:
+        raise UserError(f"{key}={short(repr(value))} must be a number above 0")
     return float(value)
+
+
+def stated_once(raw: Raw, *keys: str) -> Any:
+    """What one of several keys of one meaning says, or all of them alike; null where none does.
+
+    Raises:
+        UserError: two of them say different things.
+    """
+    values = {key: raw[key] for key in keys if raw.get(key) is not None}
+    first = next(iter(values.values()), None)
+    if any(value != first for value in values.values()):
+        both = " and ".join(f"{key}={short(repr(value))}" for key, value in values.items())
+        raise UserError(f"{both} disagree: keep one of them, or write the same")
+    return first

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.process.plain import JsonObject
 
@@ -99,8 +99,8 @@ def read_windows(
     known = (FULL,) if window is None else (FULL, SLIDING)
     if not isinstance(types, list) or len(types) != n or any(kind not in known for kind in types):
         raise UserError(
-            f"layer_types={types!r} is not supported with sliding_window={window}: a list of"
-            f" num_hidden_layers={n} is needed, each of {', '.join(known)}"
+            f"layer_types={short(repr(types))} is not supported with sliding_window={window}: a"
+            f" list of num_hidden_layers={n} is needed, each of {', '.join(known)}"
         )
     sliding = LayerKind(window, rope_theta)
     return tuple(sliding if kind == SLIDING else given(full, LayerKind()) for kind in types)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl.errors import UserError
-from jaxrl.models.fields import DecoderLike, Raw, given, number, size
+from jaxrl.errors import UserError, short
+from jaxrl.models.fields import DecoderLike, Raw, given, number, size, stated_once
 from jaxrl.process.plain import JsonObject
 from jaxrl.types import Array
 
@@ -130,8 +130,8 @@ class YarnRope(RopeScaling):
         original = size(raw, "original_max_position_embeddings")
         stated = raw | {"factor": given(raw["factor"], raw["max_position_embeddings"] / original)}
         factor = number(stated, "factor")
-        scale, over = raw.get("mscale"), raw.get("mscale_all_dim")
-        if scale and over:
+        if raw.get("mscale") and raw.get("mscale_all_dim"):
+            scale, over = number(raw, "mscale"), number(raw, "mscale_all_dim")
             attention = _mscale(factor, scale) / _mscale(factor, over)
         else:
             attention = _mscale(factor, 1.0)
@@ -246,18 +246,66 @@ def _powers(theta: float | jax.Array, dims: int) -> jax.Array:
     return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
-def read_rope(raw: Raw) -> tuple[float, RopeScaling | None]:
-    """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise UserError(f"{key}={raw[key]!r} must be an object, or null")
-    params = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or params
-    theta = number(raw, "rope_theta", number(params, "rope_theta", 10000.0))
+def check_ropes(raw: Raw, full: str, sliding: str, local: str) -> None:
+    """Refuses a `config.json` that says two things of its rotary positions: older versions of
+    transformers have `rope_theta` and `rope_scaling` where newer ones have `rope_parameters`, and
+    which of them counts is not the same everywhere.
+
+    Args:
+        full, sliding: keys of a `rope_parameters` that has those of each kind of layers.
+        local: key of the base frequency of layers with a window.
+    """
+    params, scaling = (given(raw.get(key), {}) for key in ("rope_parameters", "rope_scaling"))
+    if isinstance(params, dict) and {full, sliding} & params.keys():
+        params, windowed = (given(params.get(key), {}) for key in (full, sliding))
+        if isinstance(windowed, dict):
+            of_windows = {
+                local: raw.get(local),
+                f"{sliding}.rope_theta": windowed.get("rope_theta"),
+            }
+            stated_once(of_windows, *of_windows)
+    if not isinstance(params, dict) or not isinstance(scaling, dict):
+        return  # refused where they are read
+    thetas = {
+        "rope_theta": raw.get("rope_theta"),
+        "rope_parameters.rope_theta": params.get("rope_theta"),
+        "rope_scaling.rope_theta": scaling.get("rope_theta"),
+    }
+    stated_once(thetas, *thetas)
+    newer, older = _one_spelling(params), _one_spelling(scaling)
+    for key in newer.keys() & older.keys() if params and scaling else ():
+        both = {f"rope_parameters.{key}": newer[key], f"rope_scaling.{key}": older[key]}
+        stated_once(both, *both)
+
+
+def _one_spelling(params: Raw) -> JsonObject:
+    """The constants of a scaling, its type at one key."""
+    kinds = {key: params.get(key) for key in ("rope_type", "type")}
+    kinds = {key: "longrope" if kind == "su" else kind for key, kind in kinds.items()}
+    apart = ("type", "rope_theta", "partial_rotary_factor")
+    rest = {key: value for key, value in params.items() if key not in apart}
+    return rest | {"rope_type": given(stated_once(kinds, *kinds), "default")}
+
+
+def _object(raw: Raw, key: str) -> JsonObject:
+    value = given(raw.get(key), {})
+    if not isinstance(value, dict):
+        raise UserError(f"{key}={short(repr(value))} must be an object, or null")
+    return value
+
+
+def read_rope(raw: Raw, default_theta: float = 10000.0) -> tuple[float, RopeScaling | None]:
+    """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields.
+
+    Args:
+        default_theta: the base frequency where none of them has one.
+    """
+    scaling = {**_object(raw, "rope_parameters"), **_object(raw, "rope_scaling")}
+    theta = number(scaling, "rope_theta", number(raw, "rope_theta", default_theta))
     kind = given(scaling.get("rope_type"), given(scaling.get("type"), "default"))
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"rope_type={kind!r} is not supported; supported: {', '.join(KINDS)}")
-    positions = given(raw.get("max_position_embeddings"), 2048)
+    positions = size(raw, "max_position_embeddings", 2048)
     original = given(scaling.get("original_max_position_embeddings"), positions)
     around = {
         "max_position_embeddings": positions,

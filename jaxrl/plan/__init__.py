@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.errors import user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.places import WEIGHTS, find_folder
 from jaxrl.models.config import DecoderConfig
@@ -189,17 +190,17 @@ def without_weights(config: Config) -> list[str]:
 
 
 def _only_described(name: str) -> bool:
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     weights = any((folder / file).is_file() for file in WEIGHTS)
     adapters = (folder / peft.CONFIG).is_file()
     return (folder / "config.json").is_file() and not weights and not adapters
 
 
 def model_config(name: str) -> DecoderConfig:
-    """The config of a model; of a folder, only `config.json` is read."""
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return hf.read_config(folder)
+    """The config of a model, held against its files; of a folder without weights, what its
+    `config.json` says."""
+    if _only_described(name):
+        return hf.read_config(user_path(name))
     return resolve_model(name).config
 
 
@@ -313,7 +314,7 @@ def mapped_bytes(config: Config) -> int:
     places = {
         resolve_model(name).path
         for name in {config.student.model, *config.teacher_models.values()}
-        if not (Path(name).expanduser() / "config.json").is_file()
+        if not (user_path(name) / "config.json").is_file()
     }
     return sum(place.stat().st_size for place in places if place.is_file())
 

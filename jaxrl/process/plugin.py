@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, user_path
 
 LONGEST_TRACEBACK = 4000
 """Characters of a traceback that are kept: its last ones."""
@@ -28,7 +28,7 @@ def anchored(text: str, folder: Path) -> str:
     place, colon, name = text.rpartition(":")
     if not colon or not is_file(place):
         return text
-    return f"{(folder / Path(place).expanduser()).resolve()}:{name}"
+    return f"{(folder / user_path(place)).resolve()}:{name}"
 
 
 def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
@@ -46,7 +46,7 @@ def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
     if not place or not name.isidentifier():
         raise UserError(f"{key}: {text!r} must be path/to/file.py:{kind} or module:{kind}")
     if is_file(place):
-        path = Path(place).expanduser().resolve()
+        path = user_path(place).resolve()
         if not path.is_file():
             raise UserError(
                 f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"

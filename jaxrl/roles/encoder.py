@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.similarity import text_to_embed
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
 from jaxrl.formats.places import find_folder
@@ -49,9 +50,7 @@ class Encoder:
             UserError: nothing there, or nothing that can be loaded.
         """
         self.config, folder = read_encoder(find_folder(path, fetch=True))
-        self.tokenizer: Tokenizer = load_tokenizer(folder)
-        if self.tokenizer is None:
-            raise UserError(f"encoder {os.fspath(path)!r}: no tokenizer.json in {folder}")
+        self.tokenizer = tokenizer_of_encoder(self.config, folder)
         self.params = load_bert(open_weights(folder), self.config, mesh, jnp.dtype(dtype))
         self.mesh, self._batch_tokens = mesh, batch_tokens
 
@@ -78,6 +77,19 @@ class Encoder:
             ledger=current(),
             progress=progress,
         )
+
+
+def tokenizer_of_encoder(config: EncoderConfig, folder: Path) -> Tokenizer:
+    """Returns the tokenizer in an encoder's folder.
+
+    Raises:
+        UserError: there is none, or one with tokens that the embedding has no row for.
+    """
+    tokenizer: Tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise UserError(f"encoder: no tokenizer.json in {folder}")
+    check_every_token(tokenizer, config.vocab_size, f"encoder {folder}")
+    return tokenizer
 
 
 class Grouper:

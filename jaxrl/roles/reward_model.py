@@ -20,7 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    as_messages,
+    check_every_token,
+    has_template,
+    load_tokenizer,
+    render_chat,
+)
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
 from jaxrl.formats.places import find_folder, open_tensors
@@ -73,6 +80,19 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
     shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
     tensors = open_tensors(os.fspath(path), folder, open_weights, shapes)
     return RewardSource(os.fspath(path), folder, config, tensors)
+
+
+def tokenizer_of_reward(source: RewardSource) -> Tokenizer:
+    """Returns the reward model's own tokenizer.
+
+    Raises:
+        UserError: it has none, or one with tokens that its embedding has no row for.
+    """
+    tokenizer: Tokenizer = load_tokenizer(source.path)
+    if tokenizer is None:
+        raise UserError(f"reward model {source.name!r}: no tokenizer.json in {source.path}")
+    check_every_token(tokenizer, source.config.vocab_size, f"reward model {source.name!r}")
+    return tokenizer
 
 
 def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
@@ -156,9 +176,7 @@ class RewardScorer:
             batch_tokens: tokens of a batch on one device, padding included.
             max_tokens: longest sequence; never more than the model's positions.
         """
-        self.tokenizer: Tokenizer = load_tokenizer(source.path)
-        if self.tokenizer is None:
-            raise UserError(f"reward model {source.name!r}: no tokenizer.json in {source.path}")
+        self.tokenizer = tokenizer_of_reward(source)
         positions = source.config.max_positions
         self.max_tokens = positions if max_tokens is None else min(positions, max_tokens)
         self.config, self.mesh = source.config, mesh

@@ -96,6 +96,8 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
     check_run_dir(plan.config)
     if fetch_models(plan.config):  # last, because downloads take longest
         check_weights(job)
+        if any(one.with_weights().config != one.config for one in job.models):
+            job, plan = make_job(plan.config, given), plan_run(plan.config)
     return job, plan
 
 

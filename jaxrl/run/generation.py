@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxrl.checkpoint.source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt
-from jaxrl.errors import UserError
+from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
+from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -38,7 +37,7 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
             raise UserError(f"--{option} {count} must be at least 1")
     if devices % tensor:
         raise UserError(f"--devices {devices} is not a multiple of --tensor {tensor}")
-    source = resolve_model(name)
+    source = resolve_model(name).with_weights()
     enable_compile_cache(Config.model_fields["compile_cache"].default)
     visible, mesh = ensure_devices(devices), None
     if devices > 1:
@@ -65,11 +64,8 @@ def sample(
 
 
 def end_ids_of(model: Model) -> tuple[int, ...]:
-    """The EOS ids of the checkpoint's config; its tokenizer's where there are none."""
-    if model.config.eos_ids:
-        return model.config.eos_ids
-    own = getattr(model.tokenizer, "eos_token_id", None)
-    return () if own is None else (own,)
+    """Returns the tokens that end a completion (`data.tokenizer.end_ids`)."""
+    return end_ids(model.config.eos_ids, model.tokenizer)
 
 
 def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:
@@ -137,6 +133,6 @@ def shown(row: JsonObject) -> str:
 def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
     """Writes the file that an option of a command names. Raises UserError."""
     try:
-        Path(path).expanduser().write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
+        user_path(path).write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error

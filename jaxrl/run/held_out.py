@@ -32,7 +32,7 @@ from jaxrl.config.evaluated import MESH, PLACEMENT, READ, SLOTS, UNREAD
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -71,7 +71,7 @@ class Evaluation:
 
     def run(self) -> tuple[JsonObject, list[str]]:
         """The result of `jaxrl.evaluate`, and every completion as a line of `samples.jsonl`."""
-        groups, speeds = _sample(self)
+        groups, speeds = _sample(replace(self, source=self.source.with_weights()))
         scores = judged(self.sets, groups, self.judge)
         result = {
             "model": self.source.name,
@@ -112,17 +112,13 @@ def prepare(
     inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
     source = source.for_length(inputs.longest_sequence(config))
     judge = verifier(config.data.verifier)
-    sets = inputs.held_out_sets(config, inputs.encoder(config, tokenizer, ends))
-    beyond = max(max(prompt.tokens) for held_out in sets for prompt in held_out.prompts)
-    if beyond >= source.config.vocab_size:
-        raise UserError(
-            f"model {source.name!r} has {source.config.vocab_size} tokens, but its tokenizer gives"
-            f" id {beyond}: is it the right tokenizer?"
-        )
+    encode = inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
+    sets = inputs.held_out_sets(config, encode)
     enable_compile_cache(config.compile_cache)
     devices, placed = _mesh(source, config)
     config = config.with_dtypes(default_dtype(target_of(devices.devices.flat)))
-    notes = (*placed, *inputs.held_out_notes(config, sets, judge))
+    about_tokens = inputs.token_notes(config, source, tokenizer)
+    notes = (*placed, *about_tokens, *inputs.held_out_notes(config, sets, judge))
     step = _step(source, base)
     return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
 
@@ -131,7 +127,7 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
     """The keys that the overrides go on top of."""
     if isinstance(config, Config):
         return config.model_dump(mode="json")
-    path = _run_config(source) if config is None else Path(config).expanduser()
+    path = _run_config(source) if config is None else user_path(config)
     if path is None:
         return {}
     mapping = config_base.read(path)

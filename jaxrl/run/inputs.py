@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
+from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
@@ -23,19 +24,58 @@ TWICE = " (by default they are twice the student's)"
 
 def tokenizer_of(source: ModelSource | ScoreCache) -> Tokenizer:
     """The transformers tokenizer; None where the checkpoint has none."""
-    return None if source.tokenizer_path is None else load_tokenizer(source.tokenizer_path)
+    return (
+        None if source.tokenizer_path is None else tokenizers.load_tokenizer(source.tokenizer_path)
+    )
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a completion: those of the model's config, else its tokenizer's."""
-    if source.config.eos_ids:
-        return source.config.eos_ids
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return (tokenizer.eos_token_id,)
-    raise UserError(
-        f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"
-        " config.json or generation_config.json"
-    )
+    """Returns the tokens that end a completion: those of the model's config and generation config,
+    and its tokenizer's own.
+
+    Raises:
+        UserError: there are none, or the tokenizer's own has no row in the embedding.
+    """
+    ids, rows = tokenizers.end_ids(source.config.eos_ids, tokenizer), source.config.vocab_size
+    if not ids:
+        raise UserError(
+            f"model {source.name!r} names no end-of-sequence token: set eos_token_id in its"
+            " config.json or generation_config.json"
+        )
+    if max(ids) >= rows:
+        tokenizers.check_rows(tokenizer, rows, ids, f"model {source.name!r}: its end of sequence")
+    return ids
+
+
+def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> list[str]:
+    """Returns what a reader should know of a tokenizer that says other things than the model's
+    config: tokens without a row in the embedding, and another end token.
+
+    Raises:
+        UserError: there are tokens without a row, and an environment, whose texts are only known
+            while a run works, may say one. (`encoder` refuses rows of data; with a teacher,
+            `check_same_vocabulary` refuses any.)
+    """
+    if tokenizer is None:
+        return []
+    notes, rows, stated = [], source.config.vocab_size, source.config.eos_ids
+    without = tokenizers.tokens_without_row(tokenizer, rows)
+    if without:
+        if config.environment.name is not None:
+            tokenizers.check_every_token(tokenizer, rows, f"model {source.name!r}")
+        notes.append(
+            f"model {source.name!r} has {rows} embedding rows (vocab_size), which {len(without)}"
+            f" tokens of its tokenizer lie beyond (the first is {min(without)}"
+            f" {without[min(without)]!r}): no row of the data uses one"
+        )
+    own = tokenizer.eos_token_id
+    if stated and own is not None and own not in stated:
+        words = ", ".join(f"{i} {tokenizer.convert_ids_to_tokens(i)!r}" for i in stated)
+        notes.append(
+            f"model {source.name!r} ends completions at {words} by its config, and at {own}"
+            f" {tokenizer.eos_token!r} by its tokenizer: each of them ends one"
+        )
+    return notes
 
 
 def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
@@ -87,12 +127,14 @@ def encoder(
     config: Config,
     tokenizer: Tokenizer,
     ends: tuple[int, ...],
+    rows: int,
     teacher: bool = False,
     teacher_tokenizer: Tokenizer | None = None,
 ) -> PromptEncoder:
     """How the rows of `data.train` and `data.eval` become tokens.
 
     Args:
+        rows: of the model's embedding.
         teacher: with the prompts that the teacher reads of them (`teacher.prompt`).
         teacher_tokenizer: by which it reads these; None: the student's.
     """
@@ -116,6 +158,7 @@ def encoder(
         shots,
         d.long_prompts,
         theirs,
+        rows,
     )
 
 

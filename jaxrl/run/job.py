@@ -20,6 +20,7 @@ from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.tokenizer import (
     Tokenizer,
+    check_every_token,
     check_same_prompts,
     check_same_vocabulary,
     decode,
@@ -35,7 +36,8 @@ from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
-from jaxrl.roles.reward_model import open_reward
+from jaxrl.roles.encoder import tokenizer_of_encoder
+from jaxrl.roles.reward_model import open_reward, tokenizer_of_reward
 from jaxrl.run.inputs import (
     check_positions,
     encoder,
@@ -45,6 +47,7 @@ from jaxrl.run.inputs import (
     keys,
     longest_sequence,
     pad_id,
+    token_notes,
     tokenizer_of,
 )
 from jaxrl.sharding.axes import Axes
@@ -138,6 +141,11 @@ class Job(Setup):
         return samples
 
     @property
+    def models(self) -> tuple[ModelSource, ...]:
+        """The student and the teachers that are loaded here."""
+        return self.student, *self.teachers.values()
+
+    @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """Those of all sets, one after the other."""
         return tuple(prompt for one in self.held_out for prompt in one.prompts)
@@ -174,7 +182,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     student, teachers, tokenizer = found.student, found.teachers, found.tokenizer
     vocab_size, cache, served = found.vocab_size, found.cache, found.served
     eos_ids, aligner, own = found.eos_ids, found.aligner, found.own
-    d, encode = config.data, encoder(config, tokenizer, eos_ids, True, own)
+    d, rows = config.data, student.config.vocab_size
+    encode = encoder(config, tokenizer, eos_ids, rows, True, own)
     source = open_source(d.train, config.seed, "train", keys(config))
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
@@ -187,7 +196,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     read = encode if evaluated else replace(encode, teacher=None)
     held_out = held_out_sets(config, read)
     prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
-    notes: list[str | None] = []
+    notes: list[str | None] = [*found.notes]
     if aligner is not None:
         common = int((aligner.to_teacher >= 0).sum())
         notes.append(
@@ -267,6 +276,8 @@ class _Models:
     """With a teacher whose tokens are others."""
     own: Tokenizer | None
     """The teacher's tokenizer, where it makes other prompts than the student's."""
+    notes: Sequence[str]
+    """Of the student's tokenizer, where it and the config say other things."""
 
 
 def _models(config: Config) -> _Models:
@@ -276,7 +287,8 @@ def _models(config: Config) -> _Models:
         name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
     }
     tokenizer = tokenizer_of(student)
-    eos_ids = end_ids(student, tokenizer)
+    eos_ids, notes = end_ids(student, tokenizer), token_notes(config, student, tokenizer)
+    student = student.ending_at(eos_ids)
     vocab_size = student.config.vocab_size
     cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
     described: dict[str, ModelSource | ScoreCache] = dict(teachers)
@@ -301,6 +313,7 @@ def _models(config: Config) -> _Models:
                 plain = config.teacher_model and config.teacher.tokenizer == "student"
                 more = "; or set teacher.tokenizer=own" if plain else ""
                 raise UserError(f"{error}{more}") from error
+            check_every_token(own, teacher.config.vocab_size, "teacher.model")
             ends = end_ids(teachers[name], own)
             aligner = Aligner(
                 Speaker(tokenizer, student.config.vocab_size, eos_ids),
@@ -328,13 +341,14 @@ def _models(config: Config) -> _Models:
         served=served,
         aligner=aligner,
         own=own,
+        notes=notes,
     )
 
 
 def check_weights(job: Job) -> None:
     """Raises UserError for models that had no weights here when the job was made, and whose tensors
     do not fit their configs."""
-    for source in (job.student, *job.teachers.values()):
+    for source in job.models:
         resolve_model(source.name)
     if job.config.learns_from_rewards and job.config.reward.model is not None:
         open_reward(job.config.reward.model)
@@ -415,9 +429,9 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
     with contextlib.closing(reward_functions(config, given)) as rewards:
         rewards.check(train.batch(0))
     if config.reward.model is not None:
-        open_reward(config.reward.model)
+        tokenizer_of_reward(open_reward(config.reward.model))
     if config.grouper.model is not None and config.policy.advantages == "similarity":
-        read_encoder(find_folder(config.grouper.model))
+        tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
     return notes
 
 

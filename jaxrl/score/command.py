@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrl.algorithms.protocols import TeacherRole
 from jaxrl.config.schema import Config
+from jaxrl.errors import user_path
 from jaxrl.process.streams import Output
 from jaxrl.run.launch import make_teacher
 from jaxrl.score.error import storage_error
@@ -46,7 +47,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
     """
     output, began = Output(sys.stdout), time.monotonic()
     log = output.line
-    scoring, notes = prepare(config, Path(out).expanduser(), dtype)
+    scoring, notes = prepare(config, user_path(out), dtype)
     folder = scoring.folder
     for note in (*notes, *scoring.job.data_notes()):
         log(note)

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.checkpoint.store import put_file
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake, frame
@@ -296,7 +296,7 @@ class ScoreCache:
         Raises:
             UserError: nothing there, or nothing that can be used.
         """
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self.name = str(path)
         self.manifest = read_manifest(self.path, f"teacher.cache={path}")
         self.tokenizer_path = self.path / TEACHER

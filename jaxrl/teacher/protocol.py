@@ -106,7 +106,8 @@ class Info(ProtocolMessage):
     """`vocab_hash` of the tokenizer."""
     tokenizer_eos: int | None
     model_eos: tuple[int, ...]
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
+    """By name, where the tokenizer has several."""
     dtype: DType
     """Of hidden states and head."""
     max_tokens: Positive

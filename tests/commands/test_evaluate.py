@@ -241,7 +241,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     tiny_tokenizer(template=None).save_pretrained(tmp_path)
     (tmp_path / "eval.jsonl").write_text('{"prompt": "zzz", "answer": "c"}\n')
     keys = [f"data.eval={tmp_path}/eval.jsonl", "compile_cache=null"]
-    with pytest.raises(UserError, match=r"has 40 tokens, but its tokenizer gives id \d+"):
+    with pytest.raises(UserError, match=r"model, which has 40 \(vocab_size\): 258 '<\|im_end\|>'"):
         evaluate(tmp_path, overrides=keys)
 
 

@@ -508,6 +508,9 @@ class Metadata(dict[str, Any]):
     def meta(self, key: str) -> Any:
         return self.get(key.rpartition("tokenizer.ggml.")[2])
 
+    def keys_of(self, start: str) -> list[str]:
+        return [key for key in self if key.startswith(start)]
+
 
 def byte_level(pre: str, **more: Any) -> Metadata:
     """All bytes, two control tokens, a user-defined one, and merges that would join digits."""

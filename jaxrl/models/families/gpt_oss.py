@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Clamp, Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, filled, given, number, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, number, size, stated_once
 from jaxrl.models.kinds import read_windows, written_windows
 from jaxrl.process.plain import JsonObject
 
@@ -18,7 +18,6 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-THETA = 150000.0
 DEFAULTS: JsonObject = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
@@ -32,9 +31,8 @@ DEFAULTS: JsonObject = {
 
 
 def prepare(raw: Raw) -> Raw:
-    found, params = filled(raw, DEFAULTS), given(raw.get("rope_parameters"), {})
-    if isinstance(params, dict) and "rope_theta" not in params:
-        found = filled(found, {"rope_theta": THETA})
+    stated_once(raw, "num_experts_per_tok", "experts_per_token")
+    found = filled(raw, DEFAULTS)
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
         found["rope_scaling"] = ROPE
     return found
@@ -74,6 +72,7 @@ GPT_OSS = Family(
     ),
     head_dim=64,
     rms_norm_eps=1e-5,
+    rope_theta=150000.0,
     tensors={
         "attn/sinks": "self_attn.sinks",
         "mlp/router/kernel": "mlp.router.weight",

@@ -3,7 +3,7 @@ third of them one with attention, whose output has a gate and whose heads rotate
 
 from __future__ import annotations
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, filled, size
@@ -21,8 +21,8 @@ DEFAULTS: JsonObject = {"head_dim": 256, "num_key_value_heads": 4}
 def prepare(raw: Raw) -> Raw:
     if raw.get("attn_output_gate") is False:
         raise UserError("attn_output_gate=false is not supported for this family")
-    params = raw.get("rope_parameters")
-    rotates = isinstance(params, dict) and params.get(PARTIAL) is not None
+    ropes = (raw.get("rope_parameters"), raw.get("rope_scaling"))
+    rotates = any(isinstance(rope, dict) and rope.get(PARTIAL) is not None for rope in ropes)
     return filled(raw, DEFAULTS if rotates else DEFAULTS | {PARTIAL: 0.25})
 
 
@@ -33,8 +33,8 @@ def read(raw: Raw) -> JsonObject:
         types = [RECURRENT if (i + 1) % period else FULL for i in range(n)]
     if not isinstance(types, list) or len(types) != n or set(types) - {RECURRENT, FULL}:
         raise UserError(
-            f"layer_types={types!r} is not supported: a list of num_hidden_layers={n} is needed,"
-            f" each of {RECURRENT}, {FULL}"
+            f"layer_types={short(repr(types))} is not supported: a list of num_hidden_layers={n} is"
+            f" needed, each of {RECURRENT}, {FULL}"
         )
     delta = Delta(
         k_heads=size(raw, "linear_num_key_heads", 16),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, filled, given, size
+from jaxrl.models.fields import DecoderLike, Raw, filled, given, size, stated_once
 from jaxrl.process.plain import JsonObject
 
 DEFAULTS: JsonObject = {
@@ -19,7 +19,7 @@ DEFAULTS: JsonObject = {
 
 def prepare(raw: Raw) -> Raw:
     """transformers 5 writes the number of experts under another name."""
-    count = given(raw.get("num_experts"), raw.get("num_local_experts"))
+    count = stated_once(raw, "num_experts", "num_local_experts")
     return filled({**raw, "num_experts": count}, DEFAULTS)
 
 

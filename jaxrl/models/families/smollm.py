@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.models.family import Family
 from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
@@ -20,8 +20,8 @@ def read(raw: Raw) -> JsonObject:
     rotates = given(raw.get("no_rope_layers"), [int((i + 1) % every != 0) for i in range(n)])
     if not isinstance(rotates, list) or len(rotates) < n or set(rotates) - {0, 1}:
         raise UserError(
-            f"no_rope_layers={rotates!r} must be a list of num_hidden_layers={n} numbers, 1 of"
-            " layers that rotate and 0 of the others"
+            f"no_rope_layers={short(repr(rotates))} must be a list of num_hidden_layers={n}"
+            " numbers, 1 of layers that rotate and 0 of the others"
         )
     window = size(raw, "sliding_window", 0) if raw.get("use_sliding_window") else None
     kinds = read_windows(raw, window, lambda i: not rotates[i])
@@ -41,5 +41,12 @@ def write(config: DecoderLike) -> JsonObject:
 
 
 SMOLLM3 = Family(
-    "SmolLM3ForCausalLM", gguf="smollm3", gguf_interleaved=True, read=read, write=write
+    "SmolLM3ForCausalLM",
+    rope_theta=2e6,
+    tie_embeddings=True,
+    max_positions=32_768,
+    gguf="smollm3",
+    gguf_interleaved=True,
+    read=read,
+    write=write,
 )
