@@ -336,7 +336,9 @@ class ActorConfig(RoleConfig):
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
     memory, with stochastic rounding, so that small updates are not lost on average."""
     moment_dtype: DType = "float32"
-    """Dtype of gradients and moments inside the optimizer."""
+    """Dtype of gradients inside the optimizer, and of their average (first moment, momentum).
+    Averages of squared gradients are float32, and so is an average whose decay exceeds 0.92, as
+    with muon and, by default, lion: in bfloat16 they would not follow the gradients."""
     micro_batch_tokens: Positive | None = 16384
     """Upper bound of the tokens per device in one micro-batch, the part of a minibatch whose
     gradient is computed at once. The number of rows is such that the bound holds even if every row
