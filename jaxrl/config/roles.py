@@ -81,9 +81,9 @@ class StudentConfig(Section):
     weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
     router_aux_loss_coef: NonNegative = 0.0
     """Of a mixture of experts: weight of the loss that balances the experts, which is added to the
-    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a micro-batch, those of
-    prompts too). It is a product of two means over the micro-batch: how a minibatch is cut into
-    micro-batches changes it."""
+    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a minibatch, those of a
+    prompt once for each completion). If a minibatch is cut into micro-batches, each update takes
+    another forward pass without the LM head, which counts the tokens at each expert."""
 
     def _rules(self) -> Iterator[str]:
         if self.lora.rank is None and self.base_dtype is not None:

@@ -26,7 +26,8 @@ AVERAGE_ERROR = 0.05
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
-    """Learning rate as a function of the number of updates done; it reaches its end at `updates`.
+    """Learning rate as a function of the number of updates planned before; it reaches its end at
+    `updates`.
 
     Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0.
     """
@@ -42,6 +43,17 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
         return after
     before = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([before, after], [warmup])
+
+
+def schedule_at(state: Tree, number: jax.Array) -> Tree:
+    """Returns the optimizer's state with its schedule at update `number`, a scalar int32."""
+
+    def is_schedule(x: Tree) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda x: x._replace(count=number) if is_schedule(x) else x, state, is_leaf=is_schedule
+    )
 
 
 def make_optimizer(
