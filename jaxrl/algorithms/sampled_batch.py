@@ -90,6 +90,7 @@ def _advantages(
         rollout.group_ids,
         options=_similarity(config),
         texts=(*embedded.texts, *[None] * extra),
+        task=scores["reward"][0].task,
     )
     reported = {
         f"similarity/{name}": float(a) / max(float(n), 1)

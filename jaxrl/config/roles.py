@@ -416,7 +416,8 @@ class GrouperConfig(FrozenConfig):
     """What the clusters change. subgroup: a reward is compared within its cluster, so differences
     between clusters give no gradient. blend: alpha of that advantage and 1 - alpha of the prompt's
     (Stratified GRPO, arXiv 2510.06214). size_weight: |cluster|^-alpha times the prompt's advantage
-    (arXiv 2601.08763). The others change the reward before it is compared within the prompt:
+    (arXiv 2601.08763). The others change the task reward, before penalties for length and KL are
+    added and it is compared within the prompt:
     distinct multiplies it by the fraction of the prompt's other completions that are in other
     clusters, at least 0.1 (DARLING); smi divides it by the sum of its similarities to all, itself
     included (DRA-GRPO, arXiv 2505.09655); mmr takes the score at which maximal marginal relevance
