@@ -307,6 +307,9 @@ class Totals:
     """Scalar: tokens of the policy loss."""
     policy_sequences: Array
     """Scalar: sequences with such a token."""
+    of_experts: Array = None
+    """[E + 1] float32 (`experts.tokens_of_experts`): where there are several micro-batches, and a
+    term that balances the experts."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.losses.divergence import clamped_gap
 from jaxrl.rewards.combine import Rewards, as_rewards
 from jaxrl.types import Array
 
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
-MAX_OPD_GAP = 20.0
-"""Nats. On-policy distillation (OPD): `opd_advantages` clamps the difference between the log-probs
-of student and teacher at a token to at most this."""
 TOLERANCE = 1e-6
 """A group whose rewards have a smaller standard deviation has no differences to learn from."""
 
@@ -148,20 +146,6 @@ def select_groups(rewards: Rewards, group_ids: Int[np.ndarray, " B"]) -> Selecti
     return Selection(real & np.isin(ids, differs), dropped)
 
 
-def opd_gap(
-    logprobs: Float[Array, "B T"],
-    teacher_logprobs: Float[Array, "B T"],
-    mask: Bool[Array, "B T"],
-) -> Float[Array, "B T"]:
-    """log Q(y_t) - log P(y_t), nats, unbounded; 0 where masked. No gradient.
-
-    A token beyond the teacher's vocabulary, or one that a remote teacher reports as impossible, has
-    a gap of thousands of nats or more: `opd_advantages` clamps it.
-    """
-    gap = jnp.asarray(logprobs) - jnp.asarray(teacher_logprobs)
-    return jax.lax.stop_gradient(jnp.where(jnp.asarray(mask).astype(bool), gap, 0))
-
-
 def opd_advantages(
     advantages: Float[Array, " B"] | Float[Array, "B T"],
     logprobs: Float[Array, "B T"],
@@ -172,8 +156,7 @@ def opd_advantages(
 ) -> Float[Array, "B T"]:
     """A_t = A - coef clamp(log Q(y_t) - log P(y_t), +-20): on-policy distillation as an advantage.
 
-    With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher). The clamp
-    keeps a single token, impossible under the teacher, from being the whole gradient of a batch.
+    With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher).
     The result is per token, so that of the losses with sequence ratios only gspo_token accepts it.
     0 where masked; no gradient.
 
@@ -187,5 +170,5 @@ def opd_advantages(
     task = jnp.asarray(advantages, jnp.float32)
     if task.ndim == 1:
         task = jnp.broadcast_to(task[:, None], mask.shape)
-    gap = jnp.clip(opd_gap(logprobs, teacher_logprobs, mask), -MAX_OPD_GAP, MAX_OPD_GAP)
+    gap, _ = clamped_gap(logprobs, teacher_logprobs, mask)
     return jax.lax.stop_gradient(jnp.where(mask, task, 0) - coef * gap)

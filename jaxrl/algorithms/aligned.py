@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, topk_fields
 from jaxrl.losses.cells import LEFT_OUT, Borders, Cells, opened
+from jaxrl.losses.divergence import clamped_gap
 from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from_hidden
 from jaxrl.losses.layout import Softcap
 from jaxrl.losses.stretches import increments, stretch_sums
@@ -92,10 +93,9 @@ OF_STUDENT = ("kinds", "sizes", "cells", "ends", "left_out")
 
 
 def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
-    """A training batch on the actor's mesh with the mean over its stretches of log Q - log P of
-    their tokens, Q being the policy that sampled, at the tokens that are known to be one of a set
-    (`losses.stretches`); where a teacher with another tokenizer sent them, and 0 for the signal
-    `sampled`. It is the same for every row, however the batch is cut into micro-batches."""
+    """Returns a training batch on the actor's mesh with `stretch_baseline`, where a teacher with
+    another tokenizer sent its signal; 0 for the signal `sampled`. It is of the whole batch, however
+    that is cut into micro-batches."""
     sent = batch.teacher
     if sent is None or sent.kinds is None:
         return batch
@@ -109,11 +109,18 @@ def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
 def stretch_baseline(
     kinds: Array, cells: Array, theirs: Array, sampler_logprobs: Array, mask: Array
 ) -> Array:
-    """[B, C] float32, nats: as of `with_baseline`. Arguments are [B, C]."""
+    """Computes [B, C] float32, nats: at the tokens that are known to be one of a set
+    (`losses.stretches`) the mean over the other stretches of the batch of log Q - log P of their
+    tokens, Q being the policy that sampled; 0 where there is no other. A stretch's own difference
+    is left out: its baseline would depend on what it sampled, and take part of its gradient away.
+    Differences are kept within +-20 nats. Arguments are [B, C].
+    """
     begins = kinds != Aligned.INSIDE
     chosen = (cells <= LEFT_OUT) & mask & (kinds != Aligned.NOT)
     own = stretch_sums(jnp.where(mask, sampler_logprobs, 0), begins)
     some = stretch_sums(chosen.astype(jnp.float32), begins) > 0
     counted = (kinds == Aligned.START) & some & mask
-    mean = jnp.where(counted, own - theirs, 0).sum() / jnp.maximum(counted.sum(), 1)
-    return jnp.where(chosen, mean, 0)
+    gaps, _ = clamped_gap(own, theirs, counted)
+    gap, one = stretch_sums(gaps, begins), stretch_sums(counted.astype(jnp.float32), begins)
+    others = (gaps.sum() - gap) / jnp.maximum(counted.sum() - one, 1)
+    return jnp.where(chosen & (counted.sum() > one), others, 0)

@@ -32,7 +32,7 @@ from jaxrl.losses.algorithm_table import LearnsFrom
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.experts import Experts, Routed, balance_loss, expert_load
+from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.plain import Keywords
@@ -149,11 +149,11 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     projection = Projection.of(config, mesh, vocab_size, model)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
         flat = packed(packing, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
         sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
-        return _balanced(config, (total, count), of_experts), sums | of_experts, {}
+        return _balanced(config, (total, count), of_experts, totals), sums | of_experts, {}
 
     return loss
 
@@ -164,57 +164,84 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     options["softcap"] = model.final_softcap
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
         completions = packed_completions(packing, batch.sequences)
         tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options)
         total = (-masked_sum(logprobs, mask), masked_count(mask))
-        return _balanced(config, total, of_experts), {"sft/loss": total} | of_experts, {}
+        return _balanced(config, total, of_experts, totals), {"sft/loss": total} | of_experts, {}
 
     return loss
 
 
 def _hidden(
-    config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
+    config: Config,
+    model: DecoderConfig,
+    mesh: Mesh,
+    params: Params,
+    batch: TrainBatch,
+    totals: Totals,
 ) -> tuple[Packing, jax.Array, jax.Array, Sums]:
     """The packing, the hidden states [X, m, D] of the completions in it (X streams of m scored
     tokens) and the LM head [V, D], both in the compute dtype; and the metrics of experts, where
     there are any.
     """
-    dtype, remat = jnp.dtype(config.actor.dtype), config.actor.remat
+    packing, hidden, routed = _forward(config, model, mesh, params, batch)
+    sums = {} if routed is None else _expert_sums(model, packing, routed, totals)
+    return packing, hidden, head(params).astype(config.actor.dtype), sums
+
+
+def _forward(
+    config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
+) -> tuple[Packing, jax.Array, Routed | None]:
+    """The packing, the hidden states of its completions, and what the routers did."""
     packing = pack(batch.sequences, mesh)
     routed: list[Routed] = []
-    options: Keywords = {"remat": remat, "dtype": dtype, "routed": routed}
-    hidden = completion_hidden(model, params, packing, mesh, **options)
-    sums = {} if model.experts is None else expert_sums(model.experts, packing, routed[0])
-    return packing, hidden, head(params).astype(dtype), sums
+    options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
+    hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)
+    return packing, hidden, None if model.experts is None else routed[0]
 
 
 BALANCE = "policy/experts_balance"
 
 
-def expert_sums(experts: Experts, packing: Packing, routed: Routed) -> Sums:
+def tokens_to_balance(
+    config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
+) -> jax.Array:
+    """Computes `Totals.of_experts` of a micro-batch: a forward pass without the LM head."""
+    packing, _, routed = _forward(config, model, mesh, params, batch)
+    assert model.experts is not None and routed is not None
+    return tokens_of_experts(model.experts, routed, packing.copies)
+
+
+def _expert_sums(model: DecoderConfig, packing: Packing, routed: Routed, totals: Totals) -> Sums:
     """The metrics of a mixture of experts: entropy and load of the routers, means over tokens and
-    layers; and the loss that balances the experts, a mean over micro-batches, which alone has a
-    gradient."""
-    real = packing.real
+    layers; and the loss that balances the experts, which alone has a gradient."""
+    experts, real = model.experts, packing.real
+    assert experts is not None
     load = expert_load(experts, routed.ids, real)
     found = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
     count = real.sum(dtype=jnp.float32) * len(load)
     names = "policy/experts_entropy", "policy/experts_load"
     kept: Sums = {name: (x.sum(), count) for name, x in zip(names, found, strict=True)}
-    balance = balance_loss(experts, routed, real)
-    return jax.lax.stop_gradient(kept) | {BALANCE: (balance * count, count)}
+    own = tokens_of_experts(experts, routed, packing.copies)
+    whole = own if totals.of_experts is None else totals.of_experts
+    balance = balance_loss(experts, routed, whole)
+    return jax.lax.stop_gradient(kept) | {BALANCE: (balance * whole[-1], own[-1])}
 
 
-def _balanced(config: Config, pair: SumCount, of_experts: Sums) -> SumCount:
-    """The loss of a micro-batch with the term that balances experts, which counts for as many
-    tokens as the loss itself does."""
+def _balanced(config: Config, pair: SumCount, of_experts: Sums, totals: Totals) -> SumCount:
+    """The loss of a micro-batch with its part of the term that balances experts.
+
+    The actor divides by the tokens of all micro-batches, and the parts add up to the term itself
+    (`balance_loss`), because f is that of the whole minibatch: how it is cut changes nothing.
+    """
     coef, (total, count) = config.student.router_aux_loss_coef, pair
     if coef == 0:
         return pair
-    balance, tokens = of_experts[BALANCE]
-    return total + coef * balance / jnp.maximum(tokens, 1) * count, count
+    part, own = of_experts[BALANCE]
+    whole = own if totals.of_experts is None else totals.of_experts[-1]
+    return total + coef * part / jnp.maximum(whole, 1) * totals.tokens, count
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -223,9 +250,9 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
     objective = policy_objective(config, model, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch)
+        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
         pair, sums, maxima = objective(packing, hidden, kernel, batch, frozen, totals)
-        return _balanced(config, pair, of_experts), sums | of_experts, maxima
+        return _balanced(config, pair, of_experts, totals), sums | of_experts, maxima
 
     return loss
 

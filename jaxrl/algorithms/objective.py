@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.advantages import MAX_OPD_GAP, opd_advantages, opd_gap
+from jaxrl.algorithms.advantages import opd_advantages
 from jaxrl.algorithms.signals import Projection, distill_loss, entropy_aware_loss, packed
 from jaxrl.config.schema import Config
 from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
@@ -29,6 +28,7 @@ from jaxrl.losses.correction import (
     diagnostics,
     make_correction,
 )
+from jaxrl.losses.divergence import clamped_gap
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden
 from jaxrl.losses.kl import kl_term
 from jaxrl.losses.policy import (
@@ -151,7 +151,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
             assert batch.teacher is not None
             gap = (start, batch.teacher.token_logprobs, mask)
             advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
-            opd = {"opd_clamped": token_metric(jnp.abs(opd_gap(*gap)) > MAX_OPD_GAP, mask)}
+            opd = {"opd_clamped": token_metric(clamped_gap(*gap)[1], mask)}
         old, weights = start, None if isinstance(correction, NoCorrection) else corrected.weights
         if p.bypass:
             old = batch.sampler_logprobs

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxrl.algorithms.advantages import select_groups
+from jaxrl.algorithms.sampled_batch import selected
 from jaxrl.algorithms.sources import Sources
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.scoring import RewardReport, reward_stats
 from jaxrl.runtime.local import done_future
@@ -52,7 +53,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         sampling = sources.student_samples(index, attempt)
         judging = sources.rewards(sampling)
         rollout, report = sources.wait(sampling), sources.wait(judging)
-        found, useless = _groups(rollout, report)
+        found, useless = _groups(config, rollout, report)
         kept += found
         spare += useless
         reports.append(report)
@@ -82,9 +83,11 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
     return futures
 
 
-def _groups(rollout: Rollout, report: RewardReport) -> tuple[list[_Group], list[_Group]]:
+def _groups(
+    config: Config, rollout: Rollout, report: RewardReport
+) -> tuple[list[_Group], list[_Group]]:
     """Those that teach something, and the others."""
-    keep = select_groups(report.task, rollout.group_ids).keep
+    keep = selected(config, rollout, report).keep
     sides: tuple[list[_Group], list[_Group]] = ([], [])
     ids = rollout.group_ids[: len(rollout.completions)]
     for group in dict.fromkeys(ids.tolist()):

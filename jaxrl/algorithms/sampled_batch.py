@@ -9,7 +9,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algorithms.advantages import group_advantages, select_groups, turn_advantages
+from jaxrl.algorithms.advantages import (
+    Selection,
+    group_advantages,
+    select_groups,
+    turn_advantages,
+)
 from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
@@ -37,15 +42,12 @@ def prepare_rewarded(config: Config) -> Prepare:
             penalty = _reward_kl(config, rollout, reference)
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
-        if config.environment.name and config.environment.credit == "turn":
+        if _credits_turns(config):
             advantages = _by_turn(config, rollout, rewards, report)
             reported: dict[str, float] = {}
         else:
             advantages, reported = _advantages(config, rollout, rewards, scores)
-        selection = select_groups(report.task, rollout.group_ids)  # before penalties
-        if advantages.ndim == 2:  # turns may differ where whole episodes do not
-            teaches = np.unique(rollout.group_ids[(advantages != 0).any(-1)])
-            selection = replace(selection, keep=np.isin(rollout.group_ids, teaches[teaches >= 0]))
+        selection = selected(config, rollout, report)
         metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
         if config.dynamic_sampling != "off":
@@ -88,6 +90,7 @@ def _advantages(
         rollout.group_ids,
         options=_similarity(config),
         texts=(*embedded.texts, *[None] * extra),
+        task=scores["reward"][0].task,
     )
     reported = {
         f"similarity/{name}": float(a) / max(float(n), 1)
@@ -96,30 +99,65 @@ def _advantages(
     return grouped.advantages, reported
 
 
-def _by_turn(
-    config: Config, rollout: Rollout, rewards: np.ndarray, report: RewardReport
-) -> np.ndarray:
-    """[B, C]: the advantage of each turn at its tokens. What an episode is rewarded with beside its
-    environment's rewards belongs to its last turn."""
+def selected(config: Config, rollout: Rollout, report: RewardReport) -> Selection:
+    """Selects the groups that teach something, for dynamic sampling of either kind and for the
+    metrics. Penalties for length and KL do not count. With `environment.credit=turn` the rewards of
+    all turns of a group are compared, so a group is kept exactly if one of its turns would have an
+    advantage without penalties.
+    """
+    if not _credits_turns(config):
+        return select_groups(report.task, rollout.group_ids)
+    turns = _turn_rewards(config, rollout, report, report.task, _has_other_rewards(config))
+    ids = np.repeat(rollout.group_ids, [len(rewards) for rewards in turns])
+    selection = select_groups(np.concatenate(turns), ids)
+    return replace(selection, keep=np.isin(rollout.group_ids, ids[selection.keep]))
+
+
+def _credits_turns(config: Config) -> bool:
+    return config.environment.name is not None and config.environment.credit == "turn"
+
+
+def _has_other_rewards(config: Config) -> bool:
+    """Whether something beside the environment gives a reward that counts."""
+    reward = config.rewards
+    return any(reward.weights_of_functions) or (bool(reward.model) and reward.model_weight != 0)
+
+
+def _turn_rewards(
+    config: Config, rollout: Rollout, report: RewardReport, totals: np.ndarray, others: bool
+) -> list[np.ndarray]:
+    """Computes the reward of each turn of the model, NaN where it has none: float64 arrays, one for
+    each row, empty at padding.
+
+    Args:
+        totals: [B] of whole episodes. What they hold beside the environment's rewards belongs to
+            the last turn.
+        others: whether they hold anything beside the environment's rewards.
+    """
     environment = config.environment
-    whole = np.nan_to_num(report.per_reward[ENVIRONMENT])
-    beside = rewards - environment.weight * whole
-    others = len(report.per_reward) > 1 or config.policy.reward_kl_coef > 0
-    turns: list[np.ndarray] = [np.zeros(0)] * len(rewards)
+    beside = totals - environment.weight * np.nan_to_num(report.per_reward[ENVIRONMENT])
+    turns: list[np.ndarray] = [np.zeros(0)] * len(totals)
     for row, completion in enumerate(rollout.completions):
         own = [turn.reward for turn in completion.turns if turn.role == "assistant"]
         given = environment.weight * as_rewards(own)
-        if environment.weight == 0:
+        if environment.weight == 0 or np.isnan(beside[row]):
             given[:] = np.nan
-        if np.isnan(beside[row]):
-            given[:] = np.nan
-        elif others or np.isnan(given).all():
+        if not np.isnan(beside[row]) and (others or np.isnan(given).all()):
             given[-1] = np.nan_to_num(given[-1]) + beside[row]
         turns[row] = given
+    return turns
+
+
+def _by_turn(
+    config: Config, rollout: Rollout, rewards: np.ndarray, report: RewardReport
+) -> np.ndarray:
+    """Computes [B, C], the advantage of each turn at its tokens."""
+    penalties = bool(config.rewards.overlong_buffer) or config.policy.reward_kl_coef > 0
+    others = _has_other_rewards(config) or penalties
     found = turn_advantages(
-        turns,
+        _turn_rewards(config, rollout, report, rewards, others),
         rollout.group_ids,
-        discount=environment.discount,
+        discount=config.environment.discount,
         scale_by_std=_scales_by_std(config),
     )
     out = np.zeros(rollout.sequences.loss_mask.shape)

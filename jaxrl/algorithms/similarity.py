@@ -217,6 +217,7 @@ def similarity_advantages(
     *,
     options: GrouperConfig | None = None,
     texts: Sequence[str | None] | None = None,
+    task: Rewards | None = None,
 ) -> Grouped:
     """Clusters every prompt's samples and makes their advantages as `options` says.
 
@@ -230,9 +231,12 @@ def similarity_advantages(
         group_ids: the prompt of each sample; -1 at padding.
         texts: from `text_to_embed`, for the canonical order and the unfinished thoughts; without,
             every sample has an answer.
+        task: the rewards before penalties for length and KL, which the uses distinct, smi and mmr
+            change; the penalties are added as they are. None: `rewards` have none.
     """
     o = GrouperConfig() if options is None else options
     values, ids = as_rewards(rewards), np.asarray(group_ids)
+    earned = values if task is None else as_rewards(task)
     labels = np.full(len(ids), -1)
     shaped, shape = values.copy(), SHAPES.get(o.use)
     scores, counts = [], []
@@ -240,7 +244,8 @@ def similarity_advantages(
         rows = np.flatnonzero((ids == prompt) & ~np.isnan(values))
         rows, found, similarity = _one_prompt(rows, embeddings, texts, o)
         if shape is not None:
-            shaped[rows] = shape(values[rows], found, similarity, o)
+            penalties = values[rows] - earned[rows]
+            shaped[rows] = shape(earned[rows], found, similarity, o) + penalties
         labels[rows] = labels.max() + 1 + found
         counts.append(int(found.max()) + 1)
         if 2 <= counts[-1] < len(rows):

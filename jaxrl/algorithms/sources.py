@@ -16,14 +16,12 @@ from jaxrl.algorithms.protocols import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import DATA, data_rollout, make_rollout
+from jaxrl.data.stream import REFILL_OFFSET
 from jaxrl.process.plain import Keywords
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Wait
 from jaxrl.types import Completion, Prompt, Rollout
-
-REFILL_OFFSET = 1 << 20
-"""Refills draw prompts this many batches past the run, so that no batch of the run has them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Sources:
 
     config: Config
     prompts: Callable[[int], Sequence[Prompt]]
-    """Batch index -> its prompts; a pure function."""
+    """Batch index -> its prompts; a pure function. As of `PromptStream.batch`, refills included."""
     packing: Mapping[str, int]
     """Arguments of `make_rollout`: widths, pad id, row multiple."""
     call: Ask
@@ -53,8 +51,8 @@ class Sources:
     """Whether the teacher's own accuracy is measured before the first step."""
 
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
-        """Completions of batch `index` by the policy; a further attempt samples prompts that no
-        batch of the run has, with random numbers of its own.
+        """Completions of batch `index` by the policy; a further attempt samples other prompts, with
+        random numbers of its own.
         """
         prompts = self.prompts(index + attempt * REFILL_OFFSET)
         return self.call("rollout", RolloutRole.generate, prompts, step=index, attempt=attempt)

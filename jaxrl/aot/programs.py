@@ -29,7 +29,7 @@ from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.rollout import merge_adapters_program, topk_program
 from jaxrl.roles.teachers import merge_program, mixture_program
-from jaxrl.roles.update import BASE, ActorPrograms, first_rows_program
+from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sharding.reshard import Rows, piece_programs
 from jaxrl.types import TeacherSignal, TrainBatch
 
@@ -93,7 +93,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
         "actor",
         "update",
         programs.update,
-        (state, frozen, batch, place, group),
+        (state, frozen | {PLANNED: shaped((), jnp.int32, everywhere)}, batch, place, group),
         UPDATE_PHASES,
         calls=passes,
     )

@@ -87,9 +87,9 @@ class StudentConfig(Section):
     weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
     router_aux_loss_coef: NonNegative = 0.0
     """Of a mixture of experts: weight of the loss that balances the experts, which is added to the
-    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a micro-batch, those of
-    prompts too). It is a product of two means over the micro-batch: how a minibatch is cut into
-    micro-batches changes it."""
+    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a minibatch, those of a
+    prompt once for each completion). If a minibatch is cut into micro-batches, each update takes
+    another forward pass without the LM head, which counts the tokens at each expert."""
 
     def _rules(self) -> Iterator[str]:
         if self.lora.rank is None and self.base_dtype is not None:
@@ -342,7 +342,9 @@ class ActorConfig(RoleConfig):
     """Dtype of the weights that the optimizer updates. float32: master weights. bfloat16: half the
     memory, with stochastic rounding, so that small updates are not lost on average."""
     moment_dtype: DType = "float32"
-    """Dtype of gradients and moments inside the optimizer."""
+    """Dtype of gradients inside the optimizer, and of their average (first moment, momentum).
+    Averages of squared gradients are float32, and so is an average whose decay exceeds 0.92, as
+    with muon and, by default, lion: in bfloat16 they would not follow the gradients."""
     micro_batch_tokens: Positive | None = 16384
     """Upper bound of the tokens per device in one micro-batch, the part of a minibatch whose
     gradient is computed at once. The number of rows is such that the bound holds even if every row
@@ -420,7 +422,8 @@ class GrouperConfig(FrozenConfig):
     """What the clusters change. subgroup: a reward is compared within its cluster, so differences
     between clusters give no gradient. blend: alpha of that advantage and 1 - alpha of the prompt's
     (Stratified GRPO, arXiv 2510.06214). size_weight: |cluster|^-alpha times the prompt's advantage
-    (arXiv 2601.08763). The others change the reward before it is compared within the prompt:
+    (arXiv 2601.08763). The others change the task reward, before penalties for length and KL are
+    added and it is compared within the prompt:
     distinct multiplies it by the fraction of the prompt's other completions that are in other
     clusters, at least 0.1 (DARLING); smi divides it by the sum of its similarities to all, itself
     included (DRA-GRPO, arXiv 2505.09655); mmr takes the score at which maximal marginal relevance

@@ -223,10 +223,12 @@ class OptimizerConfig(Section):
     learning_rate: NonNegative = 1e-5
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up. linear and cosine end with the last batch of
+    the run: updates that are skipped, or not needed because dynamic sampling dropped prompts, count
+    as made."""
     warmup_steps: Count = 10
     """Optimizer updates over which the learning rate rises linearly to its peak. A step (one batch)
-    makes `actor.minibatches` times `actor.epochs_per_batch` of them."""
+    counts as `actor.minibatches` times `actor.epochs_per_batch` of them."""
     min_lr_ratio: Fraction = 0.0
     """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
     weight_decay: NonNegative = 0.0

@@ -7,6 +7,7 @@ cursor to keep beyond the number of the batch.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ NEEDS_COMPLETIONS = (
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
 )
 LABEL = "data.train"
+REFILL_OFFSET = 1 << 20
+"""Batch index + k REFILL_OFFSET has the prompts that dynamic sampling samples for that batch in its
+k-th refill."""
 _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
 
@@ -105,9 +109,33 @@ class PromptStream:
         return digest.hexdigest()
 
     def batch(self, index: int) -> list[Prompt]:
-        """The prompts of batch `index`; their ids are their positions in the whole order."""
-        start = index * self._batch_size
-        return [self._prompt(position) for position in range(start, start + self._batch_size)]
+        """The prompts of batch `index`; their ids are their positions in the whole order.
+
+        A refill (`REFILL_OFFSET`) has no row that its batch or an earlier refill of it has, as long
+        as there are others: two groups of one prompt teach the same. Else some come again.
+        """
+        refills, number = divmod(index, REFILL_OFFSET)
+        return [self._prompt(position) for position in self._positions(number, refills)]
+
+    def _positions(self, index: int, refills: int) -> list[int]:
+        """Of the prompts of the last of so many refills; of the batch itself for 0."""
+        size = self._batch_size
+        taken = list(range(index * size, (index + 1) * size))
+        seen = {self._order.row(position) for position in taken}
+        for refill in range(1, refills + 1):
+            start, times, fresh = (index + refill * REFILL_OFFSET) * size, Counter[int](), 0
+            found: list[tuple[int, bool, int]] = []
+            # In twice as many positions as there are rows, each row of a file comes once.
+            for position in range(start, start + 2 * len(self._rows) + size):
+                row = self._order.row(position)
+                found.append((times[row], row in seen, position))
+                fresh += not times[row] and row not in seen
+                times[row] += 1
+                if fresh == size:
+                    break
+            taken = [position for *_, position in sorted(found)[:size]]
+            seen |= {self._order.row(position) for position in taken}
+        return taken
 
     def rows(self, batches: Iterable[int]) -> Iterator[tuple[int, Prompt]]:
         """The batch and the prompt of every row that these batches hold, each row where it comes

@@ -43,7 +43,8 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class AlgorithmSpec:
-    """One algorithm, with the defaults that its paper trains with."""
+    """One algorithm, with the settings of its paper's loss and updates. A KL to the reference
+    (`policy.kl_coef`) is no part of it: GRPO's paper trains with 0.04."""
 
     learns_from: LearnsFrom
     """A teacher that scores the student's samples, the data's completions, or rewards."""

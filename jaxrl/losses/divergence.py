@@ -21,6 +21,10 @@ from jaxrl.types import Array, Sums
 
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
+MAX_GAP = 20.0
+"""Nats: most that a difference of two log-probs of a sampled token, or of a stretch of tokens,
+counts in a loss, an advantage or a penalty. It keeps a single one, impossible for the teacher, from
+being the whole gradient of a batch."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,17 @@ def jsd(
     return masked_sum(value, mask), masked_count(mask)
 
 
+def clamped_gap(
+    logprobs: Float[Array, "B T"], teacher_logprobs: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns clamp(log Q - log P, +-20), nats, and where it is clamped; 0 and False where masked.
+    No gradient. A token beyond the teacher's vocabulary, or one that a served teacher reports as
+    impossible, has a gap of thousands of nats or more.
+    """
+    gap = jax.lax.stop_gradient(jnp.where(mask, logprobs - teacher_logprobs, 0))
+    return jnp.clip(gap, -MAX_GAP, MAX_GAP), jnp.abs(gap) > MAX_GAP
+
+
 def sampled_reverse_kl(
     student_logprobs: Float[Array, "B T"],
     teacher_logprobs: Float[Array, "B T"],
@@ -167,11 +182,11 @@ def sampled_reverse_kl(
     """KL(student || teacher) from the sampled tokens: the teacher's log-prob as an advantage.
 
     The gradient of a token is w (log Q - log P) grad log Q with w = sg(min(Q / mu, ratio_cap)), mu
-    being the sampler. On-policy w = 1, and its expectation is the gradient of the reverse KL of
-    that position. The value is w (log Q - log P), an estimate of the same KL (k1,
-    importance-weighted). Unbiased only when the tokens were sampled without truncation and at
-    temperature 1, and while no ratio reaches the cap, which trades bias for variance (truncated
-    importance sampling).
+    being the sampler, and the difference within +-20 nats (`clamped_gap`). On-policy w = 1, and its
+    expectation is the gradient of the reverse KL of that position. The value is w (log Q - log P),
+    an estimate of the same KL (k1, importance-weighted). Unbiased only when the tokens were sampled
+    without truncation and at temperature 1, while no difference is clamped, and while no ratio
+    reaches the cap, which trades bias for variance (truncated importance sampling).
 
     Args:
         student_logprobs: nats, of the sampled tokens; the gradient flows here.
@@ -181,7 +196,7 @@ def sampled_reverse_kl(
 
     Returns:
         The sum, the number of tokens, and the metrics reverse_kl_k1, whose sum and count are [B,
-        T], and ratio_capped.
+        T], ratio_capped and gap_clamped.
     """
     if ratio_cap <= 0:
         raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (2 is usual)")
@@ -189,12 +204,13 @@ def sampled_reverse_kl(
     sampler = fixed if sampler_logprobs is None else jax.lax.stop_gradient(sampler_logprobs)
     ratio = jnp.exp(jnp.where(mask, fixed - sampler, 0))
     weight = jnp.minimum(ratio, ratio_cap)
-    gap = jnp.where(mask, fixed - jax.lax.stop_gradient(teacher_logprobs), 0)
+    gap, clamped = clamped_gap(student_logprobs, teacher_logprobs, mask)
     # 1 + log Q - sg(log Q) is 1 with the gradient of log Q: the value stays the estimate itself.
     surrogate = weight * gap * (1 + student_logprobs - fixed)
     count = masked_count(mask)
     metrics = {
         "reverse_kl_k1": (gap, mask.astype(count.dtype)),
         "ratio_capped": (masked_sum((ratio > ratio_cap).astype(jnp.float32), mask), count),
+        "gap_clamped": (masked_count(clamped), count),
     }
     return masked_sum(surrogate, mask), count, metrics

@@ -16,10 +16,8 @@ from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
 from jaxrl.losses.aggregation import Aggregation, LossSums, kept, token_metric
+from jaxrl.losses.divergence import MAX_GAP
 from jaxrl.types import Array
-
-MAX_GAP = 20.0
-"""Nats: |d| in the term and in the penalty is at most this, so that exp(-d) stays finite."""
 
 
 def k1(
@@ -106,7 +104,7 @@ def kl_in_reward(
 
 
 def _gap(logprobs: Array, ref_logprobs: Array, mask: Array) -> tuple[Array, Array]:
-    """d within +-MAX_GAP and 0 where masked; the mask."""
+    """d within +-MAX_GAP, so that exp(-d) stays finite, and 0 where masked; the mask."""
     mask = jnp.asarray(mask).astype(bool)
     d = kept(logprobs, mask) - jax.lax.stop_gradient(kept(ref_logprobs, mask))
     return jnp.clip(d, -MAX_GAP, MAX_GAP), mask

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.cells import LEFT_OUT, opened
+from jaxrl.losses.divergence import clamped_gap
 from jaxrl.losses.head import PathLogprobs
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.types import Array, Sums
@@ -60,9 +61,10 @@ def stretch_reverse_kl(
 ) -> tuple[Float[Array, ""], Sums]:
     """KL(student || teacher) from sampled stretches: `divergence.sampled_reverse_kl` with a stretch
     in place of a token. Its gradient is w (log Q - log P - b) grad S, log Q and log P being
-    the increments of the stretch, S the log-prob of what was chosen in it, and w = sg(min(Q / mu,
-    ratio_cap)) with the whole log-prob of the stretch. The expectation of grad S is 0 for a token
-    that is known to be one of a set, so that b changes the variance only there.
+    the increments of the stretch, whose difference is kept within +-20 nats, S the log-prob of what
+    was chosen in it, and w = sg(min(Q / mu, ratio_cap)) with the whole log-prob of the stretch. The
+    expectation of grad S is 0 for a token that is known to be one of a set, so that there a b of
+    other stretches changes the variance only.
 
     Args:
         scores: nats, of the sampled tokens; those of a stretch make up S. The gradient flows here.
@@ -75,8 +77,8 @@ def stretch_reverse_kl(
         baseline: b, nats; 0 at all tokens of which no set is known.
 
     Returns:
-        The sum, and the metrics reverse_kl_k1 (nats a token) and ratio_capped (share of the
-        tokens), of these tokens.
+        The sum, and the metrics reverse_kl_k1 (nats a token), ratio_capped and gap_clamped (shares
+        of the tokens), of these tokens.
     """
 
     def summed(x: Array) -> Array:
@@ -85,7 +87,7 @@ def stretch_reverse_kl(
     drawn = jax.lax.stop_gradient(student_logprobs - sampler_logprobs)
     ratio = jnp.exp(summed(drawn))
     weight = jnp.minimum(ratio, ratio_cap)
-    gap = jax.lax.stop_gradient(summed(student_increments) - teacher_sums)
+    gap, clamped = clamped_gap(summed(student_increments), teacher_sums, mask)
     # 0 with the gradient of the scores: the value is that of each stretch, once.
     slope = weight * (gap - baseline) * (scores - jax.lax.stop_gradient(scores))
     value = jnp.where(starts, weight * gap, 0) + slope
@@ -93,5 +95,6 @@ def stretch_reverse_kl(
     metrics = {
         "reverse_kl_k1": (masked_sum(jnp.where(starts, gap, 0), mask), count),
         "ratio_capped": (masked_sum((ratio > ratio_cap).astype(jnp.float32), mask), count),
+        "gap_clamped": (masked_count(clamped), count),
     }
     return masked_sum(value, mask), metrics

@@ -128,8 +128,8 @@ def forward_packed(
     )
     recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
     given = config, params, x, inputs, mixing, recur, remat, mesh
-    real = None if routed is None else packing.real
-    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, real=real)
+    copies = None if routed is None else packing.copies
+    return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, copies=copies)
 
 
 def _layers(
@@ -144,7 +144,7 @@ def _layers(
     *split: AxisName,
     recorded: Array = None,
     routed: list[Routed] | None = None,
-    real: Array = None,
+    copies: Array = None,
 ) -> Array:
     """All blocks and the final norm, of x [B, T, D].
 
@@ -154,7 +154,7 @@ def _layers(
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
         routed: gets what the routers did.
-        real: [B, T] bool, True at tokens (`experts.mix`).
+        copies: [B, T] (`experts.mix`).
     """
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 
@@ -164,7 +164,7 @@ def _layers(
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
         rope, attend = mixing.of(layer)
         mixer = recur if layer.kind.recurs else lending(layer.kind, attend, held)
-        options = {"own": own, "recorded": chosen, "real": real}
+        options = {"own": own, "recorded": chosen, "copies": copies}
         x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, *split, **options)
         return (x, tuple(held.values())), one
 

@@ -134,8 +134,8 @@ class Routed(NamedTuple):
     entropy: Array
     """[B, T] float32, nats: of the router's probabilities."""
     mass: Array | None = None
-    """[E] float32: the sum of each expert's probability over the real tokens, where `mix` was told
-    which they are."""
+    """[E] float32: the sum of each expert's probability over the tokens, each times its `copies`,
+    where `mix` was given these."""
 
 
 Mix = Callable[..., jax.Array]
@@ -154,7 +154,7 @@ def mix(
     recorded: jax.Array | None = None,
     every: bool = False,
     split: tuple[AxisName, ...] = (),
-    real: jax.Array | None = None,
+    copies: jax.Array | None = None,
     frozen: bool = False,
 ) -> tuple[jax.Array, Routed]:
     """Sum over a token's experts of weight * down(activate(gate(x), up(x))).
@@ -170,10 +170,10 @@ def mix(
         every: compute every expert on every token and weigh the products, where there are so few
             tokens that the kernels have to be read anyway (a decode step).
         split: the axis of a stream's tokens.
-        real: [B, T] bool, True at tokens.
+        copies: [B, T] float32: how often each token counts in `Routed.mass`, 0 at padding.
         frozen: of the experts only adapters have gradients.
     """
-    given = x, kernels, asked, recorded, real
+    given = x, kernels, asked, recorded, copies
     run = partial(_mix, experts, activate, every, frozen)
     if mesh is None or mesh.size == 1:
         return run(*given)
@@ -237,7 +237,7 @@ def _mix(
     kernels: ExpertKernels,
     asked: jax.Array | None,
     recorded: jax.Array | None,
-    real: jax.Array | None,
+    copies: jax.Array | None,
     over: SplitOver = None,
     width: SplitOver = None,
     summed: tuple[AxisName, ...] = (),
@@ -257,7 +257,7 @@ def _mix(
         weights = weights * kernels.scale.astype(jnp.float32)[ids]
     probs = jnp.exp(logprobs)
     entropy = -(probs * logprobs).sum(-1)
-    mass = None if real is None else jnp.where(real.reshape(-1, 1), probs, 0.0).sum(0)
+    mass = None if copies is None else (copies.reshape(-1, 1) * probs).sum(0)
     mass = jax.lax.psum(mass, summed) if summed and mass is not None else mass
     routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
     bias = kernels.down.bias
@@ -561,7 +561,19 @@ def _tokens_of(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
     return jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
 
 
-def balance_loss(experts: Experts, routed: Routed, real: jax.Array) -> jax.Array:
+def tokens_of_experts(experts: Experts, routed: Routed, copies: jax.Array) -> jax.Array:
+    """Returns how many tokens pass each expert, over all layers, and after them how many there are:
+    [E + 1] float32.
+
+    Args:
+        routed: of all layers, each leaf [L, ...].
+        copies: [X, n] float32: how often each token counts.
+    """
+    tokens = copies.sum(keepdims=True).reshape(1) * len(routed.ids)
+    return jnp.concatenate([_tokens_of(experts, routed.ids, copies).sum(0), tokens])
+
+
+def balance_loss(experts: Experts, routed: Routed, tokens: jax.Array) -> jax.Array:
     """E sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; as in transformers, of all
     layers at once): f_e is the share of tokens that pass expert e, of which each passes k, and P_e
     its mean probability, both over tokens and layers. Scalar float32; k where both are uniform. The
@@ -569,9 +581,9 @@ def balance_loss(experts: Experts, routed: Routed, real: jax.Array) -> jax.Array
 
     Args:
         routed: of all layers, each leaf [L, ...], with `mass`.
-        real: [X, n] bool, True at tokens.
+        tokens: [E + 1] `tokens_of_experts`: of these tokens, or of all tokens that they are a part
+            of. The losses of the parts then add up to that of the whole, because f is a constant.
     """
     assert routed.mass is not None
-    count = jnp.maximum(real.sum() * len(routed.ids), 1).astype(jnp.float32)
-    share = _tokens_of(experts, routed.ids, real).sum(0) / count
-    return experts.count * (share * routed.mass.sum(0) / count).sum()
+    share, mean = (x / jnp.maximum(tokens[-1], 1) for x in (tokens[:-1], routed.mass.sum(0)))
+    return experts.count * (share * mean).sum()

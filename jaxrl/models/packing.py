@@ -143,6 +143,8 @@ class Packing:
     """Of the completions in the stream [X, m] of scored tokens."""
     prompts: Array
     """[X, S] int32: length of each row's prompt."""
+    trained: Array
+    """[X, S] bool: whether a row has a token that trains."""
     experts: Array = None
     """[X, n, L, k]: of `Sequences.experts`; -1 where there is no token."""
 
@@ -151,6 +153,19 @@ class Packing:
         """[X, n] bool: True at tokens."""
         each = [rows.at[2] for rows in self.rows]
         return each[0] if len(each) == 1 else each[0] | each[1]
+
+    @property
+    def copies(self) -> Array:
+        """[X, n] float32: of how many sequences that train each token is, 0 at padding: the same
+        for a batch whether or not its prompts are shared."""
+        sequences = self.trained.astype(jnp.float32)
+        prompts = sequences.reshape(len(sequences), -1, self.group).sum(-1)
+        counts = (sequences,) if len(self.rows) == 1 else (prompts, sequences)
+        each = [
+            jnp.where(rows.at[2], _entries(count, rows.at[0]), 0)
+            for rows, count in zip(self.rows, counts, strict=True)
+        ]
+        return reduce(jnp.add, each)
 
     @property
     def group(self) -> int:
@@ -245,7 +260,8 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
         each = [_in_stream(rows, chosen[box], mask[box]) for rows, box, _ in boxes]
         chosen = reduce(jnp.add, each) - 1
     rows = tuple(rows for rows, _, _ in boxes)
-    return Packing(stream, positions, rows, completions, prompts, chosen)
+    trained = sequences.loss_mask.reshape(shards, s, c).any(-1)
+    return Packing(stream, positions, rows, completions, prompts, trained, chosen)
 
 
 def by_heads(

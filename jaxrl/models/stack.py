@@ -153,7 +153,7 @@ def run_block(
     own: Array = None,
     recorded: Array = None,
     every: bool = False,
-    real: Array = None,
+    copies: Array = None,
 ) -> tuple[Array, Routed | None]:
     """One block, and what its router did; `attend` and `own` as of `Block`, the last three
     arguments as of `experts.mix`."""
@@ -162,7 +162,7 @@ def run_block(
     def through(x: Array, kernels: ExpertKernels, *asked: Array) -> Array:
         assert config.experts is not None
         activate = config.experts.gated(ACTIVATIONS[config.block.activation])
-        options = {"recorded": recorded, "every": every, "split": split, "real": real}
+        options = {"recorded": recorded, "every": every, "split": split, "copies": copies}
         options["frozen"] = config.lora is not None
         out, one = mix(config.experts, activate, mesh, x, kernels, *asked, **options)
         found.append(one)

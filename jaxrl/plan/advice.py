@@ -17,6 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.roles import micro_batches, pool_peaks
 from jaxrl.plan.setting import Setting
+from jaxrl.roles.optimizer import average_dtype
 from jaxrl.sharding.placement import Pool
 
 LINES = 4
@@ -250,7 +251,9 @@ def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]
         [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.chunk_tokens > SMALL_CHUNK else []
     )
     yield [("distill.lean", True)]
-    yield [("actor.moment_dtype", "bfloat16")]
+    kept = average_dtype(config.optimizer, "bfloat16")
+    if kept != "float32" and config.optimizer.name != "adafactor":  # else nothing is smaller
+        yield [("actor.moment_dtype", "bfloat16")]
     yield [("actor.param_dtype", "bfloat16")]
     if not inputs.on_cpu:
         yield [("actor.dtype", "bfloat16")]

@@ -20,12 +20,12 @@ from jax.sharding import AbstractMesh
 
 from jaxrl.config.section import DType
 from jaxrl.config.settings import OptimizerConfig
-from jaxrl.models.activations import split
+from jaxrl.models.activations import F32, split
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import NAMES, frozen_and_trained
 from jaxrl.models.parameters import abstract_params
 from jaxrl.models.rules import param_shardings
-from jaxrl.roles.optimizer import make_optimizer, state_shardings
+from jaxrl.roles.optimizer import average_dtype, make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
@@ -215,42 +215,53 @@ def optimizer_bytes(
 
 @lru_cache(maxsize=64)
 def optimizer_scratch(
-    model: DecoderConfig, axes: Axes, optimizer: OptimizerConfig, moment_dtype: DType
+    model: DecoderConfig,
+    axes: Axes,
+    optimizer: OptimizerConfig,
+    clipped: DType,
+    moment_dtype: DType,
 ) -> int:
     """Bytes that an optimizer step writes out beside the gradient and its state, on one device.
 
     An optimizer that reads the gradient in two places has its clipped form written out, lion and
-    adafactor their update; the rest is fused, but for one leaf at a time. What muon writes out is
-    in `_muon_scratch`.
+    adafactor their update, in float32; the rest is fused, but for one leaf at a time. An average
+    of gradients in bfloat16 is written beside the old one, because the update reads it in float32.
+    What muon writes out is in `_muon_scratch`.
+
+    Args:
+        clipped: dtype of the clipped gradient.
     """
-    item = ITEMSIZE[moment_dtype]
+    item = F32 if optimizer.name in ("lion", "adafactor", "muon") else ITEMSIZE[clipped]
     sizes = [shard.size for shard in trained_shards(model, axes)]
     weights, leaf = item * sum(sizes), item * max(sizes)
     if optimizer.name == "muon":
-        return max(weights, _muon_scratch(model, axes, moment_dtype))
+        return max(weights, _muon_scratch(model, axes))
+    average = 0
+    if optimizer.name != "adafactor" and moment_dtype != "float32":
+        kept = average_dtype(optimizer, moment_dtype)
+        average = 0 if kept == jnp.float32 else kept.itemsize * sum(sizes)
     copies = {"lion": 1, "adafactor": 1}.get(optimizer.name, 0)
     if optimizer.clip_norm is not None:
         copies = {"sgd": 0, "adafactor": 2}.get(optimizer.name, 1)
     last = 0 if optimizer.name == "adafactor" or (copies and optimizer.name != "lion") else leaf
-    return copies * weights + last
+    return copies * weights + last + average
 
 
-def _muon_scratch(model: DecoderConfig, axes: Axes, moment_dtype: DType) -> int:
+def _muon_scratch(model: DecoderConfig, axes: Axes) -> int:
     """Bytes on one device while muon orthogonalises the kernels of the blocks.
 
     Their update is there twice. A step of Newton and Schulz takes products X @ X.T, and squares of
     these: on one device XLA computes all kernels side by side, two such arrays each; on several one
     after the other, with a third array. `fsdp` has kernels gathered, several at once.
     """
-    item = ITEMSIZE[moment_dtype]
     kernels = trained_shards(model, axes.gathered)
     kernels = tuple(s for s in kernels if s.path.endswith(("kernel", *NAMES)))
     kernels = tuple(s for s in kernels if len(s.shape) >= 3)
-    squares = [math.prod(s.shape[:-2]) * min(s.shape[-2:]) ** 2 * item for s in kernels]
+    squares = [math.prod(s.shape[:-2]) * min(s.shape[-2:]) ** 2 * F32 for s in kernels]
     if axes.weights > 1:
-        work = GATHERED_BY_MUON * max(s.size for s in kernels) * item
+        work = GATHERED_BY_MUON * max(s.size for s in kernels) * F32
     else:
         work = 2 * sum(squares) if axes.size == 1 else 3 * max(squares)
     if model.lora is not None:
-        return 2 * trained_bytes(model, axes, moment_dtype) + work
-    return 2 * layer_bytes(model, axes, moment_dtype) + work
+        return 2 * trained_bytes(model, axes, "float32") + work
+    return 2 * layer_bytes(model, axes, "float32") + work

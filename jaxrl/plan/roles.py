@@ -114,7 +114,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     # others.
     as_is = count == 1 and optimizer.name in ("adam", "adamw")
     clipped = a.compute_dtype if as_is else a.moment_dtype
-    scratch = optimizer_scratch(m.student, axes, optimizer, clipped)
+    scratch = optimizer_scratch(m.student, axes, optimizer, clipped, a.moment_dtype)
     entries = [
         Entry("weights", "parameters", weights - m.shared_bytes("rollout")),
         Entry("weights", SHARED, m.shared_bytes("rollout")),

@@ -34,7 +34,7 @@ from jaxrl.roles.microbatch import (
     unit_rows,
 )
 from jaxrl.roles.optimizer import learning_rate
-from jaxrl.roles.update import BASE, ActorPrograms, TrainState
+from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, TrainState
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import attribute, buffer, current
 from jaxrl.sharding.mesh import is_primary
@@ -182,7 +182,7 @@ class Actor:
         by_row: dict[str, np.ndarray] = {}
         norms: list[float] = []
         last: dict[str, float] = {}
-        skipped = empty = real = computed = 0
+        skipped = empty = real = computed = planned = 0
         devices = row_devices(self.mesh)
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
@@ -199,7 +199,12 @@ class Actor:
             computed += len(together) * devices.count * size[0]
             for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
                 rows = rows_of_groups(chosen, group)
-                given = (self.state, self._read, placed, index, group, size)
+                # Fewer minibatches than planned are spread over the places of all, the last
+                # one at the last, so that the schedule ends with the last batch.
+                planned = (step * c.epochs_per_batch + epoch) * minibatches
+                planned += -(-number * minibatches // len(parts)) - 1
+                read = {**self._read, PLANNED: self._scalar(planned)}
+                given = (self.state, read, placed, index, group, size)
                 with (
                     phase(f"update {epoch * len(parts) + number}/{all_updates}"),
                     current().running(self.programs.update, *given),
@@ -223,7 +228,7 @@ class Actor:
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
-            "actor/learning_rate": float(self._rate(max(updates - 1, 0))),
+            "actor/learning_rate": float(self._rate(planned)),
             "actor/skipped_updates": float(skipped),
             "actor/empty_updates": float(empty),
             "actor/tokens": float(np.asarray(batch.sequences.loss_mask).sum()),

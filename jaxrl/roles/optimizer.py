@@ -19,10 +19,15 @@ from jaxrl.types import Array, Tree
 Schedule = Callable[[int | jax.Array], float | jax.Array]
 ROUNDING_SEED = 0x0DD
 """Added to the seed of a run for the rounding of bfloat16 weights."""
+MUON_DECAY = 0.95
+"""Decay of muon's momentum."""
+AVERAGE_ERROR = 0.05
+"""Largest relative error at rest of an average of gradients that is not kept in float32."""
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
-    """Learning rate as a function of the number of updates done; it reaches its end at `updates`.
+    """Learning rate as a function of the number of updates planned before; it reaches its end at
+    `updates`.
 
     Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0.
     """
@@ -40,21 +45,35 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
     return optax.join_schedules([before, after], [warmup])
 
 
+def schedule_at(state: Tree, number: jax.Array) -> Tree:
+    """Returns the optimizer's state with its schedule at update `number`, a scalar int32."""
+
+    def is_schedule(x: Tree) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda x: x._replace(count=number) if is_schedule(x) else x, state, is_leaf=is_schedule
+    )
+
+
 def make_optimizer(
     config: OptimizerConfig, updates: int, moment_dtype: DTypeLike
 ) -> optax.GradientTransformation:
     """Clipping by the global norm, then the named optimizer under its schedule.
 
-    Gradients enter, and moments are kept, in `moment_dtype`.
+    Gradients enter in `moment_dtype`, and their average is kept in `average_dtype`, whatever the
+    parameters' dtype. All else is kept and computed in float32: an average of squared gradients
+    falls by less than bfloat16 resolves, and in bfloat16 would never fall.
     """
     c, rate = config, learning_rate(config, updates)
+    average = average_dtype(config, moment_dtype)
     makers: dict[str, Callable[[], optax.GradientTransformation]] = {
         "adamw": lambda: optax.adamw(
-            rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed
+            rate, c.b1, c.b2, c.eps, 0.0, average, c.weight_decay, decayed
         ),
-        "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps),
-        "sgd": lambda: optax.sgd(rate, momentum=c.b1 or None),
-        "lion": lambda: optax.lion(rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decayed),
+        "adam": lambda: optax.adam(rate, c.b1, c.b2, c.eps, 0.0, average),
+        "sgd": lambda: optax.sgd(rate, c.b1 or None, accumulator_dtype=average),
+        "lion": lambda: optax.lion(rate, c.b1, c.b2, average, c.weight_decay, decayed),
         # With a learning rate of its own, optax's adafactor would leave the decay unscaled by it.
         "adafactor": lambda: optax.chain(
             optax.adafactor(
@@ -67,8 +86,10 @@ def make_optimizer(
         ),
         "muon": lambda: muon(
             rate,
+            beta=MUON_DECAY,
             weight_decay=c.weight_decay,
             weight_decay_mask=decayed,
+            mu_dtype=average,
             adam_b1=c.b1,
             adam_b2=c.b2,
             adam_weight_decay=0.0,
@@ -77,19 +98,39 @@ def make_optimizer(
         ),
     }
     clip = [] if c.clip_norm is None else [optax.clip_by_global_norm(c.clip_norm)]
-    return in_dtype(optax.chain(*clip, makers[c.name]()), moment_dtype)
+    return in_float32(optax.chain(*clip, makers[c.name]()), moment_dtype)
 
 
-def in_dtype(inner: optax.GradientTransformation, dtype: DTypeLike) -> optax.GradientTransformation:
-    """`inner` with its gradients and its state in `dtype`, whatever the parameters' dtype."""
+def average_dtype(config: OptimizerConfig, moment_dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype in which the average of gradients (first moment, momentum) is kept:
+    `moment_dtype`, or float32 if it would not come within 5% of a gradient that stays the same.
+
+    An average stops where its next step, (1 - decay) of the rest, is less than half a unit in its
+    last place. So bfloat16 allows a decay of up to 0.92: adamw's usual one, but not muon's.
+    """
+    own = {"lion": config.b2, "muon": max(MUON_DECAY, config.b1)}
+    decay, half = own.get(config.name, config.b1), float(jnp.finfo(moment_dtype).eps) / 2
+    return jnp.dtype(moment_dtype if half <= (1 - decay) * AVERAGE_ERROR else jnp.float32)
+
+
+def in_float32(
+    inner: optax.GradientTransformation, dtype: DTypeLike
+) -> optax.GradientTransformation:
+    """`inner` with gradients in `dtype`, and with all that it keeps computed in float32: in
+    bfloat16 the decays themselves are rounded, 0.999 to 1."""
+
+    def full(tree: Tree) -> Tree:
+        floating = jnp.floating
+        return jax.tree.map(
+            lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, tree
+        )
 
     def init(params: Tree) -> Tree:
-        return inner.init(jax.tree.map(lambda x: x.astype(dtype), params))
+        return inner.init(full(params))
 
     def update(grads: Tree, state: Tree, params: Tree = None) -> Tree:
         grads = jax.tree.map(lambda x: x.astype(dtype), grads)
-        params = None if params is None else jax.tree.map(lambda x: x.astype(dtype), params)
-        return inner.update(grads, state, params)
+        return inner.update(grads, full(state), None if params is None else full(params))
 
     return optax.GradientTransformation(init, update)
 

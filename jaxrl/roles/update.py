@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxrl.algorithms.methods import tokens_to_balance
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
@@ -25,12 +26,20 @@ from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.parameters import Layout, Params, abstract_params, cast, head, unstack
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
-from jaxrl.roles.optimizer import apply_changes, make_optimizer, state_shardings
+from jaxrl.roles.optimizer import (
+    apply_changes,
+    make_optimizer,
+    schedule_at,
+    state_shardings,
+)
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
 BASE = "base"
 """Key of the frozen base weights (with adapters) among the frozen arrays of an update."""
+PLANNED = "planned"
+"""Key, among the same, of the number of updates planned before this one (scalar int32), which the
+learning rate follows; without it, of those applied."""
 Room = tuple[int, int] | None
 """`Sequences.room`."""
 
@@ -167,6 +176,9 @@ class ActorPrograms:
             metrics, and the metrics of each row, [n, b].
             """
             totals = _totals(batch, rows)
+            if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
+                given = join(frozen.get(BASE, {}), params), batch, rows, group, room
+                totals = replace(totals, of_experts=self._tokens_to_balance(*given))
 
             def one(index: jax.Array) -> Tree:
                 micro = micro_batch(batch, index, self.mesh, group, room)
@@ -195,8 +207,10 @@ class ActorPrograms:
         on_cpu = target_of(self.mesh.devices.flat).platform == "cpu"
         decay = self.config.teacher.ema
 
-        def apply(state: TrainState, grads: Tree) -> TrainState:
-            changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        def apply(state: TrainState, grads: Tree, planned: Array) -> TrainState:
+            opt_state = schedule_at(state.opt_state, planned)
+            changes, opt_state = self.optimizer.update(grads, opt_state, state.params)
+            opt_state = schedule_at(opt_state, state.updates + 1)
             params = apply_changes(state.params, changes, self.config.seed, state.updates)
             ema = state.ema and jax.tree.map(
                 lambda old, new: decay * old + (1 - decay) * new.astype(jnp.float32),
@@ -220,7 +234,8 @@ class ActorPrograms:
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             # Without a token to train on, momentum and weight decay would still move the weights.
             trains = sums["loss"][1] > 0
-            new = apply_if(finite & trains, apply, state, grads, branches=on_cpu)
+            planned = frozen.get(PLANNED, state.updates)
+            new = apply_if(finite & trains, apply, state, (grads, planned), branches=on_cpu)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
             return new, (sums, maxima, each, last)
 
@@ -233,6 +248,20 @@ class ActorPrograms:
         (total, count), metrics, maxima = self._loss(policy, frozen, batch, totals)
         each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
         return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
+
+    def _tokens_to_balance(
+        self, params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room
+    ) -> Array:
+        """`Totals.of_experts`: a forward pass, because the loss of each micro-batch needs those of
+        all."""
+
+        def body(added: Array, index: jax.Array) -> tuple[Array, None]:
+            micro = micro_batch(batch, index, self.mesh, group, room)
+            found = tokens_to_balance(self.config, self.model, self.mesh, params, micro)
+            return added + found, None
+
+        assert self.model.experts is not None
+        return jax.lax.scan(body, jnp.zeros(self.model.experts.count + 1), rows)[0]
 
     def _make_old(self) -> jax.stages.Wrapped:
         """The jitted forward pass for the log-probs under the policy at the start of a batch."""
@@ -324,17 +353,17 @@ def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
 
 def apply_if(
     ok: jax.Array,
-    apply: Callable[[TrainState, Params], TrainState],
+    apply: Callable[..., TrainState],
     state: TrainState,
-    grads: Params,
+    given: tuple[Tree, ...],
     branches: bool,
 ) -> TrainState:
-    """The state with the gradients applied if `ok` (scalar bool), else the old state.
+    """`apply(state, *given)` if `ok` (scalar bool), else the old state.
 
     Args:
         branches: use `lax.cond`. On a CPU this needs less temporary memory. On an accelerator
             `cond` would copy the whole state beside the donated one, where a select is in place.
     """
     if branches:
-        return jax.lax.cond(ok, apply, lambda state, grads: state, state, grads)
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(state, grads), state)
+        return jax.lax.cond(ok, apply, lambda state, *_: state, state, *given)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(state, *given), state)

@@ -107,8 +107,15 @@ METRICS: dict[str, Metric] = {
     "distill/teacher_entropy": Metric("nats/token", "mean entropy of the teacher's next token"),
     "distill/teacher_tail_mass": Metric("fraction", "teacher's probability outside the top k"),
     "distill/student_tail_mass": Metric("fraction", "student's probability outside the top k"),
-    "distill/reverse_kl_k1": Metric("nats/token", "log student - log teacher at sampled tokens"),
+    "distill/reverse_kl_k1": Metric(
+        "nats/token", "log student - log teacher at sampled tokens, within 20 nats"
+    ),
     "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
+    "distill/gap_clamped": Metric(
+        "fraction",
+        "sampled tokens (or tokens of stretches) whose log-prob differs from the teacher's by over"
+        " 20 nats, clamped to 20",
+    ),
     "distill/aligned_bytes": Metric(
         "fraction", "bytes of completions in stretches that both tokenizers spell, and learnt from"
     ),
@@ -130,7 +137,9 @@ METRICS: dict[str, Metric] = {
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
     "reward/{reward}/failures": Metric("completions", "its function raised, or its process ended"),
     "reward/{reward}/timeouts": Metric("completions", "its function exceeded its timeout"),
-    "policy/ratio": Metric("1", "mean importance ratio of a token"),
+    "policy/ratio": Metric(
+        "1", "mean importance ratio over tokens, at the objective's level: `policy.ratio`"
+    ),
     "policy/clip_fraction": Metric("fraction", "tokens whose term is held at a bound of the ratio"),
     "policy/clip_low_fraction": Metric("fraction", "tokens held at the lower bound"),
     "policy/clip_high_fraction": Metric("fraction", "tokens held at the upper bound"),
@@ -144,7 +153,9 @@ METRICS: dict[str, Metric] = {
         "1", "tokens at a layer's busiest expert, by those of equal shares; mean over layers"
     ),
     "policy/experts_balance": Metric(
-        "1", "loss that balances the experts, mean over micro-batches; k where all are alike"
+        "1",
+        "loss that balances the experts, over a minibatch (a mean over micro-batches where"
+        " `student.router_aux_loss_coef` is 0); k where all are alike",
     ),
     "policy/experts_entropy": Metric("nats/token", "mean entropy of the routers of experts"),
     "policy/opd_clamped": Metric(
@@ -160,7 +171,9 @@ METRICS: dict[str, Metric] = {
     "policy/correction_weight": Metric("1", "mean weight of the off-policy correction"),
     "policy/correction_dropped": Metric("fraction", "tokens that the correction leaves out"),
     "policy/degenerate_groups": Metric(
-        "prompts", "prompts whose rewarded completions have one task reward (before penalties)"
+        "prompts",
+        "prompts whose rewarded completions, with `environment.credit=turn` all their turns, have"
+        " one task reward (before penalties)",
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
     "policy/prompts_replaced": Metric("prompts", "sampled prompts that dynamic sampling left out"),
@@ -172,7 +185,7 @@ METRICS: dict[str, Metric] = {
     "similarity/split_into_{k}": Metric("fraction", "prompts that fall into k clusters"),
     "sft/loss": Metric("nats/token", "mean negative log-likelihood of the data's completions"),
     "actor/grad_norm": Metric("norm", "gradient norm before clipping, mean over updates"),
-    "actor/learning_rate": Metric("1", "learning rate of the last update"),
+    "actor/learning_rate": Metric("1", "learning rate of the last update, made or skipped"),
     "actor/skipped_updates": Metric("updates", "updates skipped in this step, gradient not finite"),
     "actor/empty_updates": Metric("updates", "updates skipped in this step, no token to train on"),
     "actor/tokens": Metric("tokens", "completion tokens trained in one pass over the batch"),

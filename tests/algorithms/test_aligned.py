@@ -12,7 +12,7 @@ from byte_tokenizers import BYTES, OTHER, WORDS
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
-from jaxrl.algorithms.aligned import with_baseline
+from jaxrl.algorithms.aligned import stretch_baseline, with_baseline
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
@@ -265,3 +265,31 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
     assert count == mask.sum() and rest.sum() > 5 and (border.sum() > 5 or signal == "sampled")
     read = {name: float(a / n) for name, (a, n) in metrics.items() if name.endswith("_bytes")}
     assert read["aligned_bytes"] == 1 and 0.2 < read["exact_bytes"] < 0.9
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 40])
+def test_a_baseline_is_of_the_other_stretches(n):
+    """Of rows with a stretch of a few tokens each, some of them without a token of a set, one
+    aligned token, one that is not: by hand, and the same whatever the stretch itself sampled."""
+    draw = np.random.default_rng(n)
+    kinds = np.full((n, 6), Aligned.INSIDE)
+    kinds[:, 0], kinds[:, 4], kinds[:, 5] = Aligned.START, Aligned.EXACT, Aligned.NOT
+    cells = draw.choice([LEFT_OUT, 3, -1], (n, 6))
+    cells[0, 1], cells[:, 4] = LEFT_OUT, LEFT_OUT
+    mask = np.ones((n, 6), bool)
+    own = draw.normal(size=(n, 6)).astype(np.float32)
+    theirs = np.repeat(draw.normal(size=(n, 1)), 6, 1).astype(np.float32)
+    theirs[-1] -= 1000 * (n > 2)
+    gaps = np.clip(own[:, :4].sum(-1) - theirs[:, 0], -20, 20)
+    counted = (cells[:, :4] == LEFT_OUT).any(-1)
+    expected = np.zeros((n, 6))
+    for row in range(n):
+        others = [gaps[i] for i in range(n) if counted[i] and i != row]
+        expected[row, :4] = np.mean(others) if others else 0
+        expected[row, 4] = np.mean(gaps[counted])
+    expected = np.where(cells == LEFT_OUT, expected, 0) * (np.arange(6) < 5)
+    found = stretch_baseline(kinds, cells, theirs, own, mask)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    own[0] += 1
+    np.testing.assert_allclose(stretch_baseline(kinds, cells, theirs, own, mask)[0, :4],
+                               expected[0, :4], atol=1e-5)  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl import Config
+from jaxrl.algorithms import refill
 from jaxrl.algorithms.advantages import group_advantages, turn_advantages
 from jaxrl.algorithms.objective import configured
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
@@ -168,6 +169,103 @@ def test_turns_are_credited_where_whole_episodes_are_equal() -> None:
         report = rewards.report(batch, rewards.submit(batch))
     trained, _ = prepare_rewarded(made)(batch, {"reward": [report]})
     assert trained.in_policy.tolist() == [True, True, False, False]
+
+
+PENALTIES = ({"reward": {"overlong_buffer": 20}}, {"policy": {"reward_kl_coef": 1e-3}},
+             {"reward": {"overlong_buffer": 30, "overlong_penalty": 5.0},
+              "policy": {"reward_kl_coef": 10.0}})  # fmt: skip
+
+
+def random_episodes(rng: np.random.Generator, most: int) -> list[list[Completion]]:
+    """Twelve groups of three episodes, of up to `most` turns. In about half of them all rewards are
+    the same, or there are none."""
+    groups = []
+    for number in range(12):
+        values = rng.choice([0.0, 1.0, 0.5, None], size=(3, most))
+        if number % 2:
+            values[:] = np.where(values == None, None, rng.choice([0.0, 1.0]))  # noqa: E711
+        if number == 5:
+            values[:] = None
+        group = []
+        for row in values:
+            failure = "timeout: late" if rng.random() < 0.1 else None
+            group.append(episode(*row[: rng.integers(1, most + 1)], failure=failure))
+        groups.append(group)
+    return groups
+
+
+def selections(
+    episodes: list[list[Completion]], credit: str, *, discount: float = 1.0, **penalties: dict
+) -> tuple[np.ndarray, set[int], np.ndarray, dict[str, float]]:
+    """Returns the rows that drop trains on, the groups that refill keeps, the advantages [B, C] or
+    [B], and the metrics."""
+    prompts = [Prompt(id=i, tokens=(1, 2), text="p") for i in range(len(episodes))]
+    batch = make_rollout(prompts, episodes, policy_version=0, **PACKING)
+    made = Config.parse(
+        {
+            "algorithm": "grpo",
+            "student": {"model": "builtin:student"},
+            "data": {"train": "arithmetic"},
+            "environment": {"name": "calculator", "credit": credit, "discount": discount},
+            "reward": {"overlong_buffer": 0} | penalties.get("reward", {}),
+            "policy": {"dynamic_sampling": "drop"} | penalties.get("policy", {}),
+            "max_new_tokens": 32,
+        }
+    )
+    with closing(RewardFunctions(made.rewards, 32, 60.0, environment=made.environment)) as rewards:
+        report = rewards.report(batch, rewards.submit(batch))
+    noise = np.random.default_rng(1).normal(0, 0.05, batch.logprobs.shape).astype(np.float32)
+    scores = {"reward": [report], "reference": [batch.logprobs + noise]}
+    trained, metrics = prepare_rewarded(made)(batch, scores)
+    kept, _ = refill._groups(made, batch, report)
+    groups = {int(batch.group_ids[group.rows[0]]) for group in kept}
+    return np.asarray(trained.in_policy), groups, np.asarray(trained.advantages), metrics
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+@pytest.mark.parametrize("seed", range(4))
+def test_drop_and_refill_keep_the_groups_that_have_an_advantage_without_penalties(
+    credit: str, seed: int
+) -> None:
+    episodes = random_episodes(np.random.default_rng(seed), 4)
+    keep, refilled, advantages, metrics = selections(
+        episodes, credit, discount=[1.0, 0.5][seed % 2]
+    )
+    taught = (advantages.reshape(len(keep), -1) != 0).any(-1).reshape(-1, 3).any(-1)
+    assert 0 < taught.sum() < len(taught)
+    np.testing.assert_array_equal(keep, np.repeat(taught, 3))
+    assert refilled == set(np.flatnonzero(taught).tolist())
+    useless = metrics["policy/degenerate_groups"] + metrics["policy/unscored_groups"]
+    assert useless == len(taught) - taught.sum()
+    for penalty in PENALTIES:
+        again, as_well, changed, same = selections(
+            episodes, credit, discount=[1.0, 0.5][seed % 2], **penalty
+        )
+        assert not np.allclose(changed, advantages)
+        np.testing.assert_array_equal(again, keep)
+        assert as_well == refilled
+        for name in ("policy/degenerate_groups", "policy/unscored_groups"):
+            assert same[name] == metrics[name]
+
+
+@pytest.mark.parametrize("penalty", [{}, *PENALTIES])
+def test_one_turn_is_credited_as_its_episode(penalty: dict) -> None:
+    episodes = random_episodes(np.random.default_rng(7), 1)
+    keep, refilled, by_episode, _ = selections(episodes, "episode", **penalty)
+    kept, again, by_turn, _ = selections(episodes, "turn", **penalty)
+    np.testing.assert_array_equal(kept, keep)
+    assert again == refilled
+    for row, completion in enumerate(one for group in episodes for one in group):
+        n = len(completion.tokens)
+        np.testing.assert_allclose(by_turn[row, :n], np.full(n, by_episode[row]), atol=1e-6)
+
+
+def test_a_function_of_weight_0_changes_no_turn() -> None:
+    """It is reported only."""
+    made = config(credit="turn")
+    functions = {"functions": ("regex:last", "regex:never"), "weights": (0.0, 0.0)}
+    logged = made.model_copy(update={"reward": made.reward.model_copy(update=functions)})
+    np.testing.assert_array_equal(by_turn(logged)[1], by_turn(made)[1])
 
 
 def test_whole_ratios_have_no_credit_of_turns() -> None:

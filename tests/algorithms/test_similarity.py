@@ -8,6 +8,8 @@ import pytest
 from jaxrl.algorithms.advantages import group_advantages
 from jaxrl.algorithms.similarity import (
     METHODS,
+    SHAPES,
+    canonical_order,
     cluster,
     silhouette,
     similarities,
@@ -317,3 +319,25 @@ def test_bad_input_is_refused():
             Config.load(None, {"grouper": settings})
     with pytest.raises(UserError, match="unknown clustering method 'kmeans'"):
         cluster(e, method="kmeans")
+
+
+@pytest.mark.parametrize("use", ["distinct", "smi", "mmr"])
+def test_penalties_are_added_to_the_changed_reward_as_they_are(use):
+    """So that a penalty below 0 neither is an error nor is scaled by how distinct a sample is."""
+    draw = np.random.default_rng(5)
+    e, ids = draw.normal(size=(8, 6)), np.repeat([0, 1], 4)
+    task, penalties = draw.choice([0.0, 1.0], 8), -draw.choice([0.0, 0.5, 2.0], 8)
+    options = GrouperConfig(use=use)
+    found = similarity_advantages(task + penalties, e, ids, options=options, task=task)
+    changed = np.zeros(8)
+    for rows in (np.arange(4), np.arange(4, 8)):
+        labels = cluster(e[rows])
+        order = canonical_order([row.tobytes() for row in e[rows]])
+        similar = similarities(e[rows][order])
+        changed[rows[order]] = SHAPES[use](task[rows][order], labels[order], similar, options)
+    np.testing.assert_allclose(
+        found.advantages, group_advantages(changed + penalties, ids), atol=1e-9
+    )
+    plain = similarity_advantages(task, e, ids, options=options)
+    again = similarity_advantages(task, e, ids, options=options, task=task)
+    np.testing.assert_array_equal(plain.advantages, again.advantages)

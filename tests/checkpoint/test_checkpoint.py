@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -127,6 +128,24 @@ def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
     report = half.update(rollout(1)[0], {}, step=1).metrics
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
+
+
+def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path):
+    """Second moments were once kept in bfloat16 too."""
+    half = "actor.moment_dtype=bfloat16"
+    one = actor(mesh(1, 2, 1), tmp_path, None, half)
+    one.update(rollout(0)[0], {}, step=0)
+    older = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim else x, one.state.opt_state)
+    one.state = replace(one.state, opt_state=older)
+    one.save(tmp_path / "older", step=1)
+    assert one.saved(1) is None
+    before = state(one)[1]
+    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "older", half)
+    after = state(again)[1]
+    assert {str(x.dtype) for x in jax.tree.leaves(after)} == {"float32", "bfloat16", "int32"}
+    for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+    assert again.update(rollout(1)[0], {}, step=1).metrics["optimizer_step"] == 2
 
 
 def test_bfloat16_weights_resume_to_the_bit(tmp_path):

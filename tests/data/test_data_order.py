@@ -20,7 +20,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.data.encoder import PromptEncoder, few_shot
 from jaxrl.data.order import Mixture, apportion
 from jaxrl.data.source import open_source
-from jaxrl.data.stream import PromptStream
+from jaxrl.data.stream import REFILL_OFFSET, PromptStream
 from jaxrl.errors import UserError
 
 datasets.disable_progress_bars()
@@ -281,3 +281,31 @@ def test_a_tasks_seed_counts():
     marks = [open_source(spec, seed).parts[0].digest() for spec, seed in specs]
     assert len(set(marks)) == len(specs)
     assert [open_source(spec, seed).parts[0].digest() for spec, seed in specs] == marks
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("rows", "batch"), [(12, 6), (13, 6), (40, 6), (7, 3), (5, 6)])
+def test_refills_have_rows_that_their_batch_lacks(tmp_path, rows, batch, shuffle):
+    """As long as the data has others; each is a pure function of its number."""
+    spec = [named(tmp_path, "a", rows)]
+    prompts = stream(spec, batch_size=batch, shuffle=shuffle)
+    for index in range(0, 60, 7):
+        seen = {prompt.text for prompt in prompts.batch(index)}
+        for refill in range(1, 5):
+            number = index + refill * REFILL_OFFSET
+            found = prompts.batch(number)
+            texts = [prompt.text for prompt in found]
+            assert len(texts) == len({prompt.id for prompt in found}) == batch
+            new = set(texts) - seen
+            assert len(new) == min(batch, rows - len(seen))
+            assert len(set(texts)) == min(batch, rows)
+            seen |= new
+            fresh = stream(spec, batch_size=batch, shuffle=shuffle)
+            assert [p.id for p in fresh.batch(number)] == [p.id for p in found]
+
+
+def test_refills_of_a_mixture_and_of_a_task_repeat_nothing_either(tmp_path):
+    spec = [named(tmp_path, "a", 40), named(tmp_path, "b", 200)]
+    for prompts in (stream(spec, batch_size=8, weights=[0.3, 0.7]), stream(["arithmetic"], 8)):
+        texts = [p.text for k in range(4) for p in prompts.batch(2 + k * REFILL_OFFSET)]
+        assert len(set(texts)) >= len(texts) - 1  # two rows of a task may be one question

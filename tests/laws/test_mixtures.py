@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config, load_model
+from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.checkpoint.source import resolve_model
@@ -27,9 +28,13 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.packing import pack
+from jaxrl.models.rules import param_shardings
+from jaxrl.roles.actor import Actor
 from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 from jaxrl.train import train
-from jaxrl.types import Prompt
+from jaxrl.types import Completion, Prompt
 
 GIVEN = [*SHORT, *GSPO, "student.model=builtin:student_moe", "max_prompt_tokens=9"]
 GIVEN += ["max_new_tokens=10", "actor.minibatches=1", "data.eval=null"]
@@ -182,6 +187,65 @@ def test_replay_takes_out_what_rounding_sends_elsewhere() -> None:
     k3 = [np.mean(np.expm1(x) - x) for x in (own, same)]
     assert k3[1] < k3[0] / 10, k3
     assert np.abs(log_ratios(*exact, True)).max() < 1e-4
+
+
+def change_of_one_batch(folder: Path, axes: Axes, *keys: str) -> tuple[dict, dict]:
+    """Returns the change of the weights by one update with SGD at rate 1, and the metrics.
+
+    Five prompts of several lengths with four completions each; one completion does not train.
+    """
+    mesh = role_mesh(jax.devices()[: axes.size], axes)
+    given = ["algorithm=sft", "teacher.model=null", "optimizer.name=sgd", "optimizer.b1=0"]
+    given += ["optimizer.clip_norm=null", "optimizer.learning_rate=1", "optimizer.warmup_steps=0"]
+    config = Config.load(None, [*given, "student.router_aux_loss_coef=0.5", *keys])
+    start = jax.tree.map(np.asarray, random_params(SMALL))
+    actor = Actor(
+        config,
+        SMALL,
+        mesh,
+        load=lambda dtype: jax.device_put(start, param_shardings(SMALL, mesh)),
+        prepare=METHODS["data"].prepare(config),
+        loss=METHODS["data"].make_loss(config, SMALL, mesh, 64),
+        finish=METHODS["data"].finish,
+        frozen={},
+        rollout_shardings=param_shardings(SMALL, mesh, "unstacked"),
+        run_dir=folder,
+    )
+    draw = np.random.default_rng(3)
+    prompts = [Prompt(i, tuple(draw.integers(2, 64, 4 + 2 * i).tolist()), "") for i in range(5)]
+
+    def completion() -> Completion:
+        tokens = tuple(draw.integers(2, 64, draw.integers(2, 9)).tolist())
+        return Completion(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)), "stop")
+
+    groups = [[completion() for _ in range(4)] for _ in prompts]
+    limits = {"pad_id": 0, "max_prompt_tokens": 16, "max_new_tokens": 8, "row_multiple": 4}
+    rollout = make_rollout(prompts, groups, policy_version=0, **limits)
+    mask = np.array(rollout.sequences.loss_mask)
+    mask[5] = False
+    rollout = replace(rollout, sequences=replace(rollout.sequences, loss_mask=mask))
+    metrics = actor.update(rollout, {}, step=0).metrics
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, actor.state.params, start)
+    return moved, metrics
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    and_slow(
+        [((Axes(), 60), (Axes(2), 24))],  # shared prompts in several micro-batches; none shared
+        [(((Axes(), 24), (Axes(2, 2), 24), (Axes(2), 100)),)],
+    ),
+)
+def test_balanced_experts_learn_the_same_however_a_minibatch_is_cut(cuts, tmp_path: Path) -> None:
+    whole, expected = change_of_one_batch(tmp_path, Axes(), "actor.micro_batch_tokens=null")
+    balance = 0.5 * expected["policy/experts_balance"]
+    assert expected["loss"] == pytest.approx(expected["sft/loss"] + balance, rel=1e-5)
+    for axes, tokens in cuts:
+        moved, metrics = change_of_one_batch(tmp_path, axes, f"actor.micro_batch_tokens={tokens}")
+        for name in ("loss", "policy/experts_balance", "actor/grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4)
+        for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(whole), strict=True):
+            assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize(

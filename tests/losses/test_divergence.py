@@ -9,6 +9,7 @@ from cases import and_slow
 from dense_losses import with_tail
 
 from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax, sampled_reverse_kl
+from jaxrl.losses.stretches import stretch_reverse_kl
 
 # One program each in place of one for each of their operations.
 jsd = jax.jit(dense.jsd, static_argnames=("beta", "temperature"))
@@ -286,6 +287,44 @@ def test_sampled_ratio_is_capped_and_the_mask_holds():
     np.testing.assert_allclose(
         metrics["reverse_kl_k1"][0], [[np.log(2), np.log(0.25), 0]], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("impossible", [-1e4, -1e30, -np.inf])
+def test_no_single_token_is_the_gradient_of_a_batch(impossible):
+    """A token that the teacher finds impossible, or a student nearly so, counts 20 nats."""
+    logprobs = np.full((8, 16), -1.0, np.float32)
+    teacher = logprobs - np.asarray(rand(8, 16, seed=4, scale=0.1))
+    teacher[3, 5], logprobs[2, 2], mask = impossible, -90.0, np.ones((8, 16), bool)
+    mask[0, 0], teacher[0, 0] = False, np.nan
+
+    def loss(x):
+        total, _, metrics = sampled_reverse_kl(x, teacher, mask)
+        return total, metrics
+
+    (total, metrics), slope = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logprobs))
+    gap = np.clip(np.where(mask, logprobs - teacher, 0).astype(np.float64), -20, 20)
+    np.testing.assert_allclose(slope, gap, rtol=1e-5, atol=1e-6)
+    assert (gap[3, 5], gap[2, 2]) == (20, -20)
+    np.testing.assert_allclose(total, gap.sum(), rtol=1e-4)
+    assert metrics["gap_clamped"] == (2, 127)
+
+
+def test_no_single_stretch_is_the_gradient_of_a_batch():
+    """Of two tokens each; the second stretch is impossible for the teacher, the third masked."""
+    own = jnp.log(jnp.array([[0.5, 0.25, 0.5, 0.5, 0.5, 0.5]]))
+    starts = jnp.array([[True, False] * 3])
+    teacher = jnp.array([[-1.0, -1.0, -jnp.inf, -jnp.inf, jnp.nan, jnp.nan]])
+    mask, none = jnp.array([[True] * 4 + [False] * 2]), jnp.zeros((1, 6))
+
+    def loss(scores):
+        given = own, teacher, own, own, starts, mask, none
+        return stretch_reverse_kl(scores, *given)
+
+    (total, metrics), slope = jax.value_and_grad(loss, has_aux=True)(own)
+    gap = np.log(0.125) + 1
+    np.testing.assert_allclose(slope, [[gap, gap, 20, 20, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(total, gap + 20, rtol=1e-6)
+    assert metrics["gap_clamped"] == (2, 4)
 
 
 def test_bad_settings_are_refused(student, teacher):

@@ -218,7 +218,8 @@ def test_the_balance_of_experts_is_that_of_transformers() -> None:
     def balance(params: Any, mask: Any, mesh: Any) -> jax.Array:
         packing, routed = pack(Sequences(tokens, mask, mask[:, 9:]), mesh), list[Any]()
         decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed, remat="full")
-        return experts.balance_loss(mixture, routed[0], packing.real)
+        passed = experts.tokens_of_experts(mixture, routed[0], packing.copies)
+        return experts.balance_loss(mixture, routed[0], passed)
 
     run = jax.jit(jax.value_and_grad(balance), static_argnums=2)
     value, gradient = run(params, mask, None)
@@ -238,13 +239,14 @@ def test_balanced_routers_have_the_least_loss() -> None:
     """k where all experts have the same share and probability; E where one has all."""
     mixture = experts.Experts(count=4, chosen=1, normalised=True, dense_width=8)
     ids = np.arange(8, dtype=np.int32).reshape(2, 1, 4, 1) % 4
-    real = np.ones((1, 4), bool)
+    copies = jnp.ones((1, 4))
     for given, mass, expected in (
         (ids, np.full((2, 4), 1.0), 1),
         (0 * ids, [[4.0, 0, 0, 0]] * 2, 4),
     ):
         routed = experts.Routed(jnp.array(given), jnp.zeros((2, 1, 4)), jnp.array(mass))
-        assert float(experts.balance_loss(mixture, routed, jnp.array(real))) == expected
+        tokens = experts.tokens_of_experts(mixture, routed, copies)
+        assert float(experts.balance_loss(mixture, routed, tokens)) == expected
 
 
 @pytest.mark.parametrize(

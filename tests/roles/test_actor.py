@@ -25,6 +25,7 @@ from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
 from jaxrl.models.parameters import head, unstack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor, Receiver
+from jaxrl.roles.optimizer import learning_rate
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
@@ -77,7 +78,7 @@ def batch(rows=12, poison=False):
     return rollout, {"teacher": [TeacherSignal(hidden=jnp.asarray(hidden))]}
 
 
-def actor(cfg, m, tmp_path, teacher=None):
+def actor(cfg, m, tmp_path, teacher=None, restore=None):
     start, method = random_params(MODEL), method_of(cfg)
     return Actor(
         cfg,
@@ -93,6 +94,7 @@ def actor(cfg, m, tmp_path, teacher=None):
         rollout_shardings=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
         teacher=teacher,
+        restore=restore,
     )
 
 
@@ -281,6 +283,55 @@ def test_minibatches_and_epochs_count_updates(tmp_path):
     assert_close(again, params, 0)  # the order of the rows is seeded
 
 
+@pytest.mark.parametrize(
+    ("schedule", "kept"),
+    [("linear", 12), ("linear", 3), ("linear", 1), ("cosine", 2), ("cosine", 0)],
+)
+def test_schedules_end_with_the_run_however_many_updates_its_batches_make(schedule, kept, tmp_path):
+    """Of two passes over four minibatches, in which `kept` rows train: the same rate at the end of
+    each batch, and the changes have that rate (SGD, of a gradient that clipping makes 1)."""
+    keys = ["actor.minibatches=4", "actor.epochs_per_batch=2", f"optimizer.lr_schedule={schedule}"]
+    cfg = config(*keys, "optimizer.clip_norm=1e-3", "optimizer.min_lr_ratio=0.1", "steps=3")
+    one, (rollout, scores) = actor(cfg, mesh(1, 1, 1), tmp_path), batch()
+    mask = np.array(rollout.sequences.loss_mask)
+    mask[np.flatnonzero(mask.any(-1))[kept:]] = False
+    rollout = replace(rollout, sequences=replace(rollout.sequences, loss_mask=mask))
+    rate, made = learning_rate(cfg.optimizer, 3 * 8), 2 * min(kept, 4)
+    for step in range(3):
+        before = jax.device_get(one.state.params)
+        told = one.update(rollout, scores, step=step).metrics
+        assert told["actor/learning_rate"] == pytest.approx(float(rate(8 * step + 7)), rel=1e-5)
+        assert told["optimizer_step"] == made * (step + 1)
+        moves = [a - b for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(before),
+                                       strict=True)]  # fmt: skip
+        moved = np.sqrt(sum(np.square(x).sum() for x in moves))
+        if made == 8:
+            assert moved <= 1.001e-3 * sum(float(rate(8 * step + i)) for i in range(8))
+        if made == 2:  # both at the end of a pass
+            rates = [float(rate(8 * step + i)) for i in (3, 7)]
+            assert abs(rates[0] - rates[1]) <= moved / 1e-3 * 1.001 <= 1.002 * sum(rates)
+            assert moved / 1e-3 >= 0.9 * sum(rates)  # gradients of nearly the same weights
+
+
+def test_a_run_resumed_between_short_batches_has_the_same_schedule(tmp_path):
+    keys = ["actor.minibatches=4", "optimizer.lr_schedule=linear", "optimizer.name=adamw"]
+    cfg, (rollout, scores) = config(*keys), batch()
+    mask = np.array(rollout.sequences.loss_mask)
+    mask[np.flatnonzero(mask.any(-1))[2:]] = False
+    rollout = replace(rollout, sequences=replace(rollout.sequences, loss_mask=mask))
+    one = actor(cfg, mesh(1, 1, 1), tmp_path)
+    for step in range(3):
+        one.update(rollout, scores, step=step)
+        if step == 1:
+            one.save(tmp_path / "2", step=2)
+            assert one.saved(2) is None
+    again = actor(cfg, mesh(1, 1, 1), tmp_path, restore=tmp_path / "2")
+    told = again.update(rollout, scores, step=2).metrics
+    assert_close(again.state.params, one.state.params, 0)
+    assert told["actor/learning_rate"] == pytest.approx(0.5 * (1 - 11 / 16))
+    assert told["optimizer_step"] == 6
+
+
 def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
     one = actor(config("actor.max_nonfinite=2"), mesh(1, 2, 1), tmp_path)
     before = jax.device_get(one.state)
@@ -300,7 +351,7 @@ def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
 
 
 def test_an_update_in_which_no_token_trains_changes_nothing_and_is_counted(tmp_path):
-    """Neither momentum nor weight decay moves the weights, and the schedule does not advance."""
+    """Neither momentum nor weight decay moves the weights."""
     decayed = ["optimizer.name=adamw", "optimizer.weight_decay=0.1", "actor.minibatches=2"]
     one = actor(config(*decayed, "optimizer.lr_schedule=linear"), mesh(1, 2, 1), tmp_path)
     told = one.update(*batch(), step=0).metrics
