@@ -195,16 +195,22 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     fill_missing()
     try:
         code = command(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except RunError as error:
-        to_stderr(f"error: {error}")
-        return EXIT_FAILED
+    except (UserError, RunError) as error:
+        to_stderr(f"error: {error}{_damage_in_cache(str(error))}")
+        return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED
     return 0 if code is None else code
+
+
+def _damage_in_cache(text: str) -> str:
+    """What is to be added to an error about a file of the hub's cache that is damaged there."""
+    if "/snapshots/" not in text:
+        return ""
+    from jaxrl.formats import hub  # imports jax
+
+    return hub.remove_damage(text)
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
