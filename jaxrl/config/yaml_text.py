@@ -35,8 +35,11 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         tag = getattr(event, "tag", None)
         if tag is not None:  # the library's constructors raise anything at what does not fit one
-            where, tag = f"line {event.start_mark.line + 1}", tag.replace("tag:yaml.org,2002:", "!!")
-            raise UserError(f"{where}: leave out the tag {short(tag)}: values need none")
+            where, tag = (
+                f"line {event.start_mark.line + 1}",
+                tag.replace("tag:yaml.org,2002:", "!!"),
+            )
+            raise UserError(f"{where}: leave out the tag {short(tag)} (values need none)")
         return super().compose_node(parent, index)
 
     def construct_mapping(
@@ -153,14 +156,18 @@ def assignments(
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
-            raise UserError(f"bad override {short(repr(override))}: write key=value, as in steps=10")
+            raise UserError(
+                f"bad override {short(repr(override))}: write key=value, as in steps=10"
+            )
         try:
             template = key in TEMPLATES and text.strip().startswith(("{", "["))
             value = text.strip() if template else parse_value(text.strip())
         except ValueError as error:  # a UserError, or thousands of digits
             raise UserError(f"override {short(override)!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:
-            raise UserError(f"override {short(repr(override))}: set its keys one by one, as {key}.KEY=VALUE")
+            raise UserError(
+                f"override {short(repr(override))}: set its keys one by one, as {key}.KEY=VALUE"
+            )
         yield key, value
 
 
