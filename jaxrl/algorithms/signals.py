@@ -67,6 +67,8 @@ class Projection:
     """Whether rows differ in their teachers, whose metrics are then reported apart."""
     softcap: float | None = None
     """`DecoderConfig.final_softcap` of the student."""
+    temperature: Float[Array, ""] | None = None
+    """In the place of `distill.distill_temperature`, where it is an argument of the program."""
 
     @classmethod
     def of(
@@ -83,7 +85,8 @@ class Projection:
     @property
     def options(self) -> Keywords:
         d = self.distill
-        return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": d.distill_temperature}
+        temperature = d.distill_temperature if self.temperature is None else self.temperature
+        return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": temperature}
 
     @property
     def of_student(self) -> Keywords:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -21,6 +22,9 @@ MODEL = "model"
 CONFIG = "config.yaml"
 FORMAT = 1
 _READ = 1 << 24
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
+_PART = re.compile(rf"{ACTOR}|{MODEL}|{CONFIG}|rollout_|{MANIFEST}|\.")
+"""Begins the names of what a checkpoint is made of."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(path, Manifest(**raw))
     except OSError as error:
         raise _unread(path / MANIFEST, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be understood: {error}") from error
 
 
@@ -103,9 +107,13 @@ def verify(checkpoint: Checkpoint) -> None:
 
 def folders(run_dir: Path) -> list[Path]:
     """Folders with a manifest, the newest first."""
-    found = [path for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
-    whole = [path for path in found if (path / MANIFEST).exists()]
+    whole = [path for path in _steps(run_dir) if (path / MANIFEST).exists()]
     return sorted(whole, key=lambda path: int(path.name), reverse=True)
+
+
+def _steps(run_dir: Path) -> list[Path]:
+    """What has the name of a checkpoint."""
+    return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
 
 
 def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
@@ -128,7 +136,7 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
             continue
         for bad, why in damaged.items():
             aside = bad.with_name(f"{bad.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             bad.rename(aside)
             notify(f"checkpoint {bad.name} cannot be used: {why}; it is now {aside}")
         return checkpoint
@@ -141,15 +149,26 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
 
 
 def sweep(run_dir: Path) -> list[Path]:
-    """Removes what killed saves and removals left; what was removed."""
+    """Removes what killed saves and removals left; what was removed. Folders with anything else in
+    them are left alone."""
     left = [
         path
-        for path in (run_dir / FOLDER).glob("*")
-        if path.name.isdigit() and not (path / MANIFEST).exists()
+        for path in _steps(run_dir)
+        if path.is_dir()
+        and not (path / MANIFEST).exists()
+        and all(_PART.match(part.name) for part in path.iterdir())
     ]
     for path in left:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
     return left
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder; of a link the link alone, not what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(path: Path, manifest: Manifest) -> Checkpoint:
@@ -160,7 +179,7 @@ def commit(path: Path, manifest: Manifest) -> Checkpoint:
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
     _write(path, whole)
-    shutil.rmtree(path.with_name(f"{path.name}.damaged"), ignore_errors=True)
+    remove(path.with_name(f"{path.name}.damaged"))
     return Checkpoint(path, whole)
 
 
@@ -209,8 +228,9 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
     best.sort(key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
     for checkpoint in readable:
         if checkpoint not in readable[:keep_last] + best[:keep_best]:
-            (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            if not checkpoint.path.is_symlink():
+                (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
+            remove(checkpoint.path)
 
 
 def _unread(file: Path, error: OSError) -> UserError:

@@ -220,7 +220,7 @@ class CheckpointWriter:
         )
 
     def _failed(self, step: int, error: Exception) -> None:
-        shutil.rmtree(self._folder(step), ignore_errors=True)
+        store.remove(self._folder(step))
         why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._notify(

@@ -20,7 +20,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,7 @@ from typing import NoReturn
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.base import Base
+from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError, near, user_path
 from jaxrl.process.interrupt import left_behind
@@ -194,17 +196,34 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; only the user's errors lose their traceback."""
     fill_missing()
     try:
-        code = command(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        to_stderr(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except RunError as error:
-        to_stderr(f"error: {error}")
-        return EXIT_FAILED
+        with _in_a_folder():
+            code = command(sys.argv[1:] if argv is None else argv)
+    except (UserError, RunError) as error:
+        to_stderr(f"error: {error}{_damage_in_cache(str(error))}")
+        return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED
     return 0 if code is None else code
+
+
+@contextmanager
+def _in_a_folder() -> Iterator[None]:
+    """Explains a file that is not found because the working directory was removed."""
+    try:
+        yield
+    except FileNotFoundError:
+        working_directory()
+        raise
+
+
+def _damage_in_cache(text: str) -> str:
+    """What is to be added to an error about a file of the hub's cache that is damaged there."""
+    if "/snapshots/" not in text:
+        return ""
+    from jaxrl.formats import hub  # imports jax
+
+    return hub.remove_damage(text)
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:

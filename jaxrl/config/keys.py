@@ -109,7 +109,7 @@ def _unknown(model: type[BaseModel], error: ValidationError) -> str:
     """A line for each unknown key, with the near one."""
     known = [key.path for key in keys(model)]
     paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
-    return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in paths])
+    return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in map(short, paths)])
 
 
 def _unknown_paths(item: Any) -> Iterator[str]:

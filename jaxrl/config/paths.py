@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
 
 FUNCTIONS = "reward.functions"
@@ -21,6 +22,14 @@ DATA = ("data.train", "data.eval", "data.few_shot")
 """Keys that name data."""
 KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
 """Keys whose values may be paths of what a run reads."""
+
+
+def working_directory() -> Path:
+    """The folder that relative paths start at. Raises UserError where it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed: change to one that exists") from None
 
 
 def beside(mapping: JsonObject, folder: Path, keys: Sequence[str] = KEYS) -> JsonObject:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator
 
 from jaxrl.config import template
+from jaxrl.config.paths import working_directory
 from jaxrl.config.roles import (
     ActorConfig,
     FrozenConfig,
@@ -292,7 +293,7 @@ class RunConfig(Section):
     @field_validator("algorithm")
     @classmethod
     def _check_algorithm(cls, value: str) -> str:
-        name = anchored(value, Path.cwd())
+        name = anchored(value, working_directory())
         find_algorithm(name)
         return name
 

@@ -76,7 +76,8 @@ class Config(RunConfig, metaclass=_Parsed):
         base = base_of(path, overrides, config_keys.mappings(cls))
         with base.explained():
             # So that a run can be resumed from any folder.
-            mapping = config_paths.beside(base.mapping, Path.cwd(), config_paths.CODE)
+            here = config_paths.working_directory()
+            mapping = config_paths.beside(base.mapping, here, config_paths.CODE)
             return cls.parse(mapping), base
 
     @classmethod

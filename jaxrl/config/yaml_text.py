@@ -31,6 +31,17 @@ TOO_DEEP = f"nested deeper than {DEEPEST} levels, or a value that contains itsel
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        event = self.peek_event()
+        tag = getattr(event, "tag", None)
+        if tag is not None:  # the library's constructors raise anything at what does not fit one
+            where, tag = (
+                f"line {event.start_mark.line + 1}",
+                tag.replace("tag:yaml.org,2002:", "!!"),
+            )
+            raise UserError(f"{where}: leave out the tag {short(tag)} (values need none)")
+        return super().compose_node(parent, index)
+
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Hashable, object]:
@@ -38,9 +49,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             where = f"line {key_node.start_mark.line + 1}"
             if key_node.tag != "tag:yaml.org,2002:str":
-                raise UserError(f"{where}: keys are plain words, got {key_node.value!r}")
+                raise UserError(f"{where}: keys are plain words, got {short(repr(key_node.value))}")
             if key_node.value in seen:
-                raise UserError(f"{where}: key {key_node.value!r} is given twice")
+                raise UserError(f"{where}: key {short(repr(key_node.value))} is given twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -145,14 +156,18 @@ def assignments(
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
-            raise UserError(f"bad override {override!r}: write key=value, as in steps=10")
+            raise UserError(
+                f"bad override {short(repr(override))}: write key=value, as in steps=10"
+            )
         try:
             template = key in TEMPLATES and text.strip().startswith(("{", "["))
             value = text.strip() if template else parse_value(text.strip())
         except ValueError as error:  # a UserError, or thousands of digits
             raise UserError(f"override {short(override)!r}: {error}") from error
         if isinstance(value, dict) and key not in mappings:
-            raise UserError(f"override {override!r}: set its keys one by one, as {key}.KEY=VALUE")
+            raise UserError(
+                f"override {short(repr(override))}: set its keys one by one, as {key}.KEY=VALUE"
+            )
         yield key, value
 
 

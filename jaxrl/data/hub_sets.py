@@ -136,7 +136,7 @@ def _front_matter(name: HubName) -> list[object]:
         return []
     try:
         described = yaml.safe_load(parts[1])
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+    except Exception:  # the library raises anything at explicit tags and dates that are none
         return []
     configs = described.get("configs") if isinstance(described, dict) else None
     return configs if isinstance(configs, list) else []
@@ -147,7 +147,7 @@ def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
     for config in configs:
         if not isinstance(config, dict):
             continue
-        folder = str(config.get("data_dir") or "").strip("/")
+        folder = _word(config.get("data_dir") or "").strip("/")
         inside = [file for file in there if not folder or file.startswith(f"{folder}/")]
         splits = {
             split: [file for file in inside if any(_fits(file, folder, one) for one in patterns)]
@@ -159,11 +159,16 @@ def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
             splits = {
                 split: [f"{folder}/{file}" for file in files] for split, files in each.items()
             }
-        name = str(config.get("config_name") or "default")
+        name = _word(config.get("config_name") or "default")
         layout[name] = splits
         if config.get("default"):
             layout.setdefault("default", layout[name])
     return {name: splits for name, splits in layout.items() if splits}
+
+
+def _word(value: object) -> str:
+    """A plain value of a README as text. Text of a list could be of any length: aliases repeat."""
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
@@ -181,7 +186,7 @@ def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
         if isinstance(one, dict):
             path = one.get("path")
             paths = path if isinstance(path, list) else [path]
-            yield str(one.get("split", "train")), [str(each) for each in paths]
+            yield _word(one.get("split", "train")), [_word(each) for each in paths]
 
 
 def _fits(file: str, folder: str, pattern: str) -> bool:

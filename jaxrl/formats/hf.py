@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +23,9 @@ from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
+from jaxrl.process.folder_lock import lock_folder
 from jaxrl.process.plain import JsonObject
+from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
 
 SINGLE = "model.safetensors"
@@ -393,20 +396,118 @@ def _generation_config(config: DecoderConfig) -> JsonObject:
 
 @contextmanager
 def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write into, which is renamed to `path` once the block ends. One that stands there
-    goes once the new one is there."""
-    final = Path(path).resolve()
+    """A folder to write a model into, which is renamed to `path` once the block ends.
+
+    Of a folder that stands there only the files of a model go (`_is_model_file`): others are kept
+    in the new one. Nothing is written or removed behind a link, unless it leads to an empty folder
+    or to none: it is renamed to `NAME.before`, and so is a file. What a killed process left is
+    removed, or put back where the killed one had removed the model.
+
+    Raises:
+        UserError: `path` cannot be replaced (`check_replaceable`).
+    """
+    check_replaceable(path)
+    final = _behind_link(Path(os.path.abspath(path)))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    sweep(final)
     partial, old = (final.with_name(f".{final.name}.{k}-{os.getpid()}") for k in ("partial", "old"))
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+    lock = lock_folder(partial)
     try:
         yield partial
-        if final.exists():
+        if final.is_dir() and not final.is_symlink():
             os.rename(final, old)
+        elif os.path.lexists(final):
+            aside, number = final.with_name(f"{final.name}.before"), 1
+            while os.path.lexists(aside):
+                number += 1
+                aside = final.with_name(f"{final.name}.before-{number}")
+            os.rename(final, aside)
+            to_stderr(f"{final} was no folder of its own: it is now {aside}")
         os.rename(partial, final)
-        shutil.rmtree(old, ignore_errors=True)
+        _merge(old, final)
     finally:
+        os.close(lock)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raises UserError where no folder can be put in the place of `path`: a disk is mounted there.
+    A run asks before it trains."""
+    if os.path.ismount(_behind_link(Path(os.path.abspath(path)))):
+        raise UserError(
+            f"{path} is where a disk is mounted, and a model folder is put in place by its name:"
+            " name a folder on that disk"
+        )
+
+
+def sweep(final: Path) -> None:
+    """Removes what killed processes left of a model that they were writing to `final`."""
+    for left in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
+        kind = re.fullmatch(r"(partial|old)-\d+", left.name[len(final.name) + 2 :])
+        if kind is None:
+            continue
+        with suppress(OSError):  # of a process that lives
+            lock = lock_folder(left)
+            try:
+                if kind[1] == "partial":
+                    shutil.rmtree(left)
+                elif os.path.lexists(final):
+                    _merge(left, final)
+                else:
+                    os.rename(left, final)
+            finally:
+                os.close(lock)
+
+
+def remove_model(folder: Path) -> None:
+    """Removes the files of a model, and the folder where nothing else is in it. A link stays, and
+    so does what it leads to."""
+    if folder.is_dir() and not folder.is_symlink():
+        for file in [file for file in folder.iterdir() if _is_model_file(file.name)]:
+            _remove(file)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _behind_link(path: Path) -> Path:
+    """Where the model goes: a link to an empty folder, or to a name in one, says where."""
+    if not path.is_symlink():
+        return path
+    with suppress(OSError, RuntimeError):  # a link to itself
+        target = path.resolve()
+        if target.is_dir() and not any(target.iterdir()):
+            return target
+        if not os.path.lexists(target) and target.parent.is_dir():
+            return target
+    return path
+
+
+def _merge(old: Path, new: Path) -> None:
+    """Moves the files of an old folder that are no model's into the new one; removes the others."""
+    if not old.is_dir():
+        return
+    for file in list(old.iterdir()):
+        if _is_model_file(file.name) or os.path.lexists(new / file.name):
+            _remove(file)
+        else:
+            os.rename(file, new / file.name)
+    old.rmdir()
+
+
+def _is_model_file(name: str) -> bool:
+    """Whether jaxrl writes files of that name into a model's folder."""
+    named = (*TOKENIZER_FILES, "config.json", "generation_config.json", "additional_chat_templates")
+    weights_of = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?"
+    return name in (*named, "adapter_config.json") or bool(re.fullmatch(weights_of, name))
+
+
+def _remove(place: Path) -> None:
+    """Removes a file, a folder, or a link without what it leads to."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _write_json(file: Path, value: JsonObject) -> None:

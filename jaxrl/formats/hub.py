@@ -8,23 +8,38 @@ one fetches it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
-from jaxrl.formats.hub_errors import explained, is_offline, limit_silence, not_cached
+from jaxrl.formats.hub_errors import (
+    PLAIN,
+    BadAnswer,
+    explained,
+    is_offline,
+    is_unreachable,
+    not_cached,
+    wait_asked_for,
+    watch,
+)
 from jaxrl.formats.hub_names import COMMIT, HubName, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 
+T = TypeVar("T")
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,9 +52,10 @@ DESCRIPTION = (
 """Patterns of the files that a plan and a tokenizer are made of."""
 ANSWER_S = 5.0
 """Longest wait for an answer that a run can do without."""
-RENEWED_S = 0.5
-"""The library opens another client at least a second after one could not connect: within this time
-it has its limit of silence too."""
+WATCHED_S = 0.5
+"""How often a fetch is looked at."""
+SMALL = 100_000_000
+"""Bytes up to which a file is looked at whether or not an error names it."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
@@ -57,11 +73,17 @@ def pin(name: HubName) -> HubName:
     from huggingface_hub import HfApi  # half a second
 
     revision = name.revision or "main"
-    with explained(name):
+
+    def resolve() -> str:
         found = HfApi().resolve_revision(
             name.repo, repo_type=name.kind, revision=revision, local_files_only=is_offline()
         )
-    return replace(name, revision=revision, commit=found.resolved)
+        return found.resolved
+
+    commit = _interruptible(name, resolve)
+    if not COMMIT.fullmatch(commit):
+        raise UserError(f"{name.asked}: {short(commit)!r} is named as its commit, and is none")
+    return replace(name, revision=revision, commit=commit)
 
 
 def newest(name: HubName) -> str | None:
@@ -95,6 +117,7 @@ def folder(name: HubName) -> Path:
         return _file(name)
     place = snapshot(name, DESCRIPTION)
     if not any((place / file).is_file() for file in ("config.json", "modules.json", ADAPTER)):
+        _forget_list(name)
         raise UserError(
             f"{name.asked}: the repository on the hub has no config.json, so it is no model folder;"
             " a GGUF file is named as ORG/NAME/FILE.gguf, a data set as hf:ORG/NAME"
@@ -115,6 +138,7 @@ def with_weights(name: HubName) -> Path:
     wanted = _weight_files(place)
     lacking = _lacking(name, place, wanted)
     if wanted == lacking == [hf.SINGLE] and hf.SINGLE not in files(name):
+        _forget_list(name)
         raise UserError(
             f"{name.asked}: the repository on the hub has no {hf.SINGLE}; only safetensors are"
             " fetched (pytorch_model.bin is a pickle): name a repository that has them, or a GGUF"
@@ -138,9 +162,13 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
         _fetch(name, tuple(wanted))
         missing = _lacking(name, place, wanted)
     if missing:
+        if not is_offline():
+            _forget_list(name)
         raise UserError(
             not_cached(name, missing[0])
             if is_offline()
+            else f"{name.asked}: the hub sends {missing[0]} in another size than its list says"
+            if (place / missing[0]).is_file()
             else f"{name.asked}: the repository on the hub has no {missing[0]}"
         )
 
@@ -199,11 +227,103 @@ def files(name: HubName) -> dict[str, int]:
 
 
 def _cached_list(name: HubName) -> dict[str, int]:
+    """`files`, of the cache alone. A list that cannot be right does not stay there."""
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
-    hf.check_inside(str(name.asked), [file.path for file in tree])
+    try:
+        hf.check_inside(str(name.asked), [str(file.path) for file in tree])
+        wrong = [file for file in tree if type(file.size) is not int or file.size < 0]
+        if wrong:
+            size = short(repr(wrong[0].size))
+            raise UserError(f"{name.asked}: its list of files has {wrong[0].path} in {size} bytes")
+    except UserError:
+        _forget_list(name)
+        raise
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
+
+
+def _list_file(name: HubName) -> Path:
+    return _storage(name) / "trees" / f"{name.sha}.json"
+
+
+def _forget_list(name: HubName) -> None:
+    """Has the list of a name's files asked for again when it is next needed."""
+    file = _list_file(name)
+    file.unlink(missing_ok=True)
+    with suppress(ImportError, AttributeError):  # the library's own memory of this process
+        from huggingface_hub._tree_cache import _IN_MEMORY_TREE_CACHE
+
+        _IN_MEMORY_TREE_CACHE.pop(str(file), None)
+
+
+def _announced(name: HubName) -> dict[str, str]:
+    """Name of a blob -> the SHA-256 that the list has of its file, where it has one."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        entries = json.loads(_list_file(name).read_bytes())["files"]
+        place = _storage(name) / SNAPSHOTS / str(name.sha)
+        return {
+            (place / path).resolve().name: str(entry["lfs_sha256"])
+            for path, entry in entries.items()
+            if entry.get("lfs_sha256") and (place / path).is_file()
+        }
+    return {}
+
+
+def is_sound(blob: Path, announced: str | None = None) -> bool:
+    """Whether a file of the cache has the contents that its name says: a large one is named by its
+    SHA-256, a small one by git's hash of it (or by its SHA-1, as some mirrors do).
+
+    Args:
+        announced: another SHA-256 that it must have.
+    """
+    kinds = {64: ("sha256",), 40: ("sha1", "git")}.get(len(blob.name), ())
+    if not re.fullmatch("[0-9a-f]*", blob.name):
+        kinds = ()
+    hashes = {kind: hashlib.sha256() if kind == "sha256" else hashlib.sha1() for kind in kinds}
+    if announced is not None:
+        hashes["sha256"] = hashlib.sha256()
+    if not hashes:
+        return True
+    if "git" in hashes:
+        hashes["git"].update(b"blob %d\0" % blob.stat().st_size)
+    with blob.open("rb") as file:
+        while part := file.read(1 << 20):
+            for state in hashes.values():
+                state.update(part)
+    found = {kind: state.hexdigest() for kind, state in hashes.items()}
+    if announced is not None and found["sha256"] != announced:
+        return False
+    return not kinds or blob.name in [found[kind] for kind in kinds]
+
+
+def remove_damage(text: str) -> str:
+    """Removes the files of the cache that an error's text is about and that are damaged there, so
+    that they are fetched again; returns what is to be added to the text."""
+    from huggingface_hub import constants
+
+    root = Path(constants.HF_HUB_CACHE).expanduser()
+    folders = {
+        Path(found[0])
+        for cache in {root, root.resolve()}
+        for found in re.finditer(
+            rf"{re.escape(str(cache))}/[^/\n]+/{SNAPSHOTS}/[0-9a-f]{{40}}", text
+        )
+    }
+    removed = []
+    for folder in folders:
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        for file in files:
+            is_about = str(file) in text or file.stat().st_size < SMALL
+            if is_about and not is_sound(file.resolve()):
+                _remove(folder, str(file.relative_to(folder)))
+                removed.append(str(file))
+    if not removed:
+        return ""
+    return (
+        f"\nThe hub's cache had other contents than the hub says there: {', '.join(removed)} is"
+        " removed, and the same command fetches it again"
+    )
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
@@ -267,26 +387,81 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
             options["disable"] = not (large and sys.stderr.isatty())
             super().__init__(*given, **options)
 
-    return _interruptible(
-        name, snapshot_download, repo_type=name.kind, allow_patterns=list(patterns), tqdm_class=Bar
-    )
+    fetch = partial(snapshot_download, allow_patterns=list(patterns), tqdm_class=Bar)
+    return _verified(name, fetch)
 
 
 def _file(name: HubName) -> Path:
     from huggingface_hub import hf_hub_download
 
-    return _interruptible(name, hf_hub_download, filename=name.rest.removeprefix("/"))
+    return _verified(name, partial(hf_hub_download, filename=name.rest.removeprefix("/")))
 
 
-def _interruptible(name: HubName, fetch: Callable[..., str], **options: object) -> Path:
-    """The place that `fetch` returns of a pinned name. It runs in a thread: the library's own wait
-    for its threads ends with the files that they are about, and a signal would be heard after
-    minutes."""
-    done: Future[str] = Future()
+def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
+    """The place that `fetch` returns of a pinned name. What has come has the hashes that the hub
+    says, or is fetched once more; what is wrong then too is removed."""
+    from huggingface_hub import constants
+
+    blobs = _storage(name) / "blobs"
+
+    def fetch_once() -> tuple[str, list[str]]:
+        before = set(_names(blobs))
+        try:
+            place = fetch(name.repo, repo_type=name.kind, revision=name.sha)
+        except Exception as error:
+            if not is_unreachable(error):  # the list may be what is wrong
+                _forget_list(name)
+            raise
+        new = [blob for blob in _names(blobs) if blob not in before]
+        announced = _announced(name) if new else {}
+        damaged = [blob for blob in new if not is_sound(blobs / blob, announced.get(blob))]
+        for blob in damaged:
+            (blobs / blob).unlink(missing_ok=True)
+        return place, damaged
+
+    def fetch_twice() -> Path:
+        place, damaged = fetch_once()
+        if damaged:
+            place, damaged = fetch_once()
+        if damaged:
+            links = {link.resolve().name: link.name for link in blobs.parent.glob("snapshots/**/*")}
+            _forget_list(name)
+            files = ", ".join(sorted(links.get(blob, blob) for blob in damaged))
+            raise BadAnswer(
+                f"{constants.ENDPOINT} sends {files} with other contents than it says (by their"
+                " hashes), twice; they were removed. Try again later, or set HF_ENDPOINT to"
+                " another hub"
+            )
+        return Path(place)
+
+    return _interruptible(name, fetch_twice)
+
+
+def _storage(name: HubName) -> Path:
+    """The folder of a repository in the cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name.repo, repo_type=name.kind)
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
+
+
+def _names(folder: Path) -> list[str]:
+    """The blobs of a repository, without those that are being written."""
+    if not folder.is_dir():
+        return []
+    return sorted(file.name for file in folder.iterdir() if PLAIN.fullmatch(file.name))
+
+
+def _interruptible(name: HubName, fetch: Callable[[], T]) -> T:
+    """What `fetch` returns. It runs in a thread: the library's own wait for its threads ends with
+    the files that they are about, and a signal would be heard after minutes. While the hub asks to
+    be left alone for a while, and not for too long, it is asked again then."""
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(fetch(name.repo, revision=name.sha, **options))
+            done.set_result(_patient(fetch))
         except BaseException as error:
             done.set_exception(error)
 
@@ -295,9 +470,20 @@ def _interruptible(name: HubName, fetch: Callable[..., str], **options: object) 
         thread.start()
         try:
             # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
-            while not wait([done], RENEWED_S).done:
-                limit_silence()
-        except BaseException:  # a signal
+            while not wait([done], WATCHED_S).done:
+                watch.check()
+        except BaseException:  # a signal, or a hub that is too slow
             left_behind.append(thread)
             raise
-        return Path(done.result())
+        return done.result()
+
+
+def _patient(fetch: Callable[[], T]) -> T:
+    while True:
+        try:
+            return fetch()
+        except Exception as error:
+            seconds = wait_asked_for(error)
+            if seconds is None:
+                raise
+            time.sleep(seconds)

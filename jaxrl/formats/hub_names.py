@@ -21,7 +21,8 @@ from jaxrl.errors import user_path
 
 COMMIT = re.compile("[0-9a-f]{40}")
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_AT = r"(?:@(?P<revision>[^@:\s]+))?(?:@(?P<commit>[0-9a-f]{40}))?"
+_AT = r"(?:@(?P<revision>(?!/)(?:(?!\.\.)[^@:\s])+))?(?:@(?P<commit>[0-9a-f]{40}))?"
+"""The revision becomes a path in the cache; git allows neither `..` nor a first slash in one."""
 _MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(?P<rest>(?:/{_PART})+\.gguf)?{_AT}")
 _DATA = re.compile(rf"hf:(?P<repo>(?:{_PART}/)?{_PART}){_AT}(?P<rest>(?::[^:]*){{0,2}})")
 

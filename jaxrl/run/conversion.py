@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from jaxrl.checkpoint.source import ModelSource
 from jaxrl.formats.converted import Scratch
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.plan import Plan
+from jaxrl.process.folder_lock import lock_folder
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import host_available
 
@@ -111,19 +111,8 @@ def _make(root: Path) -> tuple[Path, int]:
     """A new folder and a lock on it; those whose run was killed are removed first."""
     for old in root.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            lock = _lock(old)
+            lock = lock_folder(old)
             shutil.rmtree(old, ignore_errors=True)
             os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-    return folder, _lock(folder)
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder. Raises OSError where a run has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return folder, lock_folder(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -22,6 +21,7 @@ from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import RunError, UserError
+from jaxrl.formats import hf, peft
 from jaxrl.process.plain import JsonObject
 from jaxrl.telemetry.metrics import METRICS_FILE
 
@@ -70,13 +70,15 @@ class RunDir:
                 self.write(name, text)
 
     def remove_final(self) -> None:
-        """The model of fewer steps, which a checkpoint has too, and what a killed export left."""
-        for left in (self.path / FINAL, *self.path.glob(f".{FINAL}.partial-*")):
-            shutil.rmtree(left, ignore_errors=True)
+        """Removes the model of fewer steps, which a checkpoint has too, and what a killed export
+        left. Files that are no model's stay."""
+        hf.sweep(self.path / FINAL)
+        hf.remove_model(self.path / FINAL)
 
     def finished(self, steps: int) -> bool:
         """Whether the run has been trained to its end, and exported."""
-        return self.step == steps and (self.path / FINAL).is_dir()
+        described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
+        return self.step == steps and any(file.is_file() for file in described)
 
 
 def sessions(path: Path) -> list[JsonObject]:
@@ -123,6 +125,7 @@ def check_run_dir(config: Config) -> Path:
         UserError: `resume` does not allow what it holds.
     """
     path = config.run_path
+    hf.check_replaceable(path / FINAL)
     held = _holds_run(path)
     if config.resume == "must" and not held:
         raise UserError(f"run_dir={path} holds no run to resume, and resume=must")

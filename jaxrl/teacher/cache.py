@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -187,8 +188,10 @@ class ScoreWriter:
     a killed process left of a shard."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        for left in folder.glob(".*.partial"):
-            left.unlink(missing_ok=True)
+        for name in ("shard-*.safetensors", HEAD, MANIFEST):
+            for left in folder.glob(f".{name}.partial"):
+                with suppress(IsADirectoryError):
+                    left.unlink(missing_ok=True)
         there = shard_files(folder)
         self._folder, self._shard_bytes = folder, shard_bytes
         self._next = _number(there[-1]) + 1 if there else 0

@@ -33,6 +33,7 @@ def check_answer(
         check_tensor(name, x, dtype, (*mask.shape, *dims))
         if name.endswith("ids"):
             check_ids(name, x, v)
+            check_distinct(name, x, mask)
         elif name == "hidden":
             _refuse(name, x, ~np.isfinite(x) & mask[..., None], "a finite number is expected")
         elif name == "entropy":
@@ -56,6 +57,15 @@ def check_tensor(name: str, x: np.ndarray, dtype: str, shape: tuple[int, ...]) -
 def check_ids(name: str, ids: np.ndarray, v: int) -> None:
     allowed = f"the tokens that student and teacher share are 0 to {v - 1}"
     _refuse(name, ids, (ids < 0) | (ids >= v), allowed)
+
+
+def check_distinct(name: str, ids: np.ndarray, mask: np.ndarray) -> None:
+    """That no token is among the K best of a position twice: it would count twice."""
+    again = np.zeros(ids.shape, bool)
+    order = np.argsort(ids, -1, kind="stable")
+    ranked = np.take_along_axis(ids, order, -1)
+    np.put_along_axis(again, order[..., 1:], ranked[..., 1:] == ranked[..., :-1], -1)
+    _refuse(name, ids, again & mask[..., None], "each of the best tokens is there once")
 
 
 def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:

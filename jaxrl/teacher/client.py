@@ -7,7 +7,9 @@ import contextlib
 import http.client
 import json
 import random
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +19,10 @@ from urllib.parse import urlencode, urlsplit
 
 import jax
 import numpy as np
+from pydantic import ValidationError
 
 from jaxrl.config.settings import DistillConfig
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, short, shown
 from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.protocol import (
     FINGERPRINT,
@@ -31,6 +34,7 @@ from jaxrl.teacher.protocol import (
     Info,
     Options,
     decode,
+    first_mistake,
     write_request,
 )
 from jaxrl.types import Sequences, TeacherSignal
@@ -41,6 +45,11 @@ MOST_WORDS = 256 << 20
 """Bytes of an answer that is JSON, at most: log-probs of a long prompt, with the tokens' texts."""
 CONNECT_S = 10.0
 """Longest wait for a connection, before it is tried again."""
+UNREADABLE = (
+    *(ValueError, LookupError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError, AssertionError),
+)
+"""What reading an answer may raise that has other types, sizes or depths than it should."""
 MOST_WRONG = 3
 """Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
 OTHER_HOST = (62, 64)
@@ -92,9 +101,8 @@ class Endpoint:
         """What `read` makes of the answer.
 
         Connection errors, 408 (the network stalled) and 502 to 504 are tried again until the
-        deadline; 500, and an answer that `read` cannot read (ValueError, LookupError, TypeError,
-        AttributeError), a few times; any other refusal (4xx), and a certificate that is not
-        trusted, never.
+        deadline; 500, and an answer that `read` cannot read (`UNREADABLE`), a few times; any other
+        refusal (4xx), and a certificate that is not trusted, never.
 
         Args:
             most: bytes of an answer; a longer one is not read.
@@ -138,10 +146,13 @@ class Endpoint:
                 problem = f"half an answer: {type(error).__name__}: {error}"
             except OSError as error:
                 problem = error.strerror or f"{type(error).__name__}: {error}"
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                problem = f"its answer cannot be used: {type(error).__name__}: {error}"
+            except UNREADABLE as error:
+                why = short(" ".join(str(error).split()), 400)
+                problem = f"its answer cannot be used: {type(error).__name__}: {why}"
                 wrong += 1
             elapsed = time.monotonic() - start
+            if elapsed >= self.timeout:
+                problem = "no answer in time"
             if wrong >= MOST_WRONG or elapsed + pause >= self.timeout:
                 raise TeacherError(
                     f"{asked}: {problem}; given up after"
@@ -165,10 +176,16 @@ class Endpoint:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         connection = make(place.hostname, place.port, timeout=min(_until(end), CONNECT_S))
-        with contextlib.closing(connection):
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
             connection.connect()
             wire = connection.sock
             wire.settimeout(_until(end))
+            # The library reads the head of an answer without a limit on the whole.
+            late = threading.Timer(_until(end), socket.socket.shutdown, (wire, socket.SHUT_RDWR))
+            late.daemon = True
+            late.start()
+            stack.callback(late.cancel)
             # A refusal may come before the whole body went.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, place.path.rstrip("/") + path, body, headers)
@@ -199,11 +216,12 @@ def _message(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
     try:
         message = json.loads(text)
-    except ValueError:
-        return text[:300] or "(no message)"
+    except (ValueError, RecursionError):
+        return short(" ".join(text.split()), 300) or "(no message)"
     for key in ("error", "message"):
         message = message.get(key, message) if isinstance(message, dict) else message
-    return (message if isinstance(message, str) else json.dumps(message))[:600]
+    words = message if isinstance(message, str) else json.dumps(message)
+    return short(" ".join(words.split()), 600)
 
 
 @dataclass
@@ -244,6 +262,8 @@ class TeacherClient:
         ids = ids if options.signal == "student_topk" else None
         b, t = sequences.tokens.shape
         size = min(b, rows_at_once(self.info, options, t, sequences.loss_mask.shape[1]))
+        if size == 0:
+            raise TeacherError(f"{self.endpoint}: one sequence of {t} tokens is over its limits")
         parts = []
         for start in range(0, b, size):
             rows = slice(start, start + size)
@@ -269,12 +289,17 @@ class TeacherClient:
 
     def _read_info(self, body: bytes) -> Info:
         protocol = json.loads(body)["protocol"]
+        if type(protocol) is not int:
+            raise ValueError(f"protocol is {shown(protocol)}, not the number of a version")
         if protocol != PROTOCOL:
             raise UserError(
-                f"{self.endpoint} speaks version {protocol} of the protocol,"
+                f"{self.endpoint} speaks version {short(str(protocol))} of the protocol,"
                 f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
             )
-        return Info.model_validate_json(body)
+        try:
+            return Info.model_validate_json(body)
+        except ValidationError as error:
+            raise ValueError(first_mistake(error)) from error
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:

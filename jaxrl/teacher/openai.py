@@ -21,7 +21,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from jaxrl.config.settings import DistillConfig
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short, shown
 from jaxrl.process.plain import JsonObject
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
@@ -80,12 +80,12 @@ class CompletionsClient:
         models = self.endpoint.ask("GET", "/models", _models)
         if self._model is None and len(models) != 1:
             raise UserError(
-                f"{self.endpoint} has the models {', '.join(models) or '(none)'}:"
+                f"{self.endpoint} has the models {short(', '.join(models), 400) or '(none)'}:"
                 " name one in teacher.api_model"
             )
         model = next(iter(models)) if self._model is None else self._model
         if models and model not in models:
-            has = ", ".join(models)
+            has = short(", ".join(models), 400)
             raise UserError(f"teacher.api_model={model}: the server at {url} has {has}")
         longest = models.get(model)
         most = None if longest is None else longest - 1  # it must generate one more
@@ -200,7 +200,15 @@ def tail_logprob(logprobs: Sequence[float] | np.ndarray) -> float:
 
 def _models(body: bytes) -> dict[str, int | None]:
     """Names of a server's models, with the longest sequence where the server gives it."""
-    return {each["id"]: each.get("max_model_len") for each in json.loads(body)["data"]}
+    found: dict[str, int | None] = {}
+    for each in json.loads(body)["data"]:
+        name, longest = each["id"], each.get("max_model_len")
+        if not isinstance(name, str):
+            raise ValueError(f"the id of a model is {shown(name)}: a text is expected")
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise ValueError(f"max_model_len of {short(name)} is {shown(longest)}")
+        found[name] = longest
+    return found
 
 
 def _choice(body: bytes, tokens: Sequence[int]) -> JsonObject:
@@ -234,7 +242,10 @@ def _read_prompt_logprobs(choice: JsonObject, tokens: Sequence[int]) -> list[Pos
         # The token itself is there besides the best; its rank says whether it is one of them.
         own = each[str(token)]
         count = len(values) - ((own.get("rank") or 0) > len(values))
-        positions.append(Position(values[token], _sorted(values)[:count], own.get("decoded_token")))
+        decoded = own.get("decoded_token")
+        if not isinstance(decoded, str | None):
+            raise ValueError(f"decoded_token at position {at} is {shown(decoded)}")
+        positions.append(Position(values[token], _sorted(values)[:count], decoded))
     return positions
 
 
@@ -274,11 +285,13 @@ def _named(name: str) -> int:
 
 
 def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(values.items(), key=lambda item: (-item[1], item[0])))
+    """The most probable first; before them what is no number, which is refused where it is read."""
+    ranks = {i: (value == value, -value, i) for i, value in values.items()}
+    return tuple(sorted(values.items(), key=lambda item: ranks[item[0]]))
 
 
 def _number(value: object) -> float:
     """A log-prob; null is an error, minus infinity is not."""
     if not isinstance(value, int | float):
-        raise ValueError(f"a log-prob is {json.dumps(value)[:40]}: a number is expected")
+        raise ValueError(f"a log-prob is {short(json.dumps(value), 40)}: a number is expected")
     return max(float(value), LEAST_LOGPROB)

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from weakref import WeakValueDictionary
 
 import uvicorn
 from starlette.exceptions import HTTPException
@@ -33,6 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
+from jaxrl.teacher import protocol
 from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (
     FINGERPRINT,
@@ -48,7 +50,7 @@ from jaxrl.teacher.protocol import (
     read_request,
     write_signal,
 )
-from jaxrl.teacher.service import ScoringService
+from jaxrl.teacher.service import Answer, ScoringService
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
@@ -99,6 +101,9 @@ class TeacherServer:
         """Number of requests so far, by outcome."""
         self._turns, self._idle = asyncio.Semaphore(limits.threads), asyncio.Event()
         self._waiting, self._in_hand, self._draining = 0, 0, False
+        self._compiling = WeakValueDictionary[str, asyncio.Lock]()
+        """Address -> held while a program is compiled for it."""
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
         self._bodies = Counter[str]()
         """Address -> bytes of its requests in memory."""
         self._open: dict[Address, socket.socket] = {}
@@ -174,7 +179,8 @@ class TeacherServer:
             self._loop.call_soon_threadsafe(self._accepting.cancel)
             self._thread.join()
         self._socket.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._compiler):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # Connections.
 
@@ -315,7 +321,29 @@ class TeacherServer:
         service = self._teacher(request)
         body = await self._body(request, service.info.max_request_bytes)
         asked = await asyncio.to_thread(read_request, body, service.info)
-        return self._tensors(lambda wanted: write_signal(service.score(asked, wanted)))
+        answer = await self._compiled(service, asked, request.scope["exchange"])
+        return self._tensors(lambda wanted: write_signal(answer(wanted)))
+
+    async def _compiled(
+        self, service: ScoringService, asked: protocol.Request, exchange: Exchange
+    ) -> Answer:
+        """Has the programs of a request compiled, which may take minutes, without holding a turn:
+        on one thread, and for one request of an address at a time."""
+        ready = await asyncio.to_thread(service.ready, asked)
+        if ready is not None:
+            return ready
+        if self._draining:
+            raise Refused(503, "this teacher is being stopped")
+        self._asking.pop(exchange.address, None)  # is no longer closed to make room
+        host = exchange.address[0]
+        lock = self._compiling.setdefault(host, asyncio.Lock())
+        self._waiting += 1
+        try:
+            async with exchange.watched() as wanted, lock:
+                compiling = partial(service.compile, asked, host, wanted)
+                return await self._loop.run_in_executor(self._compiler, compiling)
+        finally:
+            self._waiting -= 1
 
     def _knows_token(self, request: Request) -> bool:
         """Whether the client sent the token, or none is needed."""

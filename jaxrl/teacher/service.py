@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar, get_args
@@ -26,6 +26,7 @@ from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
+from jaxrl.process.plain import Keywords
 from jaxrl.sharding.axes import ROWS, Axes, row_shards
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
@@ -51,15 +52,20 @@ POLL_S = 0.5
 """How often a request that waits for the devices looks whether its client is still there."""
 HEAD_S = 600.0
 """Longest wait for the head's weights on their way to the host, behind the requests before."""
-MOST_PROGRAMS = 64
-"""Compiled programs kept; the one unused for longest goes first."""
+MOST_PROGRAMS, PROGRAMS_OF_ONE = 64, 16
+"""Compiled programs kept, in total and of those that requests of one address were compiled for; the
+one unused for longest goes first."""
+Answer = Callable[[Callable[[], bool]], TeacherSignal]
+"""Computes the answer to a request whose programs are compiled; gets a function that says whether
+it is still wanted, and raises `Gone` where it is not."""
 
 
 class ScoringService:
     """One frozen model that answers requests in order of arrival.
 
-    Programs are compiled where a request is read; only what is ready to run stands in line for the
-    devices.
+    Programs are compiled before a request stands in line for the devices. They depend on its shapes
+    and on the options that change them: a temperature is an argument, and the tokens of a chunk are
+    a power of two.
     """
 
     def __init__(
@@ -107,7 +113,8 @@ class ScoringService:
         self._abstract = jax.tree.map(_described, self.params)
         self._max_batch_tokens = max_batch_tokens
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
-        self._programs: dict[tuple[Options, str], Future[Compiled]] = {}
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._programs: dict[tuple[Options, str], _Program] = {}
         self._lock = threading.Lock()
         vocabulary = vocab_hash(tokenizer)
         known_by = (model, dtype, vocabulary, tokenizer.eos_token_id)
@@ -157,6 +164,48 @@ class ScoringService:
         Raises:
             Gone: the answer was no longer wanted when its turn came.
         """
+        return self.compile(request, "", wanted)(wanted)
+
+    def ready(self, request: Request) -> Answer | None:
+        """`compile` of a request whose programs there are; None where one is not."""
+        work = self._cut(request)
+        with self._lock:
+            found = [self._programs.get(key) for key, _, _ in work]
+            if not all(each is not None and each.compiled.done() for each in found):
+                return None
+        return self.compile(request, "", lambda: True)
+
+    def compile(self, request: Request, address: str, wanted: Callable[[], bool]) -> Answer:
+        """Compiles the programs of a request that there are not yet.
+
+        Args:
+            address: of the client, whose programs may not take the place of all others.
+
+        Raises:
+            Gone: the answer is no longer wanted.
+            Refused: its options do not go together.
+        """
+        if not wanted():
+            raise Gone
+        try:
+            request.options.distill(MOST_CHUNK)
+        except ValueError as error:
+            raise Refused(400, f"options: {error}") from error
+        work = [
+            (self._program(key, inputs, address, wanted), inputs, n)
+            for key, inputs, n in self._cut(request)
+        ]
+        temperature = np.float32(request.options.distill_temperature)
+
+        def answer(wanted: Callable[[], bool]) -> TeacherSignal:
+            done = waited(self._in_turn(self._run, work, temperature, wanted), wanted)
+            return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *done)
+
+        return answer
+
+    def _cut(self, request: Request) -> list[tuple[tuple[Options, str], Tree, int]]:
+        """Slices of a request that fit the devices: the key of the program, its inputs, and how
+        many of their rows are real."""
         inputs = (request.sequences, request.ids)
         b, t = request.sequences.tokens.shape
         shards = row_shards(self.mesh.shape)
@@ -170,12 +219,22 @@ class ScoringService:
         ]
         rooms = [room_of(sequences, row_devices(self.mesh)) for sequences, _ in parts]
         room = max(n for n, _ in rooms), max(m for _, m in rooms)
-        work = []
+        options, work = self._decisive(request.options), []
         for (_, n), (sequences, ids) in zip(rows, parts, strict=True):
             padded = replace(sequences, room=room), ids
-            work.append((self._program(request.options, padded, wanted), padded, n))
-        done = waited(self._in_turn(self._run, work, wanted), wanted)
-        return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *done)
+            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype.name), padded))
+            work.append(((options, shapes), padded, n))
+        return work
+
+    def _decisive(self, options: Options) -> Options:
+        """The options with what changes no program set to one value."""
+        chunk = 1 << min(options.chunk_tokens, MOST_CHUNK).bit_length() - 1
+        same: Keywords = {"distill_temperature": 1.0, "chunk_tokens": chunk}
+        if "topk" not in options.signal:
+            same["top_k"] = 1
+        if options.signal == "hidden":
+            same |= {"chunk_tokens": 1, "vocab_size": self.info.vocab_size, "entropy_top_k": None}
+        return options.model_copy(update=same)
 
     def close(self) -> None:
         """Nothing more is computed but what runs."""
@@ -203,30 +262,38 @@ class ScoringService:
         )
 
     def _run(
-        self, work: list[tuple[Compiled, Tree, int]], wanted: Callable[[], bool]
+        self,
+        work: list[tuple[Compiled, Tree, int]],
+        temperature: np.float32,
+        wanted: Callable[[], bool],
     ) -> list[TeacherSignal]:
         """On the thread of the devices."""
-        done = []
+        done, scalar = [], jax.device_put(temperature, self._everywhere)
         for program, inputs, n in work:
             if not wanted():
                 raise Gone
-            signal = program(self.params, *jax.device_put(inputs, self._rows))
+            signal = program(self.params, *jax.device_put(inputs, self._rows), scalar)
             done.append(jax.tree.map(lambda x, n=n: np.asarray(x)[:n], signal))
         return done
 
-    def _program(self, options: Options, inputs: Tree, wanted: Callable[[], bool]) -> Compiled:
+    def _program(
+        self, key: tuple[Options, str], inputs: Tree, address: str, wanted: Callable[[], bool]
+    ) -> Compiled:
         """Compiled for these shapes; two that need the same one at once compile it once."""
-        key = (options, str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs)))
         with self._lock:
             found = self._programs.pop(key, None)
-            compiled: Future[Compiled] = found or Future()
-            self._programs[key] = compiled
-            while len(self._programs) > MOST_PROGRAMS:
+            program = found or _Program(address)
+            self._programs[key] = program
+            theirs = [k for k, each in self._programs.items() if each.address == program.address]
+            if len(theirs) > PROGRAMS_OF_ONE:
+                self._programs.pop(theirs[0])
+            elif len(self._programs) > MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
+        compiled = program.compiled
         if found is None:
             compiled.set_running_or_notify_cancel()  # no client that leaves can cancel it
             try:
-                compiled.set_result(self._compile(options, inputs))
+                compiled.set_result(self._compile(key[0], inputs))
             except BaseException as error:
                 compiled.set_exception(error)
                 with self._lock:
@@ -234,17 +301,26 @@ class ScoringService:
         return waited(compiled, wanted)
 
     def _compile(self, options: Options, inputs: Tree) -> Compiled:
-        try:
-            distill = options.distill(MOST_CHUNK)
-        except ValueError as error:
-            raise Refused(400, f"options: {error}") from error
+        distill = options.distill(MOST_CHUNK)
         projection = Projection(distill, self.mesh, options.vocab_size)
 
-        def signal(params: Params, sequences: Sequences, ids: Array) -> TeacherSignal:
-            return score(projection, self.model, params, sequences, ids)
+        def signal(
+            params: Params, sequences: Sequences, ids: Array, temperature: Array
+        ) -> TeacherSignal:
+            at = replace(projection, temperature=temperature)
+            return score(at, self.model, params, sequences, ids)
 
         given = jax.tree.map(lambda x: _described(x, self._rows), inputs)
-        return jax.jit(signal, out_shardings=self._rows).lower(self._abstract, *given).compile()
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._everywhere)
+        program = jax.jit(signal, out_shardings=self._rows)
+        return program.lower(self._abstract, *given, scalar).compile()
+
+
+@dataclass(frozen=True)
+class _Program:
+    address: str
+    """Of the client that it was compiled for."""
+    compiled: Future[Compiled] = field(default_factory=Future)
 
 
 def _described(x: Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:

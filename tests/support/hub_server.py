@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import sleep  # a test may patch that of the module
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -43,6 +44,22 @@ class Hub:
         """Files of which half is sent, and then nothing for as long as they are in here."""
         self.failing: int | None = None
         """Status of every answer."""
+        self.lies: dict[str, str | None] = {}
+        """Headers of every answer, in the place of the true ones; None: without it."""
+        self.bodies: dict[str, bytes] = {}
+        """File -> what is sent of it, under the headers of what it is."""
+        self.limited: list[tuple[int, dict[str, str]]] = []
+        """Status and headers of the next answers."""
+        self.pause = 0.0
+        """Seconds before each byte of every answer's body, which then has 100,000 blanks first."""
+        self.slow_head = 0.0
+        """Seconds before each line of an answer's head, which then has 1000 more lines."""
+        self.ranges = True
+        """Whether a part of a file may be asked for."""
+        self.endless = False
+        """Whether each list of files says that there is a next page."""
+        self.tree: Any = None
+        """What is sent as the list of files."""
         hub = self
 
         class Handler(_Handler):
@@ -61,6 +78,9 @@ class Hub:
     def reset(self) -> None:
         self.repos, self.asked, self.cut, self.failing = {}, [], {}, None
         self.stalled.clear()
+        self.lies, self.bodies, self.limited = {}, {}, []
+        self.pause, self.slow_head = 0.0, 0.0
+        self.endless, self.ranges, self.tree = False, True, None
 
     def add(
         self,
@@ -118,6 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append((self.command, unquote(self.path), self.headers.get("Range")))
         if hub.failing is not None:
             return self.refuse(hub.failing, "")
+        if hub.limited:
+            status, headers = hub.limited.pop(0)
+            return self.refuse(status, "", **headers)
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         if parts[0] == "cdn":
@@ -159,21 +182,53 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound")
         files = repo.commits[commit]
         if rest[:1] == ["tree"]:
-            return self.send_json([_entry(path, content) for path, content in files.items()])
+            tree = [_entry(path, content) for path, content in files.items()]
+            return self.send_json(tree if self.served.tree is None else self.served.tree)
         siblings = [{"rfilename": path} for path in files]
         self.send_json({"id": name, "sha": commit, "siblings": siblings, "private": False})
 
     def send_json(self, value: Any) -> None:
         content = json.dumps(value).encode()
+        if self.served.pause:
+            content = b" " * 100_000 + content
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
+        if self.served.endless:
+            self.send_header("Link", f'<{self.served.url}{self.path}>; rel="next"')
         self.end_headers()
-        self.wfile.write(content)
+        self.send_body(content)
 
-    def refuse(self, status: int, code: str, commit: str = "") -> None:
+    def send_body(self, content: bytes) -> None:
+        if not self.served.pause:
+            self.wfile.write(content)
+            return
+        for byte in content:
+            if not self.served.pause:  # the test is over
+                self.close_connection = True
+                return
+            self.wfile.write(bytes([byte]))
+            sleep(self.served.pause)
+
+    def end_headers(self) -> None:
+        for i in range(1000):
+            if not self.served.slow_head:
+                break
+            super().send_header(f"X-Line-{i}", "x")
+            self.flush_headers()
+            sleep(self.served.slow_head)
+        super().end_headers()
+
+    def send_header(self, keyword: str, value: str) -> None:
+        lies = {key.lower(): lie for key, lie in self.served.lies.items()}
+        lie = lies.get(keyword.lower(), value)
+        if lie is not None:
+            super().send_header(keyword, lie)
+
+    def refuse(self, status: int, code: str, commit: str = "", **headers: str) -> None:
         self.send_response(status)
-        for header, value in (("X-Error-Code", code), ("X-Repo-Commit", commit)):
+        headers |= {"X-Error-Code": code, "X-Repo-Commit": commit}
+        for header, value in headers.items():
             if value:
                 self.send_header(header, value)
         self.send_header("Content-Length", "0")
@@ -181,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_entry(self, content: bytes, name: str, commit: str, body: bool) -> None:
         if not name.endswith(LARGE):
-            etag = hashlib.sha1(content).hexdigest()
+            etag = git_hash(content)
             return self.send_content(content, name, body, {"ETag": etag, "X-Repo-Commit": commit})
         etag = hashlib.sha256(content).hexdigest()
         self.send_response(302)
@@ -202,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         self, content: bytes, name: str, body: bool, headers: Mapping[str, str]
     ) -> None:
         start, size = 0, len(content)
-        wanted = self.headers.get("Range")
+        wanted = self.headers.get("Range") if self.served.ranges else None
         if wanted is not None:
             start = int(wanted.removeprefix("bytes=").split("-")[0])
         self.send_response(200 if wanted is None else 206)
@@ -215,6 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return
+        content = self.served.bodies.get(name, content)
         if name in self.served.stalled:
             self.wfile.write(content[start : (start + size) // 2])
             while name in self.served.stalled:
@@ -223,15 +279,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         cut = self.served.cut.get(name)
         if cut is None:
-            self.wfile.write(content[start:])
+            self.send_body(content[start:])
             return
         self.wfile.write(content[start : start + cut])
         self.wfile.flush()
         self.close_connection = True
 
 
+def git_hash(content: bytes) -> str:
+    """The name of a file's contents in git."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 def _entry(path: str, content: bytes) -> dict[str, Any]:
-    oid = hashlib.sha1(content).hexdigest()
+    oid = git_hash(content)
     entry: dict[str, Any] = {"type": "file", "path": path, "oid": oid, "size": len(content)}
     if path.endswith(LARGE):
         digest = hashlib.sha256(content).hexdigest()

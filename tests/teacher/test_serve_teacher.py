@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,13 @@ class Words:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         return " ".join(f"w{i}" for i in tokens)
+
+
+class Ready:
+    """A service without programs."""
+
+    def ready(self, request: Any) -> Any:
+        return partial(self.score, request)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +237,7 @@ def test_a_request_over_the_limits_is_sent_in_several_and_computed_in_slices(
     small = service.info.model_copy(update={"max_answer_bytes": 2 * 7 * d * 4})
     seen = []
 
-    class Small:
+    class Small(Ready):
         info, head = small, service.head
 
         def score(self, request: Any, wanted: Any) -> TeacherSignal:
@@ -526,7 +534,7 @@ def test_what_is_open_to_other_hosts_needs_a_token() -> None:
 # Faults.
 
 
-class Failing:
+class Failing(Ready):
     """A service that waits for `go`, or fails."""
 
     def __init__(self, info: Info, error: Exception | None = None):

@@ -228,8 +228,8 @@ class Lying:
     def __init__(self, service: ScoringService, signal: TeacherSignal):
         self.info, self._signal = service.info, signal
 
-    def score(self, request: Any, wanted: Any) -> TeacherSignal:
-        return self._signal
+    def ready(self, request: Any) -> Any:
+        return lambda wanted: self._signal
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,448 @@
+"""A hub that lies, damages, dawdles or wants to be left alone: it writes nothing outside of the
+cache, no wrong byte is believed, nothing lasts for ever, and an honest hub is believed after it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hub_server import Hub, git_hash
+from huggingface_hub import close_session, constants
+from runs import save_model
+
+from jaxrl.checkpoint.source import load_model
+from jaxrl.config import cli
+from jaxrl.errors import UserError
+from jaxrl.formats import hub as hub_module
+from jaxrl.formats import hub_errors
+from jaxrl.formats.hub_names import HubName, data_name, model_name
+
+SHARED = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = Path(save_model(tmp_path_factory.mktemp("model") / "it", 32, 2, seed=0))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def no_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library waits for a second before it tries again."""
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    yield
+    close_session()
+
+
+def forget() -> None:
+    """As in a new process."""
+    from huggingface_hub import _tree_cache
+
+    hub_module._snapshot.cache_clear()
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+
+
+def refused(name: str, *words: str) -> str:
+    forget()
+    with pytest.raises(UserError) as caught:
+        load_model(name)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600, text
+    for word in words:
+        assert word in text, text
+    return text
+
+
+def pinned(name: str) -> HubName:
+    found = model_name(name)
+    assert found is not None
+    return hub_module.pin(found)
+
+
+def weights(name: str) -> list[np.ndarray]:
+    import jax
+
+    forget()
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(name).params)]
+
+
+def everything(folder: Path, *without: Path) -> set[str]:
+    return {
+        str(path)
+        for path in folder.rglob("*")
+        if not any(path == one or one in path.parents for one in without)
+    }
+
+
+PATHS = [
+    *("{out}/ESCAPED", "../../../../ESCAPED", "../ESCAPED", "a/../../../../../ESCAPED", ".."),
+    *("~/ESCAPED", "..\\..\\ESCAPED", "/", "", ".", "%2e%2e%2fESCAPED", "a/b", "\tx"),
+    *("e" * 5000, "x\x01y", "{out}", "C:\\x", "e\u00e9".encode().decode("latin-1"), "a b"),
+]
+NAMING = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash", "Location", "Content-Disposition")
+
+
+@pytest.mark.parametrize("header", NAMING)
+def test_no_header_of_a_hub_names_a_file_outside_of_the_cache(
+    files: dict[str, bytes], hub: Hub, tmp_path: Path, header: str
+) -> None:
+    cache, out = Path(constants.HF_HUB_CACHE), tmp_path / "out"
+    out.mkdir()
+    before = everything(tmp_path, cache, cache.parent)
+    for i, path in enumerate(PATHS):
+        name, lie = f"org/m{i}", path.format(out=out)
+        hub.lies.clear()
+        hub.add(name, files)
+        forms = (
+            [lie] if header in ("X-Repo-Commit", "Location") else [lie, f'"{lie}"', f'W/"{lie}"']
+        )
+        for form in forms:
+            hub.lies = {header: form}
+            if header == "X-Xet-Hash":
+                hub.lies["X-Xet-Refresh-Route"] = hub.url
+            if header == "Location":
+                hub.lies["Location"] = f"file://{form}"
+            forget()
+            try:
+                hub_module.with_weights(pinned(name))
+            except UserError as error:
+                assert "\n" not in str(error), str(error)
+            assert everything(tmp_path, cache, cache.parent) == before, (header, form)
+            assert not list(cache.rglob("*ESCAPED*"))
+
+
+@pytest.mark.parametrize(
+    "etag", ['"{out}/ESCAPED"', '"../../../../ESCAPED"', 'W/"../x"', "..", '"' + "e" * 5000 + '"']
+)
+def test_an_etag_that_is_no_name_is_said(
+    files: dict[str, bytes], hub: Hub, tmp_path: Path, etag: str
+) -> None:
+    hub.add("org/tiny", files)
+    hub.lies = {"ETag": etag.format(out=tmp_path)}
+    refused("org/tiny", "org/tiny: ", hub.url, "ETag that is no plain name")
+    assert not list(tmp_path.rglob("*ESCAPED*"))
+    hub.lies = {}
+    load_model("org/tiny")
+
+
+def test_a_client_that_the_library_opens_anew_checks_too(files: dict[str, bytes], hub: Hub) -> None:
+    hub.add("org/tiny", files)
+    for _ in range(2):
+        close_session()
+        hub.lies = {"ETag": '"../x"'}
+        refused("org/tiny", "no plain name")
+
+
+SHAS: list[Any] = ["../../../../ESCAPED", "/tmp/ESCAPED", "", "main", "0" * 39, 5, None, [], "\0"]
+
+
+@pytest.mark.parametrize("sha", SHAS)
+def test_a_commit_that_is_none_becomes_no_path(
+    files: dict[str, bytes], hub: Hub, tmp_path: Path, sha: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import HfApi
+
+    hub.add("org/tiny", files)
+    api = HfApi.repo_info
+
+    def lying(*args: Any, **options: Any) -> Any:
+        info = api(*args, **options)
+        info.sha = sha
+        return info
+
+    monkeypatch.setattr(HfApi, "repo_info", lying)
+    refused("org/tiny")
+    assert not list(tmp_path.rglob("*ESCAPED*"))
+    assert not hub.fetched()
+
+
+@pytest.mark.parametrize("revision", ["../../../x", "/tmp/x", "a/../../../../x"])
+def test_a_revision_that_leads_out_names_nothing_on_a_hub(revision: str) -> None:
+    assert model_name(f"org/tiny@{revision}") is None
+    assert data_name(f"hf:org/tiny@{revision}:a:b") is None
+    assert model_name("org/tiny@refs/pr/1") is not None
+
+
+LISTED = [
+    *(
+        "../../../ESCAPED/config.json",
+        "/tmp/ESCAPED/config.json",
+        "1_/../../../../ESCAPED/config.json",
+    ),
+    *("1_\\..\\config.json", "", ".", "a\0b", "1_/" + "d" * 5000 + "/config.json"),
+]
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_a_list_of_files_names_none_outside_and_does_not_last(
+    files: dict[str, bytes], hub: Hub, tmp_path: Path, path: str
+) -> None:
+    commit = hub.add("org/tiny", files)
+    honest = [_entry(name, content) for name, content in files.items()]
+    hub.tree = [*honest, _entry(path, b"{}")]
+    hub.repos["org/tiny"].commits[commit][path] = b"{}"
+    forget()
+    try:
+        load_model("org/tiny")
+    except UserError as error:
+        assert "\n" not in str(error)
+    assert not list(tmp_path.rglob("*ESCAPED*"))
+    hub.tree = None
+    del hub.repos["org/tiny"].commits[commit][path]
+    weights("org/tiny")
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "type": "file",
+        "path": path,
+        "oid": git_hash(content),
+        "size": len(content),
+    }
+    if path == SHARED:
+        digest = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _sizes(change: Callable[[int], Any]) -> Callable[[list[dict[str, Any]]], Any]:
+    return lambda tree: [{**entry, "size": change(entry["size"])} for entry in tree]
+
+
+TREES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "sizes as text": _sizes(str),
+    "sizes with a point": _sizes(float),
+    "negative sizes": _sizes(lambda size: -size),
+    "sizes of none": _sizes(lambda size: None),
+    "other sizes": _sizes(lambda size: size + 1),
+    "no files": lambda tree: [],
+    "no weights": lambda tree: [entry for entry in tree if entry["path"] != SHARED],
+    "an object": lambda tree: {"a": tree},
+    "a text": lambda tree: "x",
+    "a number": lambda tree: 7,
+    "texts": lambda tree: [entry["path"] for entry in tree],
+    "no type": lambda tree: [{**entry, "type": 3} for entry in tree],
+    "paths as numbers": lambda tree: [{**entry, "path": 3} for entry in tree],
+    "hashes as lists": lambda tree: [{**entry, "lfs": {"oid": [], "size": {}}} for entry in tree],
+    "other hashes": lambda tree: [
+        {**entry, "lfs": {"oid": "0" * 64, "size": entry["size"], "pointerSize": 1}}
+        for entry in tree
+    ],
+    "xet hashes": lambda tree: [{**entry, "xetHash": "../../x"} for entry in tree],
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_list_of_files_that_was_wrong_once_does_not_last(
+    files: dict[str, bytes], hub: Hub, kind: str
+) -> None:
+    hub.add("org/tiny", files)
+    hub.tree = TREES[kind]([_entry(name, content) for name, content in files.items()])
+    forget()
+    try:
+        load_model("org/tiny")
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+    hub.tree = None
+    weights("org/tiny")
+
+
+def _flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": _flipped,
+    "zeros": lambda content: bytes(len(content)),
+    "no header": lambda content: bytes(100) + content[100:],
+    "the halves exchanged": lambda content: (
+        content[len(content) // 2 :] + content[: len(content) // 2]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", [SHARED, "config.json", "tokenizer.json"])
+def test_a_file_of_the_right_size_with_other_contents_is_refused_and_does_not_stay(
+    files: dict[str, bytes], hub: Hub, damage: str, file: str
+) -> None:
+    hub.add("org/tiny", files)
+    right = weights("org/tiny")
+    hub.add("org/other", files)
+    hub.bodies = {file: DAMAGES[damage](files[file])}
+    refused("org/other", hub.url, file, "other contents than it says", "removed")
+    assert hub.fetched().count(file) == 3  # tried twice
+    hub.bodies = {}
+    for one, other in zip(weights("org/other"), right, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_file_that_is_damaged_once_is_fetched_once_more(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/tiny", files)
+    sound = hub_module.is_sound
+    honest = files[SHARED]
+
+    def mended(*args: Any) -> bool:
+        is_sound = sound(*args)
+        hub.bodies = hub.bodies if is_sound else {}
+        return is_sound
+
+    hub.bodies = {SHARED: _flipped(honest)}
+    monkeypatch.setattr(hub_module, "is_sound", mended)
+    place = hub_module.with_weights(pinned("org/tiny"))
+    assert (place / SHARED).read_bytes() == honest
+
+
+def test_contents_that_the_list_contradicts_are_refused(files: dict[str, bytes], hub: Hub) -> None:
+    """The ETag is that of the other contents, as where a mirror has another file."""
+    commit = hub.add("org/tiny", files)
+    hub.tree = [_entry(name, content) for name, content in files.items()]
+    hub.repos["org/tiny"].commits[commit][SHARED] = _flipped(files[SHARED])
+    refused("org/tiny", "other contents than it says", SHARED)
+
+
+def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("org/tiny", files)
+    monkeypatch.setattr("hub_server.git_hash", lambda content: hashlib.sha1(content).hexdigest())
+    weights("org/tiny")
+
+
+@pytest.mark.parametrize("file", [SHARED, "config.json", "tokenizer.json"])
+def test_a_file_that_was_damaged_in_the_cache_is_named_and_fetched_again(
+    files: dict[str, bytes],
+    hub: Hub,
+    file: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(_: object) -> None:
+        forget()
+        assert load_model("org/tiny").tokenizer is not None
+
+    monkeypatch.chdir(tmp_path)
+    hub.add("org/tiny", files)
+    blob = (load_model("org/tiny").source.path / file).resolve()
+    others = sorted(blob.parent.iterdir())
+    blob.write_bytes(bytes(blob.stat().st_size))
+    assert cli.run(load, []) == 2
+    text = capfd.readouterr().err
+    assert f"{file} is removed, and the same command fetches it again" in text, text
+    assert sorted({*blob.parent.iterdir(), blob}) == others and not blob.exists()
+    assert cli.run(load, []) == 0
+    assert blob.read_bytes() == files[file]
+
+
+# Waiting
+
+
+def test_a_hub_that_is_asked_too_often_is_asked_again_when_it_says(
+    files: dict[str, bytes], hub: Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for i, seconds in enumerate(("0", "Wed, 21 Oct 2015 07:28:00 GMT")):
+        for status in (429, 503):
+            hub.add(f"org/tiny{status}-{i}", files)
+            hub.limited = [(status, {"Retry-After": seconds})] * 3
+            forget()
+            load_model(f"org/tiny{status}-{i}")
+            said = capfd.readouterr().err
+            assert said.count(f"{hub.url} answers with status {status}: asking again in 0 s") == 3
+            assert not hub.limited
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Retry-After": "86400"}, {"RateLimit": '"api";r=0;t=86400'}, {"Retry-After": "9" * 9}],
+)
+def test_a_hub_that_wants_to_be_left_alone_for_long_is_not_waited_for(
+    files: dict[str, bytes], hub: Hub, headers: dict[str, str]
+) -> None:
+    hub.add("org/tiny", files)
+    hub.limited = [(429, headers)] * 50
+    refused("org/tiny", "status 429", "asks to be left alone for", "try again")
+    hub.limited = []
+    forget()
+    hub_module.folder(pinned("org/tiny"))
+    hub.limited = [(429, headers)] * 50  # of the weights
+    refused("org/tiny", "status 429")
+
+
+def test_a_hub_that_is_busy_for_ever_is_given_up(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_errors, "LONGEST_WAIT_S", 0.5)
+    hub.add("org/tiny", files)
+    hub.limited = [(429, {"Retry-After": "0"})] * 1_000_000
+    began = time.monotonic()
+    refused("org/tiny", "status 429")
+    assert time.monotonic() - began < 10
+
+
+def test_a_hub_that_drips_is_given_up(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_errors, "SLOW_S", 0.5)
+    commit = hub.add("org/tiny", files)
+    for name in ("org/tiny", f"org/tiny@{commit}"):  # the commit, the list
+        hub.pause = 0.05
+        refused(name, "sends too slowly")
+        hub.pause = 0.0
+    hub_module.snapshot(pinned(f"org/tiny@{commit}"), hub_module.CARD)
+    hub.pause = 0.05  # the files
+    refused(f"org/tiny@{commit}", "sends too slowly")
+    hub.pause = 0.0
+    weights("org/tiny")
+
+
+def test_a_hub_that_drips_the_head_of_an_answer_is_given_up(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_errors, "SLOW_S", 0.5)
+    hub.add("org/tiny", files)
+    hub.slow_head = 0.05
+    refused("org/tiny", "sends an answer too slowly")
+
+
+def test_a_list_of_files_without_end_is_given_up(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_errors, "MOST_ANSWERS", 20)
+    hub.add("org/tiny", files)
+    hub.endless = True
+    refused("org/tiny", "has a list of files without end")
+    hub.endless = False
+    weights("org/tiny")
+
+
+def test_a_file_that_breaks_off_and_always_begins_anew_is_given_up(
+    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.add("org/tiny", files)
+    hub.cut, hub.ranges = {SHARED: 10_000}, False
+    refused("org/tiny", "breaks off each time")
+    hub.cut, hub.ranges = {}, True
+    weights("org/tiny")
+
+
+def test_the_list_in_the_cache_has_the_hashes_that_contents_are_held_against(
+    files: dict[str, bytes], hub: Hub
+) -> None:
+    """The library writes them in a form of its own."""
+    hub.add("org/tiny", files)
+    name = pinned("org/tiny")
+    hub_module.with_weights(name)
+    digest = hashlib.sha256(files[SHARED]).hexdigest()
+    assert hub_module._announced(name) == {digest: digest}
+    assert json.loads(hub_module._list_file(name).read_text())["format_version"] == 1

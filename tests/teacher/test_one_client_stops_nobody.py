@@ -1,0 +1,243 @@
+"""Programs of a served teacher: few are compiled, outside of the turns, one of an address at a
+time, and no address takes the place of all others."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
+
+from jaxrl.checkpoint.source import ModelSource
+from jaxrl.data.batch import pack
+from jaxrl.teacher import service as service_module
+from jaxrl.teacher.connection import Limits
+from jaxrl.teacher.protocol import Options, Request, read_request, write_request
+from jaxrl.teacher.server import TeacherServer
+from jaxrl.teacher.service import ScoringService
+from jaxrl.types import Sequences
+
+V = 64
+OTHER = "127.0.0.2"
+"""Another address of this machine, as Linux has it."""
+
+
+class Words:
+    eos_token_id, chat_template = 2, None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"w{i}": i for i in range(V)}
+
+
+@pytest.fixture(scope="module")
+def service() -> ScoringService:
+    tensors = Memory(tiny_tensors("llama"))
+    source = ModelSource("tiny", Path("tiny"), tiny_config("llama"), tensors, None)
+    return ScoringService(source, Words(), make_mesh(1, 1, 1), "float32")
+
+
+@pytest.fixture
+def fresh(service: ScoringService) -> ScoringService:
+    """Without programs."""
+    other = object.__new__(ScoringService)
+    other.__dict__ |= service.__dict__ | {"_programs": {}}
+    return other
+
+
+@pytest.fixture(scope="module")
+def sequences() -> Sequences:
+    rows = np.random.RandomState(3).randint(3, V, (2, 12)).tolist()
+    prompts, completions = [row[:5] for row in rows], [row[5:] for row in rows]
+    return pack(prompts, completions, prompt_width=5, completion_width=7, pad_id=0, row_multiple=1)
+
+
+def options(**changed: Any) -> Options:
+    plain = {"signal": "topk", "top_k": 4, "entropy_top_k": None, "distill_temperature": 1.0}
+    return Options(**plain | {"vocab_size": V, "chunk_tokens": 64} | changed)
+
+
+def request(service: ScoringService, sequences: Sequences, **changed: Any) -> Request:
+    body = write_request(options(**changed), service.info.fingerprint, sequences, None)
+    return read_request(body, service.info)
+
+
+def counted(service: ScoringService, seconds: float = 0.0) -> list[Options]:
+    """What is compiled from now on; each takes so long, and none is really."""
+    compiled: list[Options] = []
+    compile_one = service._compile
+
+    def compiling(asked: Options, inputs: Any) -> Any:
+        compiled.append(asked)
+        time.sleep(seconds)
+        return compile_one(asked, inputs)
+
+    service.__dict__["_compile"] = compiling
+    return compiled
+
+
+def test_a_temperature_is_an_argument(fresh: ScoringService, sequences: Sequences) -> None:
+    compiled = counted(fresh)
+    told = {
+        t: fresh.score(request(fresh, sequences, distill_temperature=t), lambda: True)
+        for t in (1.0, 0.5, 0.7, 1.3, 2.0, 7.0)
+    }
+    assert len(compiled) == 1
+    whole = fresh.score(request(fresh, sequences, top_k=V), lambda: True)
+    logits = np.take_along_axis(whole.topk_logprobs, np.argsort(whole.topk_ids, -1), -1)
+    for t, signal in told.items():
+        cold = logits.astype(np.float64) / t
+        cold -= np.log(np.exp(cold).sum(-1, keepdims=True))
+        theirs = np.take_along_axis(cold, signal.topk_ids.astype(int), -1)
+        np.testing.assert_allclose(signal.topk_logprobs, theirs, atol=2e-5)
+
+
+def test_what_changes_no_answer_changes_no_program(
+    fresh: ScoringService, sequences: Sequences
+) -> None:
+    compiled = counted(fresh)
+    for chunk in (1, 3, 63, 64, 65, 5000, 10**9):
+        fresh.score(request(fresh, sequences, chunk_tokens=chunk), lambda: True)
+    assert len(compiled) == 5
+    compiled.clear()
+    for temperature, k, v, chunk in itertools.product((0.5, 2.0), (1, 9), (V, 30), (70,)):
+        same = {"distill_temperature": temperature, "top_k": k, "vocab_size": v}
+        asked = request(fresh, sequences, signal="hidden", chunk_tokens=chunk, **same)
+        fresh.score(asked, lambda: True)
+    assert len(compiled) == 1
+    compiled.clear()
+    for k in (1, 2, 9):
+        fresh.score(request(fresh, sequences, signal="sampled", top_k=k), lambda: True)
+    assert len(compiled) == 1
+
+
+def test_the_programs_of_an_address_take_the_place_of_its_own(
+    fresh: ScoringService, sequences: Sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "PROGRAMS_OF_ONE", 3)
+    monkeypatch.setattr(service_module, "MOST_PROGRAMS", 5)
+    compiled: list[int] = []
+    fresh.__dict__["_compile"] = lambda asked, inputs: compiled.append(asked.top_k)
+    mine = [request(fresh, sequences, top_k=k) for k in (1, 2)]
+    for asked in mine:
+        fresh.compile(asked, "mine", lambda: True)
+    for k in range(3, 40):
+        fresh.compile(request(fresh, sequences, top_k=k), "theirs", lambda: True)
+    compiled.clear()
+    assert all(fresh.ready(asked) for asked in mine) and not compiled
+    assert len(fresh._programs) == 5
+    for k in range(40, 50):
+        fresh.compile(request(fresh, sequences, top_k=k), f"address {k}", lambda: True)
+    assert len(fresh._programs) == 5
+
+
+@pytest.fixture
+def server(fresh: ScoringService) -> Iterator[TeacherServer]:
+    server = TeacherServer("localhost", 0, token=None, limits=Limits(), log=print)
+    server.start({"": fresh})
+    yield server
+    server.close()
+
+
+def post(server: TeacherServer, body: bytes, address: str = "127.0.0.1") -> tuple[int, float]:
+    """Status, and the seconds until the answer."""
+    began = time.monotonic()
+    host, port = server.address.split(":")
+    connection = http.client.HTTPConnection(host, int(port), 60, source_address=(address, 0))
+    connection.request("POST", "/v1/score", body)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status, time.monotonic() - began
+
+
+@pytest.fixture
+def bodies(fresh: ScoringService, sequences: Sequences) -> Callable[..., bytes]:
+    def body(**changed: Any) -> bytes:
+        return write_request(options(**changed), fresh.info.fingerprint, sequences, None)
+
+    return body
+
+
+def test_who_has_many_programs_compiled_stops_nobody(
+    server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
+) -> None:
+    """Each compilation takes 0.3 s at least; twelve of them are wanted at one address."""
+    try:
+        socket.create_server((OTHER, 0)).close()
+    except OSError:
+        pytest.skip(f"this machine has no address {OTHER}")
+    assert post(server, bodies(top_k=1))[0] == 200
+    compiled = counted(fresh, 0.3)
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(post, server, bodies(top_k=k), OTHER) for k in range(2, 14)]
+        while len(compiled) < 2:
+            time.sleep(0.01)
+        for _ in range(3):
+            status, seconds = post(server, bodies(top_k=1, distill_temperature=1.7))
+            assert (status, seconds < 2) == (200, True), seconds
+        before = len(compiled)
+        assert post(server, bodies(top_k=30))[0] == 200
+        mine = next(i for i, each in enumerate(compiled) if each.top_k == 30)
+        assert mine - before <= 2  # the one that ran and the one that stood in line before
+        assert [each.result()[0] for each in asked] == [200] * 12
+    assert sorted(each.top_k for each in compiled) == [*range(2, 14), 30]
+
+
+def test_what_an_address_waits_for_is_compiled_once_and_one_at_a_time(
+    server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
+) -> None:
+    running, most = threading.Semaphore(0), []
+    compile_one = fresh._compile
+    now: list[Options] = []
+
+    def compiling(asked: Options, inputs: Any) -> Any:
+        now.append(asked)
+        most.append(len(now))
+        running.release()
+        time.sleep(0.1)
+        now.remove(asked)
+        return compile_one(asked, inputs)
+
+    fresh.__dict__["_compile"] = compiling
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(post, server, bodies(top_k=k % 3 + 1)) for k in range(12)]
+        assert [each.result()[0] for each in asked] == [200] * 12
+    assert most == [1, 1, 1]
+
+
+def test_a_client_that_leaves_has_nothing_compiled(
+    server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
+) -> None:
+    compiled = counted(fresh, 1.0)
+    host, port = server.address.split(":")
+    first = threading.Thread(target=post, args=(server, bodies(top_k=2)))
+    first.start()
+    while not compiled:
+        time.sleep(0.01)
+    leaving = [http.client.HTTPConnection(host, int(port)) for _ in range(5)]
+    for k, connection in enumerate(leaving):
+        connection.request("POST", "/v1/score", bodies(top_k=10 + k))
+    while server._waiting < 6:
+        time.sleep(0.01)
+    for connection in leaving:
+        connection.close()
+    first.join()
+    while server._waiting:
+        time.sleep(0.01)
+    assert [each.top_k for each in compiled] == [2]
+
+
+def test_options_that_do_not_go_together_are_refused(
+    server: TeacherServer, bodies: Callable[..., bytes]
+) -> None:
+    assert post(server, bodies(signal="hidden", entropy_top_k=3))[0] in (200, 400)
+    assert post(server, bodies(top_k=V + 1))[0] == 400
