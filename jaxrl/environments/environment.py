@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import keyword
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.data.example import Columns, JsonObject, Message
-
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-"""How Qwen's and Hermes' chat templates have tools called."""
+from jaxrl.data.example import Columns, Message
+from jaxrl.environments.calls import Call, parse_calls
+from jaxrl.environments.tools import Tool
 
 
 @dataclass(frozen=True)
@@ -31,54 +27,12 @@ class Answer:
 
 
 Answers = Answer | Mapping[str, Any]
-Arguments = Mapping[str, Any]
-"""Of a call of a tool, by their names."""
-Call = tuple[str, Arguments] | str
-"""A call of a tool, or what is wrong with it."""
-Tool = Callable[..., Any]
 First = Sequence[Message] | str
 
 
 class Unavailable(Exception):
     """What an environment needs, such as a server, is gone: the episode fails. Of a tool's
     exceptions this is the only one that is not answered by its text."""
-
-
-class SchemaTool:
-    """A tool that brings a JSON schema of its own, where a function's signature would give it."""
-
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        parameters: JsonObject,
-        call: Callable[[str, Arguments], object],
-    ):
-        """
-        Args:
-            parameters: the JSON schema of an object, whose properties are the arguments.
-            call: gets the name and the arguments of a call, and returns what a tool does.
-        """
-        self.__name__, self._call = name, call
-        self.schema = {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": dict(parameters)},
-        }
-        required = parameters.get("required", ())
-        names = [name for name in parameters.get("properties", ()) if name.isidentifier()]
-        each = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if name in required else None,
-            )
-            for name in sorted(names, key=lambda name: name not in required)
-            if not keyword.iskeyword(name)
-        ]
-        self.__signature__ = inspect.Signature(each)
-
-    def __call__(self, /, **arguments: object) -> object:
-        return self._call(self.__name__, arguments)
 
 
 class Environment:
@@ -115,7 +69,8 @@ class Environment:
         This one runs the tools that the turn calls, and is done where it calls none.
 
         Args:
-            text: of the turn, without EOS.
+            text: of the turn as the model wrote it, with special tokens, without EOS. Where the
+                prompt ends with what opens the model's thoughts, the text begins with that.
             messages: all before it: the prompt, and the turns with their answers.
         """
         calls = parse_calls(text, self.tools)
@@ -146,49 +101,6 @@ class Environment:
         except Exception as error:  # the model is to see what it did wrong
             return _error(error)
         return _caught(result) if inspect.isawaitable(result) else result
-
-
-def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls of tools in a turn, each a name with arguments or what is wrong with it.
-
-    They are written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or as a last line
-    that is a call as in Python, `name(1, other="text")`, whose arguments are constants.
-    """
-    if found := CALL.findall(text):
-        return [_json_call(call) for call in found]
-    lines = text.strip().splitlines()
-    call = None if not lines else _python_call(lines[-1].strip(), tools)
-    return [] if call is None else [call]
-
-
-def _json_call(text: str) -> Call:
-    try:
-        call = json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write the JSON of the arguments as a text
-            arguments = json.loads(arguments)
-        if isinstance(call["name"], str) and isinstance(arguments, dict):
-            return call["name"], arguments
-    except (ValueError, RecursionError, AttributeError, KeyError):
-        pass
-    return 'Error: a tool call must be JSON such as {"name": "f", "arguments": {"x": 1}}'
-
-
-def _python_call(line: str, tools: Sequence[Tool]) -> Call | None:
-    """The call that a line is; None where it is none of a tool."""
-    name = line.partition("(")[0].strip()
-    tool = {tool.__name__: tool for tool in tools}.get(name)
-    if tool is None or not line.endswith(")"):
-        return None
-    try:
-        call = ast.parse(line, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return None
-        given = [ast.literal_eval(argument) for argument in call.args]
-        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return name, inspect.signature(tool).bind(*given, **named).arguments
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        return _error(error)
 
 
 async def _gathered(results: Sequence[object]) -> Answer:

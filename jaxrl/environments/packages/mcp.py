@@ -14,7 +14,8 @@ from typing import Any, TypeGuard
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
-from jaxrl.environments.environment import Arguments, Environment, SchemaTool, Unavailable
+from jaxrl.environments.environment import Environment, Unavailable
+from jaxrl.environments.tools import Arguments, SchemaTool
 from jaxrl.errors import UserError, near
 
 LIST_S = 60.0

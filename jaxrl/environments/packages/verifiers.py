@@ -25,15 +25,10 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Columns, JsonObject, Message
-from jaxrl.environments.environment import (
-    Answer,
-    Arguments,
-    Environment,
-    SchemaTool,
-    Unavailable,
-    parse_calls,
-)
+from jaxrl.environments.calls import parse_calls
+from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.tools import Arguments, SchemaTool
 from jaxrl.errors import UserError
 
 __all__ = ["Turns", "Verifiers"]
