@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.data.example import Columns, Message
 from jaxrl.environments.calls import Call, parse_calls
-from jaxrl.environments.tools import Tool
+from jaxrl.environments.tools import MOST_VALUES, Tool, as_text
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,14 @@ class Environment:
         results = [self._run(call) for call in calls]
         if any(inspect.isawaitable(result) for result in results):
             return _gathered(results)
-        return Answer([_as_message(result) for result in results])
+        return Answer([{"role": "tool", "content": str(result)} for result in results])
 
     def close(self) -> Awaitable[None] | None:
         """The episode is over: gives back what the instance holds, such as a connection. May be
         `async def`."""
         return None
 
-    def _run(self, call: Call) -> object:
+    def _run(self, call: Call) -> str | Awaitable[str]:
         """What a tool returns, or why there is nothing that it could return."""
         if isinstance(call, str):
             return call
@@ -96,34 +95,31 @@ class Environment:
             return f"Error: there is no tool {name!r}, only {', '.join(tools)}"
         try:
             result = tools[name](**arguments)
+            if inspect.isawaitable(result) or inspect.isasyncgen(result):
+                return _awaited(result)
+            return as_text(result)
         except Unavailable:
             raise
-        except Exception as error:  # the model is to see what it did wrong
-            return _error(error)
-        return _caught(result) if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as error:  # the model is to see what it did wrong
+            return as_text(error)
 
 
 async def _gathered(results: Sequence[object]) -> Answer:
-    values = [await r if inspect.isawaitable(r) else r for r in results]
-    return Answer([_as_message(value) for value in values])
+    texts = [await r if inspect.isawaitable(r) else r for r in results]
+    return Answer([{"role": "tool", "content": str(text)} for text in texts])
 
 
-async def _caught(result: Awaitable[object]) -> object:
+async def _awaited(result: Awaitable[object] | AsyncGenerator[object]) -> str:
     try:
-        return await result
+        if inspect.isawaitable(result):
+            return as_text(await result)
+        values = []
+        async for value in result:
+            values.append(value)
+            if len(values) == MOST_VALUES:
+                break
+        return as_text(values)
     except Unavailable:
         raise
-    except Exception as error:
-        return _error(error)
-
-
-def _as_message(result: object) -> Message:
-    """A tool's result: text as it is, anything else as JSON."""
-    text = (
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    )
-    return {"role": "tool", "content": text}
-
-
-def _error(error: BaseException) -> str:
-    return f"Error: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        return as_text(error)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime
+import decimal
 import importlib.util
+import inspect
+import itertools
 import json
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.calls import THOUGHTS, opened_thoughts, parse_calls
+from jaxrl.environments.observation import observed
 from jaxrl.environments.tools import SchemaTool
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")
@@ -344,3 +353,117 @@ def test_thoughts_that_a_prompt_opens() -> None:
     for prompt in ("", "x", "<think>\n\n</think>\n\n", "<think> so", "say <think>!"):
         assert opened_thoughts(prompt) == ""
     assert opened_thoughts("<|turn>model\n<|channel>thought\n") == "<|channel>thought\n"
+
+
+@dataclass
+class Point:
+    x: int
+    y: object
+
+
+class Rude:
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class Plain:
+    pass
+
+
+def _fails(error: BaseException) -> Any:
+    raise error
+
+
+async def _later(value: Any) -> Any:
+    return value() if callable(value) else value
+
+
+async def _yields() -> Any:
+    yield 1
+    yield "b"
+
+
+def _circle() -> list[Any]:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    return circle
+
+
+RESULTS: list[tuple[Any, str]] = [
+    ("text", "text"),
+    ("", ""),
+    (None, "null"),
+    (True, "true"),
+    (1.5, "1.5"),
+    (float("inf"), "Infinity"),
+    (10**30, "1" + "0" * 30),
+    (lambda: 10**5000, "Error: .*int.*"),
+    (lambda: (1 // (2 - i) for i in range(5)), "Error: ZeroDivisionError: .*"),
+    ({"a": [1, None], "b": "ü"}, '{"a": [1, null], "b": "ü"}'),
+    ({1: "a", (2, 3): "b"}, ".*a.*b.*"),
+    ((1, "a"), '[1, "a"]'),
+    ({"b", "a", "c"}, '["a", "b", "c"]'),
+    (b"caf\xc3\xa9", "café"),
+    (b"caf\xe9 \x89PNG", r"caf\\xe9 \\x89PNG"),
+    (bytearray(b"x"), "x"),
+    ({"raw": b"\xff"}, r".*\\xff.*"),
+    (Point(1, Point(2, None)), '{"x": 1, "y": {"x": 2, "y": null}}'),
+    (np.arange(3), r"\[0, 1, 2\]"),
+    (np.zeros((2, 2), np.float32), r"\[\[0.0, 0.0\], \[0.0, 0.0\]\]"),
+    (np.int64(7), "7"),
+    (np.float32(0.5), "0.5"),
+    ({"n": np.float32(0.5), "v": np.arange(2)}, r'\{"n": 0.5, "v": \[0, 1\]\}'),
+    (np.arange(10**6), r".*0 +1 +2 \.\.\. .*999999.*"),
+    (jnp.arange(3), r"\[0, 1, 2\]"),
+    ((i for i in range(3)), r"\[0, 1, 2\]"),
+    (map(str, itertools.count()), r'\["0", "1", .*'),
+    (datetime.date(2024, 5, 1), '"2024-05-01"'),
+    (Path("/a/b"), '"/a/b"'),
+    (decimal.Decimal("1.50"), '"1.50"'),
+    (1 + 2j, r'"\(?1\+2j\)?"'),
+    (Plain(), ".*Plain object>.*"),
+    (Plain, ".*Plain.*"),
+    (len, ".*len.*"),
+    ({"k": Plain()}, ".*Plain object>.*"),
+    (Rude(), "Error: .*Rude.* cannot be shown.*"),
+    (_circle(), r"\[1, \[\.\.\.\]\]"),
+    ("half \ud83d and \udc00", "half \ufffd and \ufffd"),
+    ({"half": "\ud83d"}, '{"half": "\ufffd"}'),
+    ("a\x00b", "a\x00b"),
+    (ValueError("wrong"), "Error: ValueError: wrong"),
+    (lambda: _fails(KeyError("k")), "Error: KeyError: 'k'"),
+    (lambda: _fails(SystemExit(3)), "Error: SystemExit: 3"),
+    (lambda: _fails(ValueError("x" * 10**6)), r"Error: ValueError: x+\.\.\."),
+    (lambda: _fails(ValueError(Rude())), "Error: .*ValueError.*"),
+    (lambda: _later("later"), "later"),
+    (lambda: _later(lambda: _fails(OSError("gone"))), "Error: OSError: gone"),
+    (lambda: _later(Point(1, 2)), '{"x": 1, "y": 2}'),
+    (_yields, r'\[1, "b"\]'),
+    ("x" * 3_000_000, r"x{99920}\.\.\. \(2900080 of 3000000 characters are left out\)"),
+    (["🙂" * 60_000] * 9, r'\["🙂+.*characters are left out\)'),
+]
+
+
+@pytest.mark.parametrize(("result", "expected"), RESULTS)
+def test_what_a_tool_returns_is_shown_or_explained(result: Any, expected: str) -> None:
+    calls_it = callable(result) and not isinstance(result, type) and result is not len
+
+    def tool() -> Any:
+        return result() if calls_it else result
+
+    environment = Environment()
+    environment.tools = [tool]
+    answer = environment.step("tool()", [])
+    if inspect.isawaitable(answer):
+        answer = asyncio.run(_later_answer(answer))
+    observation = observed(answer)
+    (message,) = observation.messages
+    text = message["content"]
+    assert message["role"] == "tool" and len(text) <= 100_000
+    assert text == expected or re.fullmatch(expected, text, re.DOTALL), text[:300]
+    assert " at 0x" not in text
+    json.dumps(message, ensure_ascii=False).encode()
+
+
+async def _later_answer(answer: Any) -> Any:
+    return await answer
