@@ -174,7 +174,8 @@ def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
     if _FUNCTION.match(mark.string, at) or _INVOKED.match(mark.string, at):
         return [], at
     named = _GLM_NAME.match(mark.string, at)
-    if named is None:
+    known = named and (named["name"] in [t.__name__ for t in tools] or named["fields"])
+    if named is None or not known:
         return [_wrong(f"{JSON}, or {XML}")], _end(mark)
     return _fields(named, _GLM_FIELD, "</tool_call>", tools, GLM)
 
@@ -399,7 +400,7 @@ _GLM_FIELD = re.compile(
     r"(?=\s*(?:<arg_key>|</tool_call>|$))",
     re.DOTALL,
 )
-_GLM_NAME = re.compile(r"(?P<name>[^\s<>{}()\[\]\"]+)\s*(?=<arg_key>|</tool_call>|$)")
+_GLM_NAME = re.compile(r"(?P<name>[^\s<>{}()\[\]\"]+)\s*(?=(?P<fields><arg_key>)|</tool_call>|$)")
 _FUNCTION = re.compile(r"<function=(?P<name>[^>\n]+)>")
 _INVOKED = re.compile(r'<(?P<prefix>[^<>\s/]*?)invoke name="(?P<name>[^"]+)"\s*>')
 _GEMMA = re.compile(

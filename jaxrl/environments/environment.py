@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxrl.data.example import Columns, Message
 from jaxrl.environments.calls import Call, parse_calls
-from jaxrl.environments.tools import MOST_VALUES, Tool, as_text
+from jaxrl.environments.tools import LONGEST_ERROR, MOST_VALUES, Tool, as_text
+from jaxrl.errors import near, short
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Environment:
         name, arguments = call
         tools = {tool.__name__: tool for tool in self.tools}
         if name not in tools:
-            return f"Error: there is no tool {name!r}, only {', '.join(tools)}"
+            names = short(", ".join(tools), LONGEST_ERROR)
+            return f"Error: there is no tool {short(repr(name))}{near(name, tools)}, only {names}"
         try:
             result = tools[name](**arguments)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):

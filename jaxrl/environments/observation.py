@@ -93,7 +93,7 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
             )
         _check_text(str(texts[1]), method)
         try:
-            found.append(json.loads(json.dumps(dict(fields))))
+            found.append(json.loads(json.dumps(dict(fields), ensure_ascii=False).encode()))
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
                 f"`{method}` returned the message {shown(message)}, which is no JSON: {error}"

@@ -49,8 +49,8 @@ class SchemaTool:
             "type": "function",
             "function": {"name": name, "description": description, "parameters": dict(parameters)},
         }
-        required = parameters.get("required", ())
-        names = [name for name in parameters.get("properties", ()) if name.isidentifier()]
+        required = parameters.get("required") or ()
+        names = [name for name in parameters.get("properties") or () if name.isidentifier()]
         each = [
             inspect.Parameter(
                 name,
@@ -70,7 +70,7 @@ def types_of(tool: Tool, parameter: str) -> set[str] | None:
     """The JSON types that a parameter of a tool may have, as in {"integer", "null"}; None where
     its schema or type hint does not say."""
     if isinstance(tool, SchemaTool):
-        properties = tool.schema["function"]["parameters"].get("properties", {})
+        properties = tool.schema["function"]["parameters"].get("properties") or {}
         return _types(properties.get(parameter))
     try:
         hint = inspect.signature(tool, eval_str=True).parameters[parameter].annotation
