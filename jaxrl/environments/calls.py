@@ -138,8 +138,10 @@ def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
         calls = _as_python(turn, tools)
         return calls if all(not isinstance(c, str) and c[0] in names for c in calls) else []
     line = turn.splitlines()[-1].strip() if turn else ""
-    called = line.partition("(")[0].strip() in names and line.endswith(")")
-    return _as_python(line, tools) if called else []
+    if line.partition("(")[0].strip() not in names or not line.endswith(")"):
+        return []
+    calls = _as_python(line, tools)
+    return calls if all(isinstance(call, str) or call[0] in names for call in calls) else []
 
 
 def _json(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
@@ -309,6 +311,8 @@ def _python_call(node: ast.AST, names: Mapping[str, str], tools: Sequence[Tool])
     name = names.get(name, name)
     try:
         given = [_constant(argument) for argument in node.args]
+        if any(word.arg is None for word in node.keywords):
+            raise ValueError
         named = {str(word.arg): _constant(word.value) for word in node.keywords}
     except ValueError:  # its text would tell where in memory a node is
         return _wrong(PYTHON)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ async def _gathered(results: Sequence[object]) -> Answer:
     return Answer([{"role": "tool", "content": str(text)} for text in texts])
 
 
-async def _awaited(result: Awaitable[object] | AsyncGenerator[object]) -> str:
+async def _awaited(result: Any) -> str:
     try:
         if inspect.isawaitable(result):
             return as_text(await result)

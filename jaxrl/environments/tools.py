@@ -45,7 +45,7 @@ class SchemaTool:
             call: gets the name and the arguments of a call, and returns what a tool does.
         """
         self.__name__, self._call = name, call
-        self.schema = {
+        self.schema: JsonObject = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": dict(parameters)},
         }

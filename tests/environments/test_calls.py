@@ -48,7 +48,7 @@ VALUES = {
     "array": [1, "x", [True, None], {"k": "v"}],
     "object": {"k": "v", "deep": {"list": [{}], "none": None, "n": 1.5}},
 }
-SCHEMA = dict.fromkeys((*TEXTS, *ESCAPES), STRING) | {
+SCHEMA: dict[str, Any] = {name: STRING for name in (*TEXTS, *ESCAPES)} | {  # noqa: C420
     name: {"type": name if name in TYPES else "number"} for name in VALUES
 }
 SCHEMA["null"] = {"anyOf": [STRING, {"type": "null"}]}
@@ -56,7 +56,7 @@ TOOLS = [
     SchemaTool("f", "", {"type": "object", "properties": SCHEMA}, lambda name, given: given),
     SchemaTool("get_g-2", "", {"type": "object", "properties": {}}, lambda name, given: given),
 ]
-CALLS = {
+CALLS: dict[str, list[tuple[str, Any]]] = {
     "texts": [("f", TEXTS)],
     "escapes": [("f", ESCAPES)],
     "values": [("f", VALUES)],
@@ -80,7 +80,7 @@ def rendered(path: Path, calls: Sequence[tuple[str, Any]]) -> str | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def text(messages: Sequence[Any], prompt: bool) -> str:
-        return render_jinja_template(  # type: ignore[no-any-return]
+        return render_jinja_template(
             [messages],
             tools=[tool.schema for tool in TOOLS],
             chat_template=path.read_text(),
@@ -251,6 +251,7 @@ def test_arguments_may_be_json_in_a_text(arguments: object) -> None:
         ('<tool_call>{"name": "shelf"}</tool_call>', "there is no tool 'shelf', only stock"),
         ('<tool_call>{"name": "stock", "arguments": {"size": 1}}</tool_call>', "argument 'size'"),
         ("stock(1, 2, 3)", "TypeError"),
+        ("stock(**{})", "with constants as arguments"),
         ("stock(item=item)", "with constants as arguments"),
     ],
 )
@@ -274,6 +275,8 @@ def test_a_call_that_cannot_be_made_is_answered_by_the_form(text: str, expected:
         "<|channel|>final<|message|>There are 3.<|return|>",
         "no call</think>",
         "Use <b>bold</b> and {braces}.",
+        'stock("apples").upper()',
+        'print(stock("apples"))',
     ],
 )
 def test_an_answer_ends_the_episode(text: str) -> None:
@@ -281,7 +284,7 @@ def test_an_answer_ends_the_episode(text: str) -> None:
 
 
 def test_values_without_quotes_have_the_types_of_the_tool() -> None:
-    def f(
+    def f(  # type: ignore[no-untyped-def]
         a: str,
         b: int,
         c: float,
@@ -290,19 +293,23 @@ def test_values_without_quotes_have_the_types_of_the_tool() -> None:
         g: dict[str, Any],
         h: str | None,
         i: int | str,
-        j,  # type: ignore[no-untyped-def]
+        j,
         k: Literal[1, 2],
     ) -> None: ...
 
     given = dict(
         zip("abcdeghijk", ["1", "1", "1", "True", "[1]", "{}", "None", "1", "1", "2"], strict=True)
     )
-    fields = "".join(f"<parameter={key}>{value}</parameter>" for key, value in given.items())
-    ((_, read),) = parse_calls(f"<function=f>{fields}</function>", [f])
-    assert list(read.values()) == ["1", 1, 1, True, [1], {}, None, 1, 1, 2]
-    words = "".join(f"<parameter={key}>x</parameter>" for key in given)
-    ((_, read),) = parse_calls(f"<function=f>{words}</function>", [f])
-    assert read == dict.fromkeys(given, "x"), "what has another type is left to the tool"
+
+    def read(values: dict[str, str]) -> dict[str, object]:
+        fields = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+        (call,) = parse_calls(f"<function=f>{fields}</function>", [f])
+        assert not isinstance(call, str)
+        return dict(call[1])
+
+    assert list(read(given).values()) == ["1", 1, 1, True, [1], {}, None, 1, 1, 2]
+    words = dict.fromkeys(given, "x")
+    assert read(words) == words, "what has another type is left to the tool"
 
 
 def test_unescaped_texts_of_lfm2_5() -> None:

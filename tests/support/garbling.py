@@ -36,7 +36,7 @@ def break_down(what):
     if what == "write":
         os.write = lambda descriptor, data: 0
     if what == "close":
-        os.closerange(3, 100)
+        os.closerange(0, 100)
     if what.startswith("{"):
         write(json.loads(what))
 
