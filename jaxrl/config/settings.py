@@ -388,7 +388,8 @@ class EnvironmentConfig(Section):
     """What a turn's tokens learn from. episode: the reward of the whole episode, compared with the
     others of its prompt. turn: the rewards of this turn and of those after it, each compared with
     all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
-    4.1.3)."""
+    4.1.3). A turn with reward 0 is compared, one without a reward (None) is not: with 0 until a
+    final 1, short episodes are preferred even where all succeed."""
     discount: Fraction = 1.0
     """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
     by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import json
-import keyword
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.data.example import Columns, JsonObject, Message
-
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-"""How Qwen's and Hermes' chat templates have tools called."""
+from jaxrl.data.example import Columns, Message
+from jaxrl.environments.calls import Call, parse_calls
+from jaxrl.environments.tools import LONGEST_ERROR, MOST_VALUES, Tool, as_text
+from jaxrl.errors import near, short
 
 
 @dataclass(frozen=True)
@@ -31,54 +27,12 @@ class Answer:
 
 
 Answers = Answer | Mapping[str, Any]
-Arguments = Mapping[str, Any]
-"""Of a call of a tool, by their names."""
-Call = tuple[str, Arguments] | str
-"""A call of a tool, or what is wrong with it."""
-Tool = Callable[..., Any]
 First = Sequence[Message] | str
 
 
 class Unavailable(Exception):
     """What an environment needs, such as a server, is gone: the episode fails. Of a tool's
     exceptions this is the only one that is not answered by its text."""
-
-
-class SchemaTool:
-    """A tool that brings a JSON schema of its own, where a function's signature would give it."""
-
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        parameters: JsonObject,
-        call: Callable[[str, Arguments], object],
-    ):
-        """
-        Args:
-            parameters: the JSON schema of an object, whose properties are the arguments.
-            call: gets the name and the arguments of a call, and returns what a tool does.
-        """
-        self.__name__, self._call = name, call
-        self.schema = {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": dict(parameters)},
-        }
-        required = parameters.get("required", ())
-        names = [name for name in parameters.get("properties", ()) if name.isidentifier()]
-        each = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if name in required else None,
-            )
-            for name in sorted(names, key=lambda name: name not in required)
-            if not keyword.iskeyword(name)
-        ]
-        self.__signature__ = inspect.Signature(each)
-
-    def __call__(self, /, **arguments: object) -> object:
-        return self._call(self.__name__, arguments)
 
 
 class Environment:
@@ -115,7 +69,8 @@ class Environment:
         This one runs the tools that the turn calls, and is done where it calls none.
 
         Args:
-            text: of the turn, without EOS.
+            text: of the turn as the model wrote it, with special tokens, without EOS. Where the
+                prompt ends with what opens the model's thoughts, the text begins with that.
             messages: all before it: the prompt, and the turns with their answers.
         """
         calls = parse_calls(text, self.tools)
@@ -124,94 +79,49 @@ class Environment:
         results = [self._run(call) for call in calls]
         if any(inspect.isawaitable(result) for result in results):
             return _gathered(results)
-        return Answer([_as_message(result) for result in results])
+        return Answer([{"role": "tool", "content": str(result)} for result in results])
 
     def close(self) -> Awaitable[None] | None:
         """The episode is over: gives back what the instance holds, such as a connection. May be
         `async def`."""
         return None
 
-    def _run(self, call: Call) -> object:
+    def _run(self, call: Call) -> str | Awaitable[str]:
         """What a tool returns, or why there is nothing that it could return."""
         if isinstance(call, str):
             return call
         name, arguments = call
         tools = {tool.__name__: tool for tool in self.tools}
         if name not in tools:
-            return f"Error: there is no tool {name!r}, only {', '.join(tools)}"
+            names = short(", ".join(tools), LONGEST_ERROR)
+            return f"Error: there is no tool {short(repr(name))}{near(name, tools)}, only {names}"
         try:
             result = tools[name](**arguments)
+            if inspect.isawaitable(result) or inspect.isasyncgen(result):
+                return _awaited(result)
+            return as_text(result)
         except Unavailable:
             raise
-        except Exception as error:  # the model is to see what it did wrong
-            return _error(error)
-        return _caught(result) if inspect.isawaitable(result) else result
-
-
-def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls of tools in a turn, each a name with arguments or what is wrong with it.
-
-    They are written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or as a last line
-    that is a call as in Python, `name(1, other="text")`, whose arguments are constants.
-    """
-    if found := CALL.findall(text):
-        return [_json_call(call) for call in found]
-    lines = text.strip().splitlines()
-    call = None if not lines else _python_call(lines[-1].strip(), tools)
-    return [] if call is None else [call]
-
-
-def _json_call(text: str) -> Call:
-    try:
-        call = json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write the JSON of the arguments as a text
-            arguments = json.loads(arguments)
-        if isinstance(call["name"], str) and isinstance(arguments, dict):
-            return call["name"], arguments
-    except (ValueError, RecursionError, AttributeError, KeyError):
-        pass
-    return 'Error: a tool call must be JSON such as {"name": "f", "arguments": {"x": 1}}'
-
-
-def _python_call(line: str, tools: Sequence[Tool]) -> Call | None:
-    """The call that a line is; None where it is none of a tool."""
-    name = line.partition("(")[0].strip()
-    tool = {tool.__name__: tool for tool in tools}.get(name)
-    if tool is None or not line.endswith(")"):
-        return None
-    try:
-        call = ast.parse(line, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return None
-        given = [ast.literal_eval(argument) for argument in call.args]
-        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return name, inspect.signature(tool).bind(*given, **named).arguments
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        return _error(error)
+        except (Exception, SystemExit) as error:  # the model is to see what it did wrong
+            return as_text(error)
 
 
 async def _gathered(results: Sequence[object]) -> Answer:
-    values = [await r if inspect.isawaitable(r) else r for r in results]
-    return Answer([_as_message(value) for value in values])
+    texts = [await r if inspect.isawaitable(r) else r for r in results]
+    return Answer([{"role": "tool", "content": str(text)} for text in texts])
 
 
-async def _caught(result: Awaitable[object]) -> object:
+async def _awaited(result: Any) -> str:
     try:
-        return await result
+        if inspect.isawaitable(result):
+            return as_text(await result)
+        values = []
+        async for value in result:
+            values.append(value)
+            if len(values) == MOST_VALUES:
+                break
+        return as_text(values)
     except Unavailable:
         raise
-    except Exception as error:
-        return _error(error)
-
-
-def _as_message(result: object) -> Message:
-    """A tool's result: text as it is, anything else as JSON."""
-    text = (
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    )
-    return {"role": "tool", "content": text}
-
-
-def _error(error: BaseException) -> str:
-    return f"Error: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:
+        return as_text(error)

@@ -16,6 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt, has_template
 from jaxrl.data.turns import TurnEncoder
+from jaxrl.environments.calls import opened_thoughts
 from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.pool import EnvironmentPool
@@ -29,6 +30,8 @@ from jaxrl.types import Prompt
 
 MOST_WORKERS = 16
 """Processes where `environment.workers` is null, on a machine with many cores."""
+OPENING_TOKENS = 16
+"""Of those that the model reads before a turn, in which its thoughts may be opened."""
 PROMPT = -1
 """Turn that stands for what `reset` returned, in records."""
 
@@ -64,6 +67,8 @@ class Episodes:
         self.pool = pool_of(config, e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most))
         self.source = self.pool.source
         self._batches = itertools.count()
+        self._looked = False
+        """Whether the prompts were searched for the tools."""
         self._last: EpisodeBatch | None = None
 
     def begin(
@@ -106,10 +111,31 @@ class Episodes:
         facts = self.pool.facts()
         if facts.resets:
             batch.reset()
-        return [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)], batch
+        begun = [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)]
+        batch.openings = [self.opening(prompt.tokens) for prompt in begun]
+        if facts.tools and not self._looked:
+            self._looked = True
+            self._tell_unseen_tools(begun[0])
+        return begun, batch
 
     def close(self) -> None:
         self.pool.close()
+
+    def opening(self, tokens: Sequence[int]) -> str:
+        """What opens the model's thoughts at the end of tokens that it reads; else ""."""
+        end = list(tokens[-OPENING_TOKENS:])
+        return opened_thoughts(self.tokenizer.decode(end, skip_special_tokens=False))
+
+    def _tell_unseen_tools(self, prompt: Prompt) -> None:
+        """Says so where a prompt is the same without the tools."""
+        chat, own = chat_of(prompt), prompt.columns.get("tools")
+        tools = own if isinstance(own, tuple) else ()
+        if chat is None or encode_prompt(self.tokenizer, chat, tools) == prompt.tokens:
+            why = "text prompts have" if chat is None else "the chat template has"
+            self.notify(
+                f"{KEY}: {self.source.text}: the model does not see its tools: {why} no place for"
+                " them; say in the prompts what can be called, and how"
+            )
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
         """The prompt as the environment begins it."""
@@ -152,6 +178,8 @@ class _Episode:
     """Digest of the environment and of all turns so far."""
     turn: int = 0
     """Turns of the model that were answered."""
+    opening: str = ""
+    """What opens the thoughts with which the model's next turn begins."""
     replaying: bool = True
     """Whether the records may still have its next answer."""
 
@@ -195,6 +223,8 @@ class EpisodeBatch:
         (self._number, self._attempt), self._journal = name, journal
         self.firsts: dict[int, Prompted] = {}
         """What `reset` returned, by the prompt's index."""
+        self.openings: Sequence[str] = [""] * len(prompts)
+        """What opens the model's thoughts at the end of the prompts."""
         self._recorded: set[int] = set()
         """The prompts for which that was recorded by an earlier process."""
         self._failures: dict[tuple[int, int], Failure] = {}
@@ -251,6 +281,7 @@ class EpisodeBatch:
         episode.session.first = self.firsts.get(prompt)
         episode.session.strict &= prompt not in self._recorded
         turn, episode.turn = episode.turn, episode.turn + 1
+        text = (episode.opening if turn else self.openings[prompt]) + text
         episode.chain = _digest(episode.chain, text)
         result = await self._observe(episode, turn, text)
         if isinstance(result, Failure):
@@ -263,6 +294,7 @@ class EpisodeBatch:
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
+        episode.opening = self._all.opening(tokens)
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)

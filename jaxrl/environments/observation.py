@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
+from jaxrl.environments.tools import LONGEST, cut_text
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.plain import finite
 
@@ -18,7 +20,7 @@ _SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
 
 @dataclass(frozen=True)
 class Observation:
-    """The answer of an environment to one turn."""
+    """The answer of an environment to one turn, whose messages were cut to LONGEST characters."""
 
     messages: tuple[Message, ...]
     reward: float | None
@@ -51,7 +53,12 @@ def observed(result: object) -> Observation:
     checked = checked_messages(messages, "step", ROLES)
     if not checked and not done:
         raise UserError("`step` returned no message for the model, and not done=True")
-    return Observation(checked, _reward(reward), done)
+    left, kept = LONGEST, []
+    for message in checked:
+        text = cut_text(message["content"], left)
+        left = max(left - len(text), 0)
+        kept.append({**message, "content": text})
+    return Observation(tuple(kept), _reward(reward), done)
 
 
 def first_messages(result: object) -> tuple[Message, ...] | str:
@@ -67,7 +74,7 @@ def first_messages(result: object) -> tuple[Message, ...] | str:
 
 
 def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
-    """Chat messages with texts `role` and `content`, as plain dicts."""
+    """Chat messages with texts `role` and `content`, as they are in JSON."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
         raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
     found = []
@@ -85,7 +92,12 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
                 f" {', '.join(roles)}"
             )
         _check_text(str(texts[1]), method)
-        found.append({"role": str(texts[0]), "content": str(texts[1])})
+        try:
+            found.append(json.loads(json.dumps(dict(fields), ensure_ascii=False).encode()))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"`{method}` returned the message {shown(message)}, which is no JSON: {error}"
+            ) from error
     return tuple(found)
 
 

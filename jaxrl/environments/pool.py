@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Literal, Unpack
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from jaxrl.data.example import JsonObject
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Content, Prompted
 from jaxrl.environments.process import Session as Session
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
-from jaxrl.process.killable import KillableProcess, Lost
+from jaxrl.process.killable import AnAnswer, Begun, KillableProcess, Lost, Refused, no_answer
 from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure
 
@@ -30,8 +32,49 @@ OURS = os.path.join("environments", "process.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
 LOOK_S = 0.25
 """Seconds between two looks whether a process is late."""
-MOST_LOSSES = 2
-"""Processes that an order may lose without being the one that was running; then it fails too."""
+
+
+class _Ready(AnAnswer):
+    ready: int
+    facts: EnvironmentFacts | None
+
+
+class _Awaits(AnAnswer):
+    awaits: Literal[True]
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: str
+
+
+class _Observation(BaseModel, extra="forbid"):
+    messages: list[_Message]
+    reward: FiniteFloat | None
+    done: bool
+
+
+class _First(AnAnswer):
+    first: str | list[_Message]
+
+
+class _Stepped(AnAnswer):
+    answer: _Observation
+
+
+class _Closed(AnAnswer):
+    closed: Literal[True]
+
+
+class _Failed(AnAnswer):
+    failure: tuple[Literal["timeout", "exception"], str]
+
+
+ANSWER: TypeAdapter[AnAnswer] = TypeAdapter(
+    _Ready | Refused | Begun | _Awaits | _First | _Stepped | _Closed | _Failed
+)
+KINDS = {"begin": "first", "step": "answer", "end": "closed"}
+"""Kind of an order -> what its answer has."""
 
 
 class _Process(KillableProcess):
@@ -40,7 +83,7 @@ class _Process(KillableProcess):
         self._cell.write(bytes(CELL))
         self._cell.flush()
         files = (self._cell.fileno(),)
-        super().__init__(SERVICE, "environment", OURS, max_processes, files)
+        super().__init__(SERVICE, "environment", OURS, max_processes, ANSWER, files)
         self.sessions: set[Hashable] = set()
         """Keys of the episodes whose instances it holds."""
         self.orders: dict[int, _Order] = {}
@@ -49,6 +92,10 @@ class _Process(KillableProcess):
         """When it was last looked whether it is late, on the clock of `time.monotonic`."""
         self.suspect: _Order | None = None
         """The order that was late then."""
+        self.heard = time.monotonic()
+        """When it last said something."""
+        self.alone: _Order | None = None
+        """The only order that it gets, which it has to answer before it is used for others."""
 
     def running(self) -> _Order | None:
         """The order in whose name it is running, or was when it ended."""
@@ -62,6 +109,8 @@ class _Process(KillableProcess):
 
 @dataclass
 class _Order:
+    kind: str
+    """Of KINDS."""
     done: asyncio.Future[JsonObject]
     """Its answer; raises Lost where it has cost a process."""
     sent: float
@@ -80,11 +129,17 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         self.source = source
         self._describe = True
         """Whether the next process is to say what the environment is."""
+        self._started: list[_Process] = []
         self._ready: list[_Process] = []
+        """Those of them that are used for all orders."""
         self._holders: dict[Hashable, _Process] = {}
         """The processes that hold the episodes' instances, by the episodes' keys."""
         self._arrived = asyncio.Condition()
         """Notified when a process is ready."""
+        self._suspects = 0
+        """Orders that wait for a process of their own, since any of them may have cost one."""
+        self._trials: list[_Process] = []
+        """Processes for them, at most one for each."""
         self._to_start = limits["workers"]
         """Of the first processes, those that are not ready; episodes are shared out among all."""
         super().__init__("environments", source.text, **limits)
@@ -109,11 +164,12 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
 
     async def end(self, session: Session) -> None:
         """Has the instance of an episode closed, which is over."""
-        process = self._holders.pop(session.key, None)
-        if process is not None and not process.killed:
+        process = await self._holder(session)
+        self._holders.pop(session.key, None)
+        if process is not None:
             process.sessions.discard(session.key)
             with suppress(_Blamed):
-                await self._order(process, ("end", session.key)).done
+                await self._order(process, ("end", session.key), None).done
 
     def _new(self) -> _Process:
         return _Process(self._max_processes)
@@ -124,12 +180,11 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
 
     async def _use(self, process: _Process, answer: JsonObject) -> None:
         """Also listens to it until it is lost."""
-        if answer["facts"] is not None:
+        if answer["facts"] is not None and not self._facts.done():
             self._facts.set_result(EnvironmentFacts(**answer["facts"]))
-        self._ready.append(process)
         self._to_start -= 1
-        async with self._arrived:
-            self._arrived.notify_all()
+        self._started.append(process)
+        await self._offer(process)
         try:
             while True:
                 await self._listen(process)
@@ -137,8 +192,15 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
             self._lose(process, lost)
         self._replace()
 
+    async def _offer(self, process: _Process) -> None:
+        """Lets a process be used: by a suspect alone, or else by all."""
+        async with self._arrived:
+            waited_for = self._suspects > len(self._trials)
+            (self._trials if waited_for else self._ready).append(process)
+            self._arrived.notify_all()
+
     def _in_use(self) -> list[_Process]:
-        return self._ready
+        return self._started
 
     async def _listen(self, process: _Process) -> None:
         """Takes the next answer of a process; raises Lost where it is late, or has ended."""
@@ -151,7 +213,7 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         process.looked, suspect = now, process.suspect
         process.suspect = self._late_order(process, now)
         if process.suspect is not None and process.suspect is suspect:
-            raise await process.late(self.timeout if suspect.begun else self.startup)
+            raise await process.late(self.timeout if suspect.begun else self._patience(process))
 
     def _late_order(self, process: _Process, now: float) -> _Order | None:
         """The order that is answered too late, if one is. While one runs, others wait for it."""
@@ -161,29 +223,44 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
             limit = self.timeout + (ASYNC_SLACK_S if order.awaits else 0)
             if order.begun is not None and now - order.begun > limit:
                 return order
-        waiting = [order for order in orders if now - order.sent > self.startup]
+        since = now - self._patience(process)
+        waiting = [order for order in orders if max(order.sent, process.heard) < since]
         return waiting[0] if waiting and not begun else None
 
+    def _patience(self, process: _Process) -> float:
+        """Seconds until a process that does nothing else begins with an order."""
+        return self.startup if process.fresh else self.timeout
+
     def _take(self, process: _Process, answer: JsonObject) -> None:
+        """Raises Lost where the answer is none to its order."""
         order = process.orders.get(answer["order"])
         if order is None:
             return
+        process.heard = time.monotonic()
         if "begin" in answer or "awaits" in answer:
-            order.begun, order.awaits = time.monotonic(), "awaits" in answer
+            process.fresh = False
+            order.begun, order.awaits = process.heard, "awaits" in answer
             return
+        if not {KINDS[order.kind], "failure"} & answer.keys():
+            raise no_answer(answer)
         del process.orders[answer["order"]]
         if not order.done.done():  # whoever waited for it may have been cancelled
             order.done.set_result(answer)
 
     def _lose(self, process: _Process, lost: Lost) -> None:
         """Takes a process out of use, and tells its orders."""
-        guilty = process.running() or (process.suspect if lost.kind == "timeout" else None)
-        self._ready.remove(process)
+        late = process.suspect if lost.kind == "timeout" else None
+        begun = late if late is not None and late.begun is not None else None
+        guilty = process.running() or begun or process.alone
+        for some in (self._started, self._ready, self._trials):
+            if process in some:
+                some.remove(process)
         process.kill()
         self.lost += 1
         for order in process.orders.values():
             if not order.done.done():
-                order.done.set_exception(_Blamed(lost, order is guilty, guilty is None))
+                suspect = guilty is None and order.kind != "end"
+                order.done.set_exception(_Blamed(lost, order is guilty, suspect))
         process.orders.clear()
 
     async def _ask(
@@ -195,28 +272,66 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
         Args:
             content: of the order, given the session where no process holds its instance.
         """
-        losses = 0
+        suspected = False
         while True:
-            process, past = self._holders.get(session.key), None
-            if process is None or process.killed:
-                process, past = await self._freest(), session
-            order = self._order(process, content(past))
-            self._holders[session.key] = process
-            process.sessions.add(session.key)
             try:
-                answer = await order.done
+                if suspected:
+                    return await self._ask_alone(session, content(session))
+                process, past = await self._holder(session), None
+                if process is None:
+                    process, past = await self._freest(), session
+                return await self._answered(session, self._order(process, content(past), session))
             except _Blamed as blamed:
                 self._holders.pop(session.key, None)
-                losses += blamed.unknown
-                if blamed.guilty or losses >= MOST_LOSSES:
+                if blamed.guilty:
                     return Failure(blamed.lost.kind, str(blamed.lost))
-                continue
-            return Failure(*answer["failure"]) if "failure" in answer else answer
+                suspected |= blamed.suspect
 
-    def _order(self, process: _Process, content: Content) -> _Order:
-        order = _Order(asyncio.get_running_loop().create_future(), time.monotonic())
+    async def _ask_alone(self, session: Session, content: Content) -> JsonObject | Failure:
+        """The answer of a process that gets no other order meanwhile, so that it alone is to blame
+        if that is lost."""
+        async with self._arrived:
+            self._suspects += 1
+            try:
+                await self._arrived.wait_for(lambda: self._trials)
+                process = self._trials.pop()
+            finally:
+                self._suspects -= 1
+                if len(self._trials) > self._suspects:  # it was cancelled
+                    self._ready.append(self._trials.pop())
+                    self._arrived.notify_all()
+        process.alone = order = self._order(process, content, session)
+        try:
+            return await self._answered(session, order)
+        finally:
+            process.alone = None
+            if not process.killed:
+                await self._offer(process)
+
+    async def _answered(self, session: Session, order: _Order) -> JsonObject | Failure:
+        answer = await order.done
+        return Failure(*answer["failure"]) if "failure" in answer else answer
+
+    def _order(self, process: _Process, content: Content, session: Session | None) -> _Order:
+        """Sends an order; the process then holds the instance of the session, if one is given."""
+        order = _Order(content[0], asyncio.get_running_loop().create_future(), time.monotonic())
         process.orders[process.order(content)] = order
+        if session is not None:
+            self._holders[session.key] = process
+            process.sessions.add(session.key)
         return order
+
+    async def _holder(self, session: Session) -> _Process | None:
+        """The process that holds the instance of an episode, once it is used for all; None where
+        there is none."""
+        async with self._arrived:
+            while (process := self._holders.get(session.key)) is not None:
+                if process.killed:
+                    return None
+                if process in self._ready:
+                    return process
+                await self._arrived.wait()
+        return None
 
     async def _freest(self) -> _Process:
         """The process that holds the fewest episodes; waits for one to start."""
@@ -228,6 +343,6 @@ class EnvironmentPool(ProcessPool[_Process, EnvironmentFacts]):
 class _Blamed(Exception):
     """An order's process was lost."""
 
-    def __init__(self, lost: Lost, guilty: bool, unknown: bool):
+    def __init__(self, lost: Lost, guilty: bool, suspect: bool):
         super().__init__(str(lost))
-        self.lost, self.guilty, self.unknown = lost, guilty, unknown
+        self.lost, self.guilty, self.suspect = lost, guilty, suspect

@@ -26,11 +26,14 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Environment, Unavailable
 from jaxrl.environments.observation import Observation, first_messages, observed
-from jaxrl.environments.source import EnvironmentSource, facts_of, load
-from jaxrl.errors import UserError, shown
-from jaxrl.process.guard import Say, limit_memory, sayer
+from jaxrl.environments.source import KEY, EnvironmentSource, facts_of, load
+from jaxrl.errors import UserError, short, shown
+from jaxrl.process.guard import Say, TooLong, limit_memory, sayer
 from jaxrl.process.plugin import traceback_below
 
+_read = pickle.load  # whatever the user's code puts in its place
+LONGEST_REASON = 10_000
+"""Characters that are told of why an environment cannot be loaded, or has no answer."""
 CELL = 8
 """Bytes of the shared cell: an order's number, little endian; 0: none is running."""
 T = TypeVar("T")
@@ -77,7 +80,7 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
     its episode: ("begin", key, row), ("step", key, `Session` of an instance to make again or None,
     text), ("end", key).
     """
-    number, (source, timeout, memory_mb, describe) = pickle.load(orders)
+    number, (source, timeout, memory_mb, describe) = _read(orders)
     say = sayer(answers, number)
     limit_memory(memory_mb)
     facts = None
@@ -87,9 +90,16 @@ def serve(orders: BinaryIO, answers: int, cell: int) -> None:
         with nullcontext() if describe else suppress(UserError):
             facts = facts_of(source, kind, describe)
     except UserError as error:
-        say({"refused": str(error)})
+        say({"refused": short(str(error), LONGEST_REASON)})
         return
-    say({"ready": os.getpid(), "facts": asdict(facts) if describe and facts else None})
+    try:
+        say({"ready": os.getpid(), "facts": asdict(facts) if describe and facts else None})
+    except TooLong as error:
+        assert facts is not None
+        what = f"the schemas of its tools ({len(facts.tools)}) are {error}"
+        hint = "let it offer fewer, or describe them in fewer words"
+        say({"refused": f"{KEY}: {source.text}: {what}: {hint}"})
+        return
     asyncio.run(_Host(source, kind, timeout, memory_mb, answers, cell).run(orders))
 
 
@@ -118,7 +128,7 @@ class _Host:
         def read() -> None:
             try:
                 while True:
-                    loop.call_soon_threadsafe(self._take, *pickle.load(orders))
+                    loop.call_soon_threadsafe(self._take, *_read(orders))
             except EOFError:
                 loop.call_soon_threadsafe(ended.set)
 
@@ -171,7 +181,11 @@ class _Host:
                 await self._end(say, key)
                 say({"closed": True})
         except _Failed as failed:
-            say({"failure": [failed.kind, str(failed)]})
+            say({"failure": [failed.kind, short(str(failed), LONGEST_REASON)]})
+        except TooLong as error:
+            method = "reset" if kind == "begin" else "step"
+            text = f"{self._source.text}: what `{method}` returned is {error}"
+            say({"failure": ["exception", text]})
 
     async def _step(self, say: Say, key: Hashable, past: Session | None, text: str) -> Observation:
         if past is not None:
@@ -248,6 +262,8 @@ class _Host:
             return check(result)
         except UserError as error:
             raise _Failed("exception", f"{self._source.text}: {error}") from None
+        except BaseException as error:  # of the user's classes, such as a generator of messages
+            raise _Failed("exception", traceback_below(error, __file__)) from None
 
     def _differs(self, what: str, before: object, now: object) -> _Failed:
         return _Failed(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxrl.data.example import JsonObject
-from jaxrl.environments.environment import Environment, SchemaTool, Tool
+from jaxrl.environments.environment import Environment
+from jaxrl.environments.tools import SchemaTool, Tool
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import is_plugin, load_located, locate
 

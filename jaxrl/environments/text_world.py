@@ -25,7 +25,7 @@ class TextWorld(Environment):
     """For rows of any kind, whose prompt only chooses where key and chest are.
 
     The last line of a turn is the command. Opening the chest with the key has reward 1 and ends the
-    episode; everything else has reward 0.
+    episode; nothing else has a reward.
     """
 
     def reset(self, row: Columns) -> str:

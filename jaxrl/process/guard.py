@@ -28,6 +28,7 @@ import psutil
 
 from jaxrl.process.plain import JsonObject
 
+_os_write = os.write  # whatever the user's code puts in its place
 LOOK_S = 1.0
 """Seconds between two looks whether the run is still there, and how many processes there are."""
 PRINTED_S = 0.25
@@ -37,8 +38,15 @@ OUTPUT_BYTES, OUTPUT_S = 1 << 14, 60.0
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2): orphans below this process become its own children, so that it can find them."""
 
+MOST_BYTES = 1 << 20
+"""Of a message to the run, and of other text between two of them."""
+
 Say = Callable[[JsonObject], None]
-"""Sends a message to the run."""
+"""Sends a message to the run; raises TooLong where it has more than MOST_BYTES."""
+
+
+class TooLong(Exception):
+    """A message to the run that was not sent."""
 
 
 def main(
@@ -168,14 +176,21 @@ def _work(
 def _say(answers: int, worker: int, number: int, message: JsonObject) -> None:
     if os.getpid() != worker:
         os._exit(0)  # the user's code forked, and its child has returned as well
-    _write(answers, _line({"order": number, **message}))
+    line = _line({"order": number, **message})
+    if len(line) > MOST_BYTES:
+        raise TooLong(f"{len(line) / 2**20:.1f} MB, longer than {MOST_BYTES >> 20} MB")
+    try:
+        _write(answers, line)
+    except OSError:  # the user's code has closed it, or the run has: nothing can be said any more
+        os._exit(1)
 
 
 def _line(message: JsonObject) -> bytes:
     """A line of its own, whatever was written before it."""
-    return b"\n" + json.dumps(message).encode() + b"\n"
+    text = json.dumps(message, ensure_ascii=False)
+    return b"\n" + text.encode(errors="replace") + b"\n"
 
 
 def _write(descriptor: int, data: bytes) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[_os_write(descriptor, data) :]

@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from jaxrl.process.guard import kill_family
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from jaxrl.errors import short
+from jaxrl.process.guard import MOST_BYTES, family, kill_family
 from jaxrl.process.plain import JsonObject
 
 BOOT = (
@@ -32,8 +35,6 @@ STACK_S = 0.5
 """Longest wait for the stack of a process that is late."""
 STACK_BYTES, STACK_LINES = 1 << 14, 12
 """Limits of the part of it that is read, and shown."""
-MOST_NOISE = 1 << 20
-"""Bytes of other text that a process may send between two answers."""
 END_S = 1.0
 """Longest wait for a process that has nothing to do to end by itself."""
 MAX_PROCESSES = 256
@@ -49,6 +50,23 @@ class Lost(Exception):
         self.kind: Literal["timeout", "exception"] = kind
 
 
+class AnAnswer(BaseModel, extra="forbid"):
+    """The shape of an answer; services have further ones."""
+
+    order: int
+    """Number of the order that is answered."""
+
+
+class Refused(AnAnswer):
+    refused: str
+    """Why what was to be loaded, or done, is a mistake of the user's."""
+
+
+class Begun(AnAnswer):
+    begin: Literal[True]
+    """The user's code is called."""
+
+
 class KillableProcess:
     """A process that runs the user's code, as the run sees it. All but `kill` is for one event
     loop."""
@@ -59,6 +77,7 @@ class KillableProcess:
         section: str,
         ours: str,
         max_processes: int,
+        shape: TypeAdapter[Any],
         files: Sequence[int] = (),
     ):
         """Starts it.
@@ -69,15 +88,18 @@ class KillableProcess:
             ours: end of the path of the file that calls the user's code: a stack is shown down to
                 the user's last frame, above the first line with it.
             max_processes: number that it may grow to, itself and all below it.
+            shape: of the service's answers.
             files: descriptors that the service gets.
         """
         self.worker: int | None = None
         """Process id of the one that runs the user's code, under the guard."""
         self.killed = False
-        self._ours = ours
+        self.fresh = True
+        """Whether it was asked for nothing yet but to load the user's code."""
+        self._ours, self._shape = ours, shape
         self._number = 0
         """Of the last order."""
-        self._answers = asyncio.StreamReader(limit=MOST_NOISE)
+        self._answers = asyncio.StreamReader(limit=MOST_BYTES)
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
         stacks = self._stacks.fileno()
         numbers = [str(number) for number in (stacks, os.getpid(), max_processes, *files)]
@@ -124,7 +146,7 @@ class KillableProcess:
         """The next answer to any order, whose number is its `order`; raises Lost where the process
         has ended. Cancelling it loses nothing."""
         noise = 0
-        while noise <= MOST_NOISE:
+        while noise <= MOST_BYTES:
             try:
                 line = await self._answers.readline()
             except ValueError:  # a longer line than that
@@ -139,9 +161,18 @@ class KillableProcess:
                 if isinstance(ended := answer.get("ended"), int | str):
                     raise Lost("exception", f"its process {_how(ended)}{self._stack()}")
                 if answer.get("order") in range(1, self._number + 1):
-                    return answer
+                    return self._checked(answer, line)
             noise += len(line)
-        raise Lost("exception", f"it wrote {MOST_NOISE} bytes that are no answer")
+        raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are no answer")
+
+    def _checked(self, answer: JsonObject, line: bytes) -> JsonObject:
+        """An answer of the service's; raises Lost where its shape is another, so that the user's
+        code has written it."""
+        try:
+            self._shape.validate_json(line, strict=True)
+        except ValidationError:
+            raise no_answer(answer) from None
+        return answer
 
     async def late(self, seconds: float) -> Lost:
         """What to raise where no answer came in time, with the stack of the process."""
@@ -167,9 +198,11 @@ class KillableProcess:
 
     async def _late_stack(self) -> str:
         """Where it is, even if the GIL is never released, as in a regular expression."""
-        if self.worker is not None:
+        # A process that is none of its own may have the id that the user's code has written.
+        worker = self.worker
+        if worker is not None and worker in [each.pid for each in family(self._guard.pid)]:
             with suppress(ProcessLookupError):
-                os.kill(self.worker, signal.SIGUSR1)
+                os.kill(worker, signal.SIGUSR1)
             end = time.monotonic() + STACK_S
             while not os.fstat(self._stacks.fileno()).st_size and time.monotonic() < end:
                 await asyncio.sleep(0.01)
@@ -181,6 +214,12 @@ class KillableProcess:
         lines = os.pread(self._stacks.fileno(), STACK_BYTES, 0).decode(errors="replace")
         shown = itertools.takewhile(lambda line: self._ours not in line, lines.splitlines())
         return "".join(f"\n{line}" for line in list(shown)[:STACK_LINES] if line)
+
+
+def no_answer(answer: JsonObject) -> Lost:
+    """What to raise about an answer that is none."""
+    text = json.dumps(answer, ensure_ascii=True)
+    return Lost("exception", f"it wrote what is no answer: {short(text)}")
 
 
 def _how(code: int | str) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, NotRequired, Self, TypedDict, TypeVar, Unpack
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost
+from jaxrl.process.killable import END_S, MAX_PROCESSES, KillableProcess, Lost, no_answer
 from jaxrl.process.plain import JsonObject
 
 ASYNC_SLACK_S = 1.0
@@ -159,6 +159,8 @@ class ProcessPool(ABC, Generic[Process, Facts]):
             answer = await process.hear(self.startup)
             if "refused" in answer:
                 raise UserError(answer["refused"])
+            if "ready" not in answer:
+                raise no_answer(answer)
         except BaseException as error:
             process.kill()
             if not isinstance(error, Lost):

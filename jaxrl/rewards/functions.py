@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -25,12 +26,13 @@ from typing import Any, BinaryIO, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.guard import Say, limit_memory, sayer
+from jaxrl.process.guard import Say, TooLong, limit_memory, sayer
 from jaxrl.process.plain import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
+_read = pickle.load  # whatever the user's code puts in its place
 KEY = "reward.functions"
 SHAPE = "f(prompts, completions, **columns)"
 PLAIN = (*VERIFIERS, "format")
@@ -94,7 +96,7 @@ def serve(orders: BinaryIO, answers: int) -> None:
     The content of the first is (sources, seconds for an awaited call, megabytes of memory or None),
     that of each other one (index of the function, items).
     """
-    number, (sources, timeout, memory_mb) = pickle.load(orders)
+    number, (sources, timeout, memory_mb) = _read(orders)
     say = sayer(answers, number)
     limit_memory(memory_mb)
     try:
@@ -104,11 +106,13 @@ def serve(orders: BinaryIO, answers: int) -> None:
         return
     say({"ready": os.getpid(), "signatures": [asdict(f.signature) for f in functions]})
     while True:
-        number, (index, items) = pickle.load(orders)
+        number, (index, items) = _read(orders)
         # An awaited call that outlives its order must not speak for the next one.
         say = sayer(answers, number)
         try:
-            functions[index].prepare(items)
+            if functions[index].imports(items):
+                say({"imports": True})
+                importlib.import_module("reasoning_gym")
             say({"begin": True})
             functions[index].run(items, timeout, say)
         except UserError as error:  # a result that is none
@@ -137,12 +141,13 @@ class Function:
             self.signature = Signature("each")
             self._call = lambda items: [judge(item) for item in items]
 
-    def prepare(self, items: Sequence[Item]) -> None:
-        """Imports what the first call would import: no completion's time is spent on it."""
+    def imports(self, items: Sequence[Item]) -> bool:
+        """Whether judging them would import reasoning_gym first: no completion's time is spent on
+        that."""
         tasks = (str(item.columns.get("task", "")) for item in items)
         judges = self.source.text in ("auto", "reasoning_gym")
-        if judges and any(task.startswith("reasoning_gym/") for task in tasks):
-            importlib.import_module("reasoning_gym")
+        asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
+        return asked and "reasoning_gym" not in sys.modules
 
     def run(self, items: Sequence[Item], timeout: float, say: Say) -> None:
         """Judges all items and sends what it found of each, or of several at once.
@@ -166,7 +171,7 @@ class Function:
             except BaseException as error:
                 say({"items": indices, **self._failure(error)})
             else:
-                say({"items": indices, **self._found(result, len(part))})
+                self._say_found(say, indices, result)
 
     async def _await_all(self, items: Sequence[Item], timeout: float, say: Say) -> None:
         async def judge(index: int, item: Item) -> None:
@@ -176,9 +181,16 @@ class Function:
             except BaseException as error:
                 say({"items": [index], **self._failure(error, late=limit.expired())})
             else:
-                say({"items": [index], **self._found(result, 1)})
+                self._say_found(say, [index], result)
 
         await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
+
+    def _say_found(self, say: Say, indices: list[int], result: object) -> None:
+        try:
+            say({"items": indices, **self._found(result, len(indices))})
+        except TooLong as error:
+            text = f"{self.source.text} returned {error}: let its messages be shorter"
+            say({"items": indices, "failure": ("exception", text)})
 
     def _failure(self, error: BaseException, late: bool = False) -> JsonObject:
         """A user's mistake by its text, any other exception with its traceback."""

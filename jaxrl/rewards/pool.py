@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Literal, Unpack
+
+from pydantic import FiniteFloat, TypeAdapter
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import KillableProcess, Lost
+from jaxrl.process.killable import AnAnswer, Begun, KillableProcess, Lost, Refused, no_answer
 from jaxrl.process.plain import JsonObject
 from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
@@ -27,6 +29,29 @@ CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
 OURS = os.path.join("rewards", "functions.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
+
+
+class _Ready(AnAnswer):
+    ready: int
+    signatures: list[Signature]
+
+
+class _Imports(AnAnswer):
+    imports: Literal[True]
+
+
+class _Judged(AnAnswer):
+    items: list[int]
+    values: list[FiniteFloat | None]
+    messages: list[str] = []
+
+
+class _Failed(AnAnswer):
+    items: list[int]
+    failure: tuple[Literal["timeout", "exception", "user"], str]
+
+
+ANSWER: TypeAdapter[AnAnswer] = TypeAdapter(_Ready | Refused | _Imports | Begun | _Judged | _Failed)
 
 
 @dataclass
@@ -89,7 +114,7 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
         return self.submit(self._judge(function, items, limit))
 
     def _new(self) -> KillableProcess:
-        return KillableProcess(SERVICE, "reward", OURS, self._max_processes)
+        return KillableProcess(SERVICE, "reward", OURS, self._max_processes, ANSWER)
 
     def _first_order(self) -> object:
         return self.sources, self.timeout, self._memory_mb
@@ -123,7 +148,8 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
     async def _call(self, job: _Job, indices: Sequence[int]) -> None:
         """Lets a process judge items of a job; creates further calls for those to judge again."""
         process = await self._idle.get()
-        left, within = list(indices), self.startup  # until it begins, it imports
+        left, begun, fresh = list(indices), False, process.fresh
+        within, process.fresh = self.startup if fresh else self.timeout, False
         again: list[list[int]] = []
         try:
             process.order((job.function, [job.items[i] for i in indices]))
@@ -131,15 +157,23 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
                 answer = await process.hear(within)
                 if "refused" in answer:
                     raise UserError(answer["refused"])
-                if "begin" in answer:
-                    within = self.timeout + (ASYNC_SLACK_S if job.kind == "async" else 0)
+                if "imports" in answer and not begun:
+                    within = self.startup
                     continue
+                if "begin" in answer and not begun:
+                    within, begun = (
+                        self.timeout + (ASYNC_SLACK_S if job.kind == "async" else 0),
+                        True,
+                    )
+                    continue
+                if not begun or not _is_about(answer, indices, left):
+                    raise no_answer(answer)
                 judged = [indices[k] for k in answer["items"]]
                 left = [i for i in left if i not in judged]
                 if "values" in answer:
                     for i, value in zip(judged, answer["values"], strict=True):
                         job.scores.values[i] = value
-                    messages = answer.get("messages", [""] * len(judged))
+                    messages = answer.get("messages") or [""] * len(judged)
                     job.scores.messages |= dict(zip(judged, messages, strict=True))
                 elif len(judged) > 1:
                     again += [[i] for i in judged]
@@ -148,7 +182,9 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
         except Lost as lost:
             process.kill()
             self.lost += 1
-            if len(left) == 1 or job.kind == "each":
+            if not begun and not fresh:  # an earlier call has broken it
+                again.append(left)
+            elif len(left) == 1 or job.kind == "each":
                 self._fail(job, left[0], Failure(lost.kind, str(lost)))
                 again += [left[1:]] if left[1:] else []
             else:
@@ -178,3 +214,11 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
             f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more than"
             f" reward.max_failures allows; the first, {first.kind}:\n{first.text}"
         )
+
+
+def _is_about(answer: JsonObject, indices: Sequence[int], left: Sequence[int]) -> bool:
+    """Whether it judges items that are left of those with the indices, each once."""
+    items = answer.get("items", [])
+    inside = all(0 <= k < len(indices) and indices[k] in left for k in items)
+    lists = [answer.get("values", items), answer.get("messages") or items, set(items)]
+    return bool(items) and inside and all(len(some) == len(items) for some in lists)

@@ -622,14 +622,20 @@ class _Run:
                 continue
             sample.text = words
             if self.partner is not None:
-                self._end_turn(sample, eos, cut=stopped is None and eos is None)
+                kept = sample.tokens[start : None if eos is None else -1]
+                written = text.before_stop(text.decode(tokenizer, kept, special=True), stop)
+                self._end_turn(sample, written, eos, cut=stopped is None and eos is None)
             elif stopped is not None:
                 sample.finish_reason = "stop"
                 self._free(sample)
         self.unsearched = []
 
-    def _end_turn(self, sample: Unfinished, eos: int | None, cut: bool) -> None:
-        """Asks for the answer to a turn, unless it was cut, which ends the episode."""
+    def _end_turn(self, sample: Unfinished, written: str, eos: int | None, cut: bool) -> None:
+        """Asks for the answer to a turn, unless it was cut, which ends the episode.
+
+        Args:
+            written: the turn's text with special tokens: marks of calls and thoughts may be some.
+        """
         assert self.partner is not None
         sample.end_turn()
         self.stats.turns += 1
@@ -640,7 +646,7 @@ class _Run:
         row = self.seating.table[sample.slot]
         row[decode.LIMIT] = row[decode.COUNT]
         ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
-        sample.reply = self.partner.answer(*ids, sample.text, eos=eos, length=length)
+        sample.reply = self.partner.answer(*ids, written, eos=eos, length=length)
 
     def _wait(self) -> None:
         """Waits until an environment has answered, or until it is time to look whether to abort."""

@@ -35,7 +35,7 @@ class Partner(Protocol):
 
         Args:
             prompt: index in the batch.
-            text: of the turn, without EOS and stop string.
+            text: of the turn, with special tokens, without EOS and stop string.
             eos: its last token, where that is an EOS; None where a stop string ended it.
             length: tokens of the episode so far, this turn included.
         """

@@ -45,9 +45,13 @@ def find_stop(
     if not holds(len(tokens)):
         return None
     end = next(end for end in range(before + 1, len(tokens) + 1) if holds(end))
-    text = decode(tokenizer, tokens[:end])
+    return end, before_stop(decode(tokenizer, tokens[:end]), stop)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string; all of it where it has none."""
     found = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return end, text[: min(found)] if found else text
+    return text[: min(found)] if found else text
 
 
 def _tail(tokenizer: TextTokenizer | None, tokens: Sequence[int], length: int) -> int:

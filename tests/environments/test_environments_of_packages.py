@@ -23,10 +23,11 @@ from urllib.request import urlopen
 import pytest
 
 from jaxrl.environments import Environment, Unavailable
-from jaxrl.environments.environment import SchemaTool, parse_calls
+from jaxrl.environments.calls import parse_calls
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.pool import EnvironmentPool, Session
 from jaxrl.environments.source import PACKAGES, facts_of, find, load
+from jaxrl.environments.tools import SchemaTool
 from jaxrl.errors import UserError
 from jaxrl.rewards.items import Failure
 

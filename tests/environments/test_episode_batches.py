@@ -108,6 +108,37 @@ def test_tools_are_shown_by_the_template() -> None:
         assert "<|im_start|>tool\n42<|im_end|>" in spelt(reply(partner, (0, 0), "add(41)").tokens)
 
 
+def test_tools_that_nothing_shows_are_named_once() -> None:
+    shows = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    for tokenizer, expected in (
+        (CHAT, "Tools: the model does not see its tools: the chat template has no place for them"),
+        (TEXT, "Tools: the model does not see its tools: text prompts have no place for them"),
+        (tiny_tokenizer(shows + CHATML), None),
+    ):
+        with made("Tools", tokenizer=tokenizer) as episodes:
+            said: list[str] = []
+            episodes.notify = said.append
+            for step in range(2):
+                episodes.begin(prompts("x", tokenizer=tokenizer), n=1, step=step)
+        assert len(said) == (expected is not None) and all(expected in line for line in said)
+
+
+def test_a_turn_begins_in_the_thoughts_that_the_prompt_opens() -> None:
+    """The turn may never close them; what it calls there is not called."""
+    opens = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert opens != CHATML
+    with made("Tools", tokenizer=tiny_tokenizer(opens)) as episodes:
+        _, partner = episodes.begin(prompts("x"), n=3, step=0)
+        assert reply(partner, (0, 0), "I might say\nadd(40)").tokens == ()
+        assert reply(partner, (0, 1), "hm</think>add(40)").text == "41"
+        assert reply(partner, (0, 1), "or\nadd(50)").tokens == (), "its second turn too"
+        assert reply(partner, (0, 2), "<tool_call>{}</tool_call></think>no").tokens == ()
+    with made("Echo", tokenizer=tiny_tokenizer(opens)) as episodes:
+        given = prompts("x", tokenizer=tiny_tokenizer(opens))
+        _, partner = episodes.begin(given, n=1, step=0)
+        assert reply(partner, (0, 0), "a</think>b").text == "<think>\na</think>b"
+
+
 def test_a_row_has_its_columns() -> None:
     (chat,) = prompts("one", level=3)
     (text,) = prompts("one", tokenizer=TEXT, level=3)

@@ -250,6 +250,25 @@ def test_stop_strings_end_turns() -> None:
     assert_exact(CONFIG, completions)
 
 
+@pytest.mark.parametrize("stop", [(), ("M", "k", "c", "a", "[", "h")])
+def test_an_environment_reads_special_tokens(
+    stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks of tool calls and thoughts are some; other readers get the text without them."""
+
+    def decode(self: Letters, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        words = [f"[{i}]" if i % 4 == 1 else plain(self, [i]) for i in token_ids]
+        return "".join(w for w in words if not (skip_special_tokens and w.startswith("[")))
+
+    plain = Letters.decode
+    monkeypatch.setattr(Letters, "decode", decode)
+    partner = Words()
+    completions = play(partner, sampling=replace(SAMPLING, stop=stop))
+    assert any("[" in text for text, _, _ in partner.asked) != ("[" in stop)
+    assert not any(word in text for text, _, _ in partner.asked for word in stop)
+    assert not any("[" in turn.text for c in completions for turn in c.turns)
+
+
 def test_turns_that_are_cut_end_their_episodes() -> None:
     partner = Words()
     completions = play(partner, turn_tokens=2)

@@ -11,6 +11,7 @@ import gymnasium
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment
 from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.tools import as_text
 from jaxrl.errors import UserError
 
 NUMBER = re.compile(r"(?<!\d)-?\d+")
@@ -60,7 +61,7 @@ class Gymnasium(Environment):
 
     def reset(self, row: Columns) -> str:
         observation, info = self.game.reset(seed=seed_of(row, self._seed))
-        words = self.words(observation, info)
+        words = as_text(self.words(observation, info))
         return f"{self._instructions}\n{words}" if self._instructions else words
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
@@ -69,8 +70,8 @@ class Gymnasium(Environment):
         except ValueError as error:
             return Answer(f"Error: {error}")
         observation, reward, terminated, truncated, info = self.game.step(action)
-        words = self.words(observation, info)
-        return Answer(words, float(reward), bool(terminated or truncated))
+        said = {"role": "user", "content": as_text(self.words(observation, info))}
+        return Answer([said], reward, bool(terminated or truncated))
 
     def close(self) -> None:
         self.game.close()

@@ -14,9 +14,12 @@ from typing import Any, TypeGuard
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
-from jaxrl.environments.environment import Arguments, Environment, SchemaTool, Unavailable
-from jaxrl.errors import UserError, near
+from jaxrl.environments.environment import Environment, Unavailable
+from jaxrl.environments.tools import Arguments, SchemaTool
+from jaxrl.errors import UserError, near, short
 
+MOST_NAMES = 1000
+"""Characters of the names of a server's tools in a message."""
 LIST_S = 60.0
 """Longest wait for a server to start and to list its tools."""
 
@@ -47,7 +50,7 @@ class McpTools(Environment):
             if name not in known:
                 raise UserError(
                     f"{_shown(self._server)} has no tool {name!r}{near(name, known)}: it has"
-                    f" {', '.join(known)}"
+                    f" {short(', '.join(known), MOST_NAMES)}"
                 )
         self.tools = [self._tool(known[name]) for name in (known if tools is None else tools)]
         self._connection: _Connection | None = None

@@ -14,6 +14,7 @@ from openenv.core.generic_client import GenericEnvClient
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.tools import as_text
 from jaxrl.errors import UserError, near
 
 T = TypeVar("T")
@@ -72,7 +73,8 @@ class OpenEnv(Environment):
 
     async def step(self, text: str, messages: Sequence[Message]) -> Answer:
         result = await self._asked(self._client.step({str(self._action): text}))
-        return Answer(self._words(result.observation), result.reward, bool(result.done))
+        said = {"role": "user", "content": self._words(result.observation)}
+        return Answer([said], result.reward, bool(result.done))
 
     async def close(self) -> None:
         await self._client.close()
@@ -84,10 +86,8 @@ class OpenEnv(Environment):
             raise Unavailable(_gone(self._url, error) + hint) from None
 
     def _words(self, observation: JsonObject) -> str:
-        shown: object = observation
-        if self._observation is not None:
-            shown = observation.get(self._observation)
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        field = self._observation
+        return as_text(observation if field is None else observation.get(field))
 
 
 @cache

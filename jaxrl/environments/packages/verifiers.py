@@ -25,15 +25,10 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Columns, JsonObject, Message
-from jaxrl.environments.environment import (
-    Answer,
-    Arguments,
-    Environment,
-    SchemaTool,
-    Unavailable,
-    parse_calls,
-)
+from jaxrl.environments.calls import parse_calls
+from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.tools import Arguments, SchemaTool, as_text
 from jaxrl.errors import UserError
 
 __all__ = ["Turns", "Verifiers"]
@@ -324,7 +319,7 @@ def _stage_of(config: str) -> _Stage:
 def _as_tools(request: JsonObject) -> list[SchemaTool]:
     found = [tool["function"] for tool in request.get("tools") or ()]
     return [
-        SchemaTool(f["name"], f.get("description", ""), f.get("parameters", {}), _no_call)
+        SchemaTool(f["name"], f.get("description") or "", f.get("parameters") or {}, _no_call)
         for f in found
     ]
 
@@ -339,7 +334,7 @@ def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
         {
             "id": f"call_{number}_{index}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(dict(arguments))},
+            "function": {"name": name, "arguments": json.dumps(dict(arguments), default=str)},
         }
         for index, (name, arguments) in enumerate(calls)
     ]
@@ -350,5 +345,6 @@ def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
 def _text(content: str | list[JsonObject] | None) -> str:
     """The texts of a message's content."""
     if isinstance(content, list):
-        return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
-    return str(content or "")
+        texts = [part.get("text") or f"[{part.get('type')}]" for part in content]
+        return as_text("\n".join(map(str, texts)))
+    return as_text(content or "")

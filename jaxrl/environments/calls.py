@@ -1,0 +1,440 @@
+"""The calls of tools in a turn of the model, in the form in which its family writes them.
+
+The marks in the text tell the form, so that one table serves all families. What stands in a model's
+thoughts is no call.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.environments.tools import Arguments, Tool, types_of
+
+Call = tuple[str, Arguments] | str
+"""A call of a tool, or what is wrong with it, in words for the model."""
+Read = tuple[list[Call], int]
+"""The calls behind a mark, and where in the text reading goes on."""
+
+THOUGHTS = {
+    **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+}
+"""What opens a model's thoughts -> what closes them. gpt-oss has messages of their own for them."""
+_OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
+_CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+
+# Words for the model, which hold no special token of any family: it would become that token.
+JSON = 'JSON such as {"name": "f", "arguments": {"x": 1}}'
+NAMED = 'the name of a tool and JSON of its arguments, such as {"x": 1}'
+XML = "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>"
+INVOKE = (
+    '<invoke name="f"><parameter name="x">1</parameter></invoke>, with the prefix of these tags'
+)
+GLM = "f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>"
+GEMMA = "call:f{x:1}, with texts in the quotes that are for them"
+PYTHON = '[f(x=1, y="text")], with constants as arguments'
+
+_DECODER = json.JSONDecoder(strict=False)
+_NOT_JSON = (ValueError, RecursionError)
+_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_GAP = re.compile(r"[\s;,]*")
+"""What may stand between two calls."""
+_ENDS = re.compile(
+    r"</tool_call>|<\|?/?tool_call\|?>|<\|tool_call_end\|>|<｜tool▁call▁end｜>|<\|END_ACTION\|>"
+    r"|<\|action_end\|>|</function(?:_calls)?>|\[TOOL_CALLS\]"
+    r"|<\|(?:call|end|return|start|eom|eot)\|>|" + _CLOSES.pattern
+)
+"""Where reading goes on behind a call that cannot be read."""
+_MESSAGE_ENDS = re.compile(r"<\|(?:start|end|call|return|eom|eot)\|>")
+LONGEST_HEADER = 500
+"""Characters before `<|message|>` in which a message of gpt-oss says what it is."""
+_BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"param')
+"""How Llama 3 begins a turn that is a call."""
+_UNQUOTED_KEY = re.compile(r"(?<=[{,])\s*([^\s{}\[\],:][^{}\[\],:]*?)\s*:")
+_UNESCAPED = re.compile(r"(?<==)'(.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:[,\]]|$)))", re.DOTALL)
+"""A text among the arguments of a call in Python, whose quotes are not escaped (LFM2.5)."""
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+"""Constants as JSON and Python spell them; chat templates write either."""
+
+
+def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls of tools in a turn, each a name with arguments or what is wrong with it.
+
+    They have one of the FORMS. A turn without their marks is a call where all of it is JSON with
+    `name` and `parameters` or `arguments` (Llama 3) or a list of calls as in Python, and where its
+    last line is a call as in Python, `name(1, other="text")`, whose arguments are constants.
+
+    Args:
+        text: the turn, with special tokens. Thoughts that are never closed reach to its end, and a
+            text that closes thoughts without opening them begins with them.
+        tools: what may be called. Where a form has no quotes, their types tell texts from numbers.
+    """
+    text = _without_end(text)
+    calls, at = _whole(text, 0), 0
+    if calls:
+        return calls
+    marks = {pattern: pattern.search(text) for pattern in (*FORMS, _OPENS, _CLOSES)}
+    while True:
+        for pattern, found in marks.items():
+            if found is not None and found.start() < at:
+                marks[pattern] = pattern.search(text, at)
+        mark = min(filter(None, marks.values()), key=lambda found: found.start(), default=None)
+        if mark is None:
+            return calls or _unmarked(text[at:].strip(), tools)
+        if mark.re in FORMS:
+            more, at = FORMS[mark.re](mark, tools)
+            calls += more
+            continue
+        at = mark.end()
+        if mark.re is _OPENS:
+            closed = text.find(THOUGHTS[mark[0]], at)
+            at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
+        else:
+            calls = []
+        if whole := _whole(text, at):
+            return calls + whole
+
+
+def opened_thoughts(prompt: str) -> str:
+    """What opens thoughts at the very end of a prompt, so that the turn begins in them; else ""."""
+    opens = next(reversed(list(_OPENS.finditer(prompt))), None)
+    return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
+
+
+def _without_end(text: str) -> str:
+    """A turn without special tokens and white space at its end."""
+    text = text.rstrip()
+    while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
+        text = text[: text.rfind("<|")].rstrip()
+    return text
+
+
+def _whole(text: str, at: int) -> list[Call]:
+    """The calls of a text that is their JSON and nothing else, which may hold any mark."""
+    start = _gap(text, at)
+    if not text.startswith("{", start):
+        return []
+    try:
+        values, end = _values(text, start)
+    except _NOT_JSON:
+        return [_wrong(JSON)] if _BARE.match(text, start) else []
+    keys = [value.keys() if isinstance(value, dict) else set() for value in values]
+    named = all("name" in some and some & {"parameters", "arguments"} for some in keys)
+    return [_call(value) for value in values] if named and end == len(text) else []
+
+
+def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls as in Python of a turn without any mark."""
+    names = [tool.__name__ for tool in tools]
+    if turn.startswith("[") and turn.endswith("]"):
+        calls = _as_python(turn, tools)
+        return calls if all(not isinstance(c, str) and c[0] in names for c in calls) else []
+    line = turn.splitlines()[-1].strip() if turn else ""
+    if line.partition("(")[0].strip() not in names or not line.endswith(")"):
+        return []
+    calls = _as_python(line, tools)
+    return calls if all(isinstance(call, str) or call[0] in names for call in calls) else []
+
+
+def _json(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """JSON: of the arguments where the mark has the tool's name, else of calls."""
+    name = mark.groupdict().get("name")
+    if name is not None:
+        return _named(name, mark)
+    try:
+        values, at = _values(mark.string, mark.end())
+        return [_call(value) for value in values], at
+    except _NOT_JSON:
+        return [_wrong(JSON)], _end(mark)
+
+
+def _named(name: str, mark: re.Match[str]) -> Read:
+    """The JSON of the arguments of a tool; nothing where it has none."""
+    text, end = mark.string, _end(mark)
+    if not text[mark.end() : end].strip():
+        return [(name, {})], end
+    try:
+        value, at = _DECODER.raw_decode(text, _gap(mark.string, mark.end()))
+        return [(name, _arguments(value))], at
+    except _NOT_JSON:
+        return [_wrong(NAMED)], end
+
+
+def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """In `<tool_call>`: JSON, what has a mark of its own, or a name and pairs of tags (GLM)."""
+    at = _gap(mark.string, mark.end())
+    if mark.string.startswith(("{", "["), at):
+        return _json(mark, tools)
+    if _FUNCTION.match(mark.string, at) or _INVOKED.match(mark.string, at):
+        return [], at
+    named = _GLM_NAME.match(mark.string, at)
+    known = named and (named["name"] in [t.__name__ for t in tools] or named["fields"])
+    if named is None or not known:
+        return [_wrong(f"{JSON}, or {XML}")], _end(mark)
+    return _fields(named, _GLM_FIELD, "</tool_call>", tools, GLM)
+
+
+def _function(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """A function in a tag: with JSON (Llama 3), or with parameters in tags."""
+    if mark.string.startswith("{", _gap(mark.string, mark.end())):
+        return _json(mark, tools)
+    return _fields(mark, _XML_FIELD, "</function>", tools, XML)
+
+
+def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """Parameters in tags with a prefix of the family's."""
+    prefix = re.escape(mark["prefix"])
+    field = (
+        rf'\s*<{prefix}parameter name="(?P<key>[^"]+)"(?: string="(?P<text>\w+)")?>(?P<value>.*?)'
+        rf"</{prefix}parameter>(?=\s*(?:<{prefix}parameter |</{prefix}invoke>|$))"
+    )
+    pattern = re.compile(field, re.DOTALL)
+    return _fields(mark, pattern, f"</{mark['prefix']}invoke>", tools, INVOKE)
+
+
+def _fields(
+    mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Sequence[Tool], words: str
+) -> Read:
+    """Arguments in tags, which are texts without quotes.
+
+    Args:
+        field: groups `key` and `value`, and perhaps `text`: whether the value is a text.
+        closes: what must follow; a turn that was cut may lack it.
+        words: the form, for a call that does not have it.
+    """
+    text, at = mark.string, mark.end()
+    tool = {tool.__name__: tool for tool in tools}.get(mark["name"])
+    arguments = {}
+    while (found := field.match(text, at)) is not None:
+        key, at = found["key"], found.end()
+        types = None if tool is None else types_of(tool, key)
+        if said := found.groupdict().get("text"):
+            types = {"string"} if said == "true" else None
+        arguments[key] = _typed(found["value"], types)
+    end = _gap(text, at)
+    if end < len(text) and not text.startswith((closes, "</tool_call>"), end):
+        return [_wrong(words)], _end(mark)
+    return [(mark["name"], arguments)], at
+
+
+def _typed(text: str, types: set[str] | None) -> object:
+    """What a text without quotes is as a value of JSON types; None: they are not known."""
+    if types == {"string"}:
+        return text
+    bare = text.strip()
+    try:
+        value = _WORDS[bare] if bare in _WORDS else json.loads(bare)
+    except _NOT_JSON:
+        return text
+    if types is not None and "integer" in types and isinstance(value, float) and value % 1 == 0:
+        return int(value)
+    kinds = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    kind = kinds.get(type(value), "null")
+    fits = types is None or kind in types or (kind == "integer" and "number" in types)
+    return text if isinstance(value, str) or not fits else value
+
+
+def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """A message of gpt-oss or of Muse, which may be for a tool."""
+    text, begin = mark.string, max(mark.start() - LONGEST_HEADER, 0)
+    header = _MESSAGE_ENDS.split(text[begin : mark.start()])[-1]
+    to = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
+    if "<|channel|>analysis" in header or (to is not None and to[1] == "self"):  # thoughts
+        end = _MESSAGE_ENDS.search(text, mark.end())
+        return [], len(text) if end is None else end.start()
+    if to is None or re.compile(r"\s*<[^|]").match(text, mark.end()):
+        return [], mark.end()
+    return _named(to[1], mark)
+
+
+def _gemma(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """Gemma 4: JSON whose keys have no quotes, and whose texts have quotes of their own."""
+    parts = mark["body"].split('<|"|>')
+    for index, part in enumerate(parts):
+        if index % 2:
+            parts[index] = json.dumps(part)
+        else:
+            keyed = _UNQUOTED_KEY.sub(lambda key: json.dumps(key[1]) + ":", part)
+            words = r"(?<=[:,\[])\s*(True|False|None)(?=\s*[,\]}])"
+            parts[index] = re.sub(words, lambda word: json.dumps(_WORDS[word[1]]), keyed)
+    try:
+        return [(mark["name"], _arguments(json.loads("".join(parts), strict=False)))], mark.end()
+    except _NOT_JSON:
+        return [_wrong(GEMMA)], mark.end()
+
+
+def _python(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+    """Calls as in Python, unless they turn out to be JSON or tags."""
+    at, end = _gap(mark.string, mark.end()), _end(mark)
+    if mark.string.startswith("<", at):
+        return [], at
+    if re.compile(r"\[?\s*\{").match(mark.string, at):
+        return _json(mark, tools)
+    return _as_python(mark.string[at:end].strip(), tools), end
+
+
+def _as_python(text: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls in Python, each in a line of its own or all in a list."""
+    names = {f"tool_{at}_": tool.__name__ for at, tool in enumerate(tools)}
+    for word, name in names.items():
+        if not name.isidentifier():
+            text = re.sub(rf"(?<![\w.'\"-]){re.escape(name)}(?=\()", word, text)
+    try:
+        try:
+            body = ast.parse(text).body
+        except SyntaxError:
+            body = ast.parse(_UNESCAPED.sub(lambda found: repr(found[1]), text)).body
+        values = [line.value if isinstance(line, ast.Expr) else line for line in body]
+        nodes = [n for v in values for n in (v.elts if isinstance(v, ast.List) else [v])]
+        return [_python_call(node, names, tools) for node in nodes]
+    except _NOT_PYTHON as error:
+        return [f"Error: {type(error).__name__}: {error}"]
+
+
+def _python_call(node: ast.AST, names: Mapping[str, str], tools: Sequence[Tool]) -> Call:
+    """Raises TypeError where the arguments are not those of the tool.
+
+    Args:
+        names: word in the text -> the name that it stands for, which is no word of Python.
+    """
+    if not isinstance(node, ast.Call):
+        return _wrong(PYTHON)
+    name = ast.unparse(node.func).removesuffix(".call")  # as Llama 3 calls what is built in
+    name = names.get(name, name)
+    try:
+        given = [_constant(argument) for argument in node.args]
+        if any(word.arg is None for word in node.keywords):
+            raise ValueError
+        named = {str(word.arg): _constant(word.value) for word in node.keywords}
+    except ValueError:  # its text would tell where in memory a node is
+        return _wrong(PYTHON)
+    tool = {tool.__name__: tool for tool in tools}.get(name)
+    if tool is None:
+        return name, named
+    signature = inspect.signature(tool)
+    arguments = signature.bind(*given, **named).arguments
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    return name, arguments
+
+
+def _constant(node: ast.expr) -> Any:
+    """The value of a constant, whose words may be those of JSON."""
+
+    class Words(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return ast.Constant(_WORDS[name.id]) if name.id in _WORDS else name
+
+    return ast.literal_eval(Words().visit(node))
+
+
+def _values(text: str, at: int) -> tuple[list[Any], int]:
+    """The values of JSON that follow each other, those of a list one by one; and where they end.
+    Raises ValueError where there are none."""
+    values: list[Any] = []
+    start = _gap(text, at)
+    while True:
+        value, at = _DECODER.raw_decode(text, start)
+        values += value if isinstance(value, list) else [value]
+        start = _gap(text, at)
+        if not text.startswith(("{", "["), start):
+            return values, at
+
+
+def _call(value: object) -> Call:
+    """A call that is a value of JSON: as in OpenAI's API, Hermes, Llama 3 or Cohere."""
+    call = value if isinstance(value, dict) else {}
+    call = call["function"] if isinstance(call.get("function"), dict) else call
+    name = next((call[key] for key in ("name", "tool_name", "function") if key in call), None)
+    given = [call[key] for key in ("arguments", "parameters", "args") if key in call]
+    if not isinstance(name, str):
+        return _wrong(JSON)
+    try:
+        return name, _arguments(given[0] if given else None)
+    except _NOT_JSON:
+        return _wrong(JSON)
+
+
+def _arguments(value: object) -> Arguments:
+    """Arguments as an object, as its JSON in a text, perhaps twice over, or nothing. Raises
+    ValueError where they are anything else."""
+    for _ in range(2):
+        if isinstance(value, str):
+            value = json.loads(value, strict=False) if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _wrong(form: str) -> str:
+    return f"Error: a tool call must be {form}"
+
+
+def _gap(text: str, at: int) -> int:
+    """Where the next call may begin."""
+    gap = _GAP.match(text, at)
+    assert gap is not None  # it may be empty
+    return gap.end()
+
+
+def _end(mark: re.Match[str]) -> int:
+    """Where the call behind a mark ends, if it cannot be read."""
+    end = _ENDS.search(mark.string, mark.end())
+    return len(mark.string) if end is None else end.start()
+
+
+_XML_FIELD = re.compile(
+    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+    r"(?=\s*(?:<parameter=|</function>|</tool_call>|$))",
+    re.DOTALL,
+)
+_GLM_FIELD = re.compile(
+    r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+    r"(?=\s*(?:<arg_key>|</tool_call>|$))",
+    re.DOTALL,
+)
+_GLM_NAME = re.compile(r"(?P<name>[^\s<>{}()\[\]\"]+)\s*(?=(?P<fields><arg_key>)|</tool_call>|$)")
+_FUNCTION = re.compile(r"<function=(?P<name>[^>\n]+)>")
+_INVOKED = re.compile(r'<(?P<prefix>[^<>\s/]*?)invoke name="(?P<name>[^"]+)"\s*>')
+_GEMMA = re.compile(
+    r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*"
+    r'(?P<body>(?:[^<]+|<\|"\|>.*?<\|"\|>|<(?!\|"\|>|tool_call\|>|\|tool_call>))*+)',
+    re.DOTALL,
+)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)\s*(?:<｜tool▁sep｜>|```json)"
+)
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>"
+)
+_MISTRAL = re.compile(
+    r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?)?"
+)
+_LISTED = re.compile(r"<\|tool_call\|>|<\|START_ACTION\|>|<\|action_start\|>\s*<\|plugin\|>")
+_PYTHONIC = re.compile(r"<\|tool_call_start\|>|<function_calls>|<\|python_tag\|>")
+
+FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Sequence[Tool]], Read]] = {
+    re.compile(r"<tool_call>"): _tagged,  # Hermes, Qwen2.5, Qwen3, GLM-4.5; around others too
+    _FUNCTION: _function,  # Qwen3.5, Qwen3-Coder, Nemotron 3, Seed; with JSON Llama 3
+    _INVOKED: _invoked,  # Muse, MiniMax, DeepSeek V3.2
+    re.compile(r"<\|message\|>"): _message,  # gpt-oss
+    _GEMMA: _gemma,  # Gemma 4
+    _DEEPSEEK: _json,  # DeepSeek V3 and R1
+    _KIMI: _json,  # Kimi K2
+    _MISTRAL: _json,  # Mistral
+    _LISTED: _json,  # Phi-4, Granite; Cohere; InternLM
+    _PYTHONIC: _python,  # LFM2; Olmo 3; Llama 3, as JSON too
+}
+"""What calls begin with -> what reads them; docs/environments.md shows what each looks like."""
