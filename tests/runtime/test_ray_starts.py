@@ -1,4 +1,4 @@
-"""Workers of Ray that cannot start, and a virtual environment at a path that a shell takes apart."""
+"""Workers of Ray that cannot start, and virtual environments at paths that a shell takes apart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_a_process_that_ends_before_ray_knows_it_is_told_with_its_log(tmp_path, 
     """Ray waits for it without end, a minute for each of its own tries."""
     ends = textwrap.dedent(CANNOT_RUN[why]).strip()
     code = "import os, sys, traceback\ntry:\n" + textwrap.indent(ends, "    ")
-    code += "\nexcept BaseException:\n    traceback.print_exc()\n    sys.stderr.flush()\n    os._exit(1)\n"
+    code += "\nexcept BaseException:\n    traceback.print_exc()"
+    code += "\n    sys.stderr.flush()\n    os._exit(1)\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     worker_group = RayWorkerGroup(
         RayConfig(),
