@@ -33,12 +33,14 @@ if version("jaxlib").startswith("0.10."):  # 0.12 has one emitter, and refuses t
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
+import psutil
 import pytest
 import shape_checks
 from hub_server import Hub
 
 shape_checks.install()
 
+from jaxrl.process.compile_cache import forget_programs  # noqa: E402
 from jaxrl.sharding import ledger  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -90,6 +92,19 @@ def pytest_sessionfinish() -> None:
 def every_program_is_kept() -> None:
     """A run that has a compile cache raises the threshold for its process, which is the tests'."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+MOST_BYTES = 2 << 30
+"""Of a test process, beyond which the programs of the files before are released: the four of the
+suite fit a laptop then. A file's own programs stay while it runs."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_is_bounded() -> Iterator[None]:
+    yield
+    if psutil.Process().memory_info().rss > MOST_BYTES:
+        forget_programs()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

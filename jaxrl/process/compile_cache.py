@@ -70,6 +70,12 @@ def compile_unordered_programs_again() -> None:
     _wrap_once("put_executable_and_time", _unless_unordered)
 
 
+def forget_programs() -> None:
+    """Releases all compiled programs of this process, those of jax as well, and their memory."""
+    _KEPT.clear()
+    jax.clear_caches()
+
+
 def collectives_lose_order(hlo: str) -> bool:
     """Whether the collectives of an HLO module, given as text, stand in more than one computation;
     a line that is `}` ends each of these."""
@@ -105,9 +111,11 @@ def _unless_unordered(write: Callable[..., None]) -> Callable[..., None]:
     """Writes to the cache, of all programs but unordered ones, which stay in memory."""
 
     @wraps(write)
-    def stored(key: str, name: str, program: object, backend: object, seconds: int) -> None:
+    def stored(
+        key: str, name: str, program: object, backend: object, seconds: int, *more: object
+    ) -> None:
         if not _is_unordered(program):
-            write(key, name, program, backend, seconds)
+            write(key, name, program, backend, seconds, *more)
             return
         _KEPT[key] = program, seconds
         while len(_KEPT) > _KEPT_AT_MOST:

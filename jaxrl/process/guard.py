@@ -26,6 +26,7 @@ from typing import BinaryIO
 
 import psutil
 
+from jaxrl.process.interrupt import ASKING
 from jaxrl.process.plain import JsonObject
 
 _os_write = os.write  # whatever the user's code puts in its place
@@ -73,6 +74,12 @@ def main(
     os.dup2(2, 1)
     with suppress(OSError, AttributeError):  # Linux has it
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # What ends a run may signal all of its processes, and the step that the run then finishes needs
+    # these. Handlers, since programs that the user's code starts would inherit a mask, as this one
+    # has from a worker of Ray.
+    for number in ASKING:
+        signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     printed, prints = os.pipe()
     worker = os.fork()
     if worker == 0:
@@ -92,6 +99,18 @@ def main(
         ended, status = os.waitpid(-1, 0)
     output.join(PRINTED_S)
     _end(answers, os.waitstatus_to_exitcode(status))
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _heed_signals() -> None:
+    """In a process that the user's code has forked."""
+    for number in ASKING:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
 def kill_family(guard: int) -> None:
@@ -159,6 +178,11 @@ def _end(answers: int, how: int | str) -> None:
 def _work(
     serve: Callable[..., None], orders: int, answers: int, stacks: int, files: tuple[int, ...]
 ) -> None:
+    os.register_at_fork(  # none is lost between
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING),
+        after_in_child=_heed_signals,
+    )
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     # Where memory runs out, this process is the one to end, not the run.

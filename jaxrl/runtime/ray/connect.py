@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -211,8 +213,18 @@ def _counts(resources: Mapping[str, float]) -> dict[Resource, int]:
 def on_node(node: str, function: Callable[..., object], *args: object) -> ray.ObjectRef:
     """Runs a function on a node: where its result will be."""
     there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=there)
-    return task.remote(*args)
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    options: Keywords = {"scheduling_strategy": there, "runtime_env": python_on(node) or None}
+    return task.options(**options).remote(*args)
+
+
+def python_on(node: str) -> dict[str, str]:
+    """The part of a runtime environment without which no worker starts on this host: Ray writes
+    the path of its interpreter into a shell's command, which takes one with a space apart.
+    """
+    quoted = shlex.quote(sys.executable)
+    here = node == ray.get_runtime_context().get_node_id()
+    return {"py_executable": quoted} if here and quoted != sys.executable else {}
 
 
 def _ask_gpus(node: str) -> Keywords:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -37,27 +40,35 @@ MISSED_POLLS = 10
 """How often in a row the head of a joined cluster is not reached before it counts as gone."""
 CONNECT_S = 1.0
 """Longest wait for a connection to the head: 10 polls take 5 to 15 s of the minute that is left."""
-LEAVE_S = 15.0
+LEAVE_S = 10.0
 """Longest wait for Ray to leave a cluster; it takes 5 s where the daemons are gone."""
+ENDED_S = 3.0
+"""How long after the end of a worker's process Ray itself may take to say why."""
+LOG_LINES = 12
+"""Of Ray's logs, in an error."""
 
 
 @contextmanager
 def private() -> Iterator[None]:
-    """A cluster that is started in this block listens on 127.0.0.1 only, asks for a token, and has
-    no process that it can do without.
+    """A cluster that is started in this block listens on 127.0.0.1 only, asks for a token, has no
+    process that it can do without, and ends with this process alone.
 
     Ray takes the address of a network card, unless it believes that no cluster can have a second
-    node, as on macOS.
+    node, as on macOS. SIGTERM and SIGHUP are blocked in all processes of the cluster, as Ray blocks
+    SIGINT: who ends a run by a signal to each of its processes (scancel, systemctl stop, the end of
+    a terminal) asks this one to save, which takes the others.
     """
     replaced: list[tuple[object, str, object]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     replaced += [(Node, name, _start_nothing) for name in UNUSED if hasattr(Node, name)]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with private_token():
             yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for (owner, name, _), value in zip(replaced, before, strict=True):
             setattr(owner, name, value)
 
@@ -120,34 +131,41 @@ class Head:
         return f"the head of the Ray cluster at {self._address} has ended, or cannot be reached"
 
 
-def leave() -> None:
+def leave(answers: bool = True) -> None:
     """Leaves the cluster, in time even where it does not answer; one of this process is ended.
 
     Ray's own end may wait without limit. It is left behind then, and neither of Ray's handlers
     runs when the process ends: one would wait again, and the other, in C++, frees what threads of
     Ray still use (a segmentation fault instead of the exit code).
+
+    Args:
+        answers: False where Ray has been called already and has not come back.
     """
     if not ray.is_initialized():
         return
     mine = _children() if started_here() else []
-    healthy = usable()
+    for process in _daemons().values():  # else Ray waits a second for each of them to hear SIGTERM
+        setattr(process, "terminate", process.kill)  # noqa: B010 (mypy: a method)
+    healthy = answers and usable()
     if not healthy:
         _kill(mine)
-    leaving = threading.Thread(target=ray.shutdown, name="leave", daemon=True)
     try:
-        leaving.start()
+        left = bounded(ray.shutdown, LEAVE_S)
     except RuntimeError:  # from Python 3.12 on, an interpreter that ends starts no thread
         if healthy:
             ray.shutdown()
-        else:
-            _abandon()
-        return
-    leaving.join(LEAVE_S)
-    if leaving.is_alive() and mine:
-        _kill(mine)
-        leaving.join(LEAVE_S)
-    if leaving.is_alive():
+        left = healthy
+    _kill(mine)
+    if not left:
         _abandon()
+
+
+def bounded(function: Callable[[], object], seconds: float) -> bool:
+    """Calls `function` on a thread of its own; returns whether it has come back in time."""
+    thread = threading.Thread(target=function, name=f"bounded:{function.__name__}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _abandon() -> None:
@@ -159,6 +177,7 @@ def _abandon() -> None:
     glibc hands the exit code to a function registered by `on_exit`, and `_exit` needs no more;
     where the C library has no `on_exit` (macOS, musl), the handlers run.
     """
+    atexit.unregister(leave)
     atexit.unregister(ray_worker.shutdown)
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):
@@ -203,6 +222,65 @@ def _stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
+
+
+class Starts:
+    """The processes that the raylet of this process's own cluster starts for workers, looked at
+    until each is one that Ray knows.
+
+    Ray says nothing of one that ends before (an interpreter that does not run, a library that
+    cannot be loaded), and starts the next a minute later. It is a child of the raylet with the
+    command line of a worker; once it is known to Ray, its title begins with `ray::`.
+    """
+
+    def __init__(self) -> None:
+        self._starting: set[int] = set()
+        self._ended: dict[int, float] = {}
+        """Process id -> `time.monotonic` seconds of its end."""
+        self._logs = Path(ray_worker._global_node.get_logs_dir_path())
+        self._errors = self._logs / "raylet.err"
+        self._told = self._errors.stat().st_size if self._errors.is_file() else 0
+
+    def trouble(self) -> str | None:
+        """How a process ended before Ray knew it, with the last lines of Ray's logs, if one did a
+        while ago."""
+        raylet = _daemons().get("raylet")
+        if raylet is None or raylet.poll() is not None:
+            return None
+        starting: set[int] = set()
+        try:
+            for child in psutil.Process(raylet.pid).children():
+                with suppress(psutil.Error):
+                    command = child.cmdline()
+                    if any(part.endswith("default_worker.py") for part in command):
+                        starting.add(child.pid)
+                    else:
+                        self._starting.discard(child.pid)
+        except psutil.Error:
+            return None
+        now = time.monotonic()
+        self._ended |= dict.fromkeys(self._starting - starting, now)
+        self._starting = starting
+        ended = [pid for pid, since in self._ended.items() if now - since > ENDED_S]
+        if not ended:
+            return None
+        lines = self._log_lines(ended[0])
+        shown = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+        return (
+            f"its process (pid {ended[0]}) ended before Ray knew it; the last lines of Ray's logs"
+            f" in {self._logs}:\n{shown}"
+        )
+
+    def _log_lines(self, pid: int) -> list[str]:
+        """What the raylet's error stream got since, and what the process wrote into its own."""
+        lines: list[str] = []
+        with suppress(OSError), open(self._errors, "rb") as file:
+            file.seek(self._told)
+            lines += file.read().decode(errors="replace").splitlines()
+        for path in self._logs.glob(f"worker-*-{pid}.err"):
+            with suppress(OSError):
+                lines += path.read_text(errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-LOG_LINES:]
 
 
 class Guard(threading.Thread):

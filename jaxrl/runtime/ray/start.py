@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ray
@@ -25,7 +25,8 @@ from jaxrl.process.plain import Keywords
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.cluster import Kind, hosts_table, needs_table, worker_variables
 from jaxrl.runtime.ray.calls import FETCH_S, Sender
-from jaxrl.runtime.ray.connect import find_hosts
+from jaxrl.runtime.ray.connect import find_hosts, python_on
+from jaxrl.runtime.ray.own import Starts, started_here
 from jaxrl.runtime.ray.pool import RayPool
 from jaxrl.runtime.ray.watch import check_nodes, last_line, stacks
 from jaxrl.runtime.server import CallRequest, WorkerServer
@@ -40,6 +41,8 @@ CONTROL = ("info", "free_port", "join", "open", "answer", "state", "stacks", "st
 """Methods of a `WorkerServer` that answer while calls run."""
 BUNDLE_S = 60.0
 """Longest wait for what the cluster has free already."""
+LOOK_S = 0.2
+"""Seconds between two looks at processes that start: one that cannot run ends within a second."""
 
 
 def worker_class(pool: str) -> ActorClass:
@@ -51,6 +54,7 @@ def worker_class(pool: str) -> ActorClass:
     methods["run"] = ray.method(concurrency_group="calls", num_returns=2)(WorkerServer.run)
     cls = type(f"jaxrl:{pool}", (WorkerServer,), methods)
     options: Keywords = {"concurrency_groups": {"calls": CALLS, "control": 4}}
+    options |= {"enable_task_events": False}  # nobody reads them, and the GCS keeps 100,000
     return ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, **options)(cls)
 
 
@@ -59,8 +63,19 @@ def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str)
     return make_roles(placement, pool, jax.devices())[role]()
 
 
+class Begun(NamedTuple):
+    """A start of processes: when, in `time.monotonic` seconds, and what looks at them here."""
+
+    at: float
+    starts: Starts | None
+
+
 class NotStarted(RunError):
     """A process ended, or hung, while it started."""
+
+
+class NeverRan(NotStarted):
+    """A process ended before Ray knew it, or has never answered."""
 
 
 @dataclass
@@ -106,7 +121,7 @@ class Starter:
 
     def launch(self, pools: Sequence[RayPool]) -> None:
         """New processes for these pools, with their roles."""
-        begun = time.monotonic()
+        begun = Begun(time.monotonic(), Starts() if started_here() else None)
         for pool in pools:
             pool.born, pool.answers, pool.asked, pool.info = time.monotonic(), {}, set(), []
             pool.epoch, pool.position = pool.epoch + 1, 0
@@ -168,7 +183,7 @@ class Starter:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=places.index(slot)
             ),
-            runtime_env={"env_vars": env},
+            runtime_env={"env_vars": env, **python_on(slot.host.id)},
         )
         return actor.remote(pool.label(rank), rank, os.getcwd(), ray.put)
 
@@ -214,29 +229,39 @@ class Starter:
             raise UserError(f"the nodes of the cluster have different packages: {reported}")
 
     def _get_all(
-        self, asked: Sequence[tuple[RayPool, int, ray.ObjectRef]], begun: float
+        self, asked: Sequence[tuple[RayPool, int, ray.ObjectRef]], begun: Begun
     ) -> list[Any]:
         """Waits for all; the first that has died or failed ends the wait.
 
         Args:
-            begun: `time.monotonic` seconds, from which on they may take `deadlines.startup`.
+            begun: from then on they may take `deadlines.startup`.
         """
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         waiting = list(owner)
         while waiting:
             self.sender.check()
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
             for ref in ready:
                 self._value(ref, *owner[ref])
-            if waiting and not ready:
-                pool, rank = owner[waiting[0]]
-                check_nodes(pool)
-                if awake_since(begun) > self.startup_s:
-                    raise NotStarted(
-                        f"{pool.where(rank)} has not started within"
-                        f" deadlines.startup={self.startup_s:g} s\nstack of the worker:\n"
-                        f"{stacks(pool, rank)}"
-                    )
+            if not waiting or ready:
+                continue
+            pool, rank = owner[waiting[0]]
+            check_nodes(pool)
+            trouble = None if begun.starts is None else begun.starts.trouble()
+            if trouble is not None:
+                raise NeverRan(f"{pool.where(rank)} could not be started: {trouble}")
+            if awake_since(begun.at) <= self.startup_s:
+                continue
+            late = (
+                f"{pool.where(rank)} has not started within deadlines.startup={self.startup_s:g} s"
+            )
+            if rank < len(pool.info):
+                raise NotStarted(f"{late}\nstack of the worker:\n{stacks(pool, rank)}")
+            raise NeverRan(
+                f"{late}: its process has never answered. The file raylet.err in the folder"
+                " session_latest/logs of Ray (in /tmp/ray unless it was started with another) on"
+                f" {pool.process_slots[rank].host.name} may tell why"
+            )
         return [self._value(ref, pool, rank) for pool, rank, ref in asked]
 
     def _value(self, ref: ray.ObjectRef, pool: RayPool, rank: int) -> Any:

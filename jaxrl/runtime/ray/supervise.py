@@ -36,7 +36,7 @@ have reported it."""
 PROGRESS = ("actor", "update")
 """The call that resets the count of restarts."""
 JOIN_S = 5.0
-"""Longest wait at the end for each thread."""
+"""Longest wait at the end for all threads together."""
 
 
 class Supervisor:
@@ -56,9 +56,10 @@ class Supervisor:
 
     def join(self) -> None:
         """After the end."""
+        end = time.monotonic() + JOIN_S
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(JOIN_S)
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _tend(self) -> None:
         asked = 0.0

@@ -15,15 +15,27 @@ from jaxrl.config.settings import RayConfig
 from jaxrl.process.compilations import Compilations
 from jaxrl.runtime.ray.calls import STAYS, RayFuture, Sender
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join
-from jaxrl.runtime.ray.own import Guard, Head, Health, end_daemons, leave, started_here, usable
+from jaxrl.runtime.ray.own import (
+    Guard,
+    Head,
+    Health,
+    bounded,
+    end_daemons,
+    leave,
+    started_here,
+    usable,
+)
 from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.start import Log, MakeRoles, NotStarted, Starter, launch_all
+from jaxrl.runtime.ray.start import Log, MakeRoles, NeverRan, NotStarted, Starter, launch_all
 from jaxrl.runtime.ray.supervise import Supervisor
 from jaxrl.runtime.ray.watch import end_here, kill
 from jaxrl.runtime.server import STARTING
 from jaxrl.runtime.tracing import PROFILE
 from jaxrl.runtime.worker import Phase, RunLost, Stopped, WorkerState
 from jaxrl.sharding.placement import Placement
+
+END_S = 10.0
+"""Longest wait for Ray to end the workers, before they are ended without it."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +136,14 @@ class RayWorkerGroup:
 
         Raises:
             RunLost: a process died or hung meanwhile; another try may do.
+            NeverRan: what ended a process, or kept it silent, will do so again.
         """
         self._guard.start()
         try:
             launch_all(self._starter)
+        except NeverRan as error:
+            self._ending = str(error)  # a raylet starts no other process for a minute
+            raise
         except NotStarted as error:
             raise RunLost(str(error)) from error
         for pool in self._pools:
@@ -203,14 +219,17 @@ class RayWorkerGroup:
         }
 
     def stop(self) -> None:
-        """Asks every process to end, then kills it. Who still waits for a call gets an error."""
+        """Asks every process to end, then kills it. Who still waits for a call gets an error. Where
+        Ray does not answer, they are ended without it, and the cluster is left.
+        """
         self._guard.stop()
         self._sender.fail(Stopped("the run is over"))
         self._supervisor.join()
-        if self._ending or not usable():  # Ray would wait for it
+        if self._ending or not usable() or not bounded(self._end, END_S):
             end_here(self._pools)
-            leave()
-            return
+            leave(answers=False)
+
+    def _end(self) -> None:
         for pool in self._pools:
             for worker in pool.workers:
                 with suppress(RayError):

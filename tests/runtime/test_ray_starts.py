@@ -1,0 +1,164 @@
+"""Workers of Ray that cannot start, and virtual environments at paths that a shell takes apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import ray_roles  # noqa: E402
+
+from jaxrl.config.settings import RayConfig  # noqa: E402
+from jaxrl.errors import RunError  # noqa: E402
+from jaxrl.runtime.ray import own  # noqa: E402
+from jaxrl.runtime.ray.connect import join  # noqa: E402
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
+from jaxrl.runtime.worker import RunLost  # noqa: E402
+from jaxrl.sharding.placement import parse  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+SUPPORT = str(Path(__file__).parent.parent / "support")
+TREE = str(Path(__file__).parent.parent.parent)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    here = os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = here.rstrip(os.pathsep)  # the workers make these roles
+    join(None, 8)
+    yield
+    own.leave()
+
+
+CANNOT_RUN = {
+    "a library that cannot be loaded": """
+        raise ImportError("libcublas.so.12: cannot open shared object file")
+    """,
+    "no memory": """
+        raise MemoryError("no room for the interpreter")
+    """,
+    "killed": """
+        import os, signal, sys
+        sys.stderr.write("the system ends me\\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """,
+}
+
+
+@pytest.mark.parametrize("why", CANNOT_RUN)
+def test_a_process_that_ends_before_ray_knows_it_is_told_with_its_log(tmp_path, why):
+    """Ray waits for it without end, a minute for each of its own tries."""
+    ends = textwrap.dedent(CANNOT_RUN[why]).strip()
+    code = "import os, sys, traceback\ntry:\n" + textwrap.indent(ends, "    ")
+    code += "\nexcept BaseException:\n    traceback.print_exc()"
+    code += "\n    sys.stderr.flush()\n    os._exit(1)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    worker_group = RayWorkerGroup(
+        RayConfig(),
+        parse("actor=1,rollout=1"),
+        partial(ray_roles.make, str(tmp_path)),
+        lambda text: None,
+        startup_s=300,
+        roles=("actor", "rollout"),
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    begun = time.monotonic()
+    try:
+        with pytest.raises(RunError) as told:
+            worker_group.start()
+    finally:
+        worker_group.stop()
+    assert time.monotonic() - begun < 60
+    assert not isinstance(told.value, RunLost)  # which would be tried again
+    words = {"killed": "the system ends me"}.get(why, ends.partition('"')[2].partition('"')[0])
+    assert "ended before Ray knew it" in str(told.value) and words in str(told.value)
+
+
+CALL = """
+import sys
+from functools import partial
+import ray_roles
+from jaxrl.config.settings import RayConfig
+from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup
+from jaxrl.sharding.placement import parse
+
+make = partial(ray_roles.make, sys.argv[1])
+group = RayWorkerGroup(
+    RayConfig(), parse("actor=1"), make, print, startup_s=100, roles=("actor",)
+)
+group.start()
+[worker] = group.states()
+print("started", worker.pid)
+group.stop()
+own.leave()
+"""
+
+
+@pytest.mark.parametrize("name", ["two words", "it's $HOME & more"])
+def test_workers_start_from_a_virtual_environment_at_any_path(tmp_path, name):
+    """Ray takes the path of the interpreter apart as a shell does."""
+    home = tmp_path / name / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    [packages] = home.glob("lib/python3*/site-packages")
+    folders = [path for path in sys.path if path.endswith("-packages")]
+    lines = [f"import site; site.addsitedir({path!r})" for path in folders]
+    (packages / "all.pth").write_text("\n".join([*lines, TREE]))
+    script = tmp_path / name / "call.py"
+    script.write_text(CALL)
+    begun = time.monotonic()
+    ended = subprocess.run(
+        [home / "bin" / "python", script, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path / name,
+        env=os.environ | {"PYTHONPATH": SUPPORT},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "started" in ended.stdout and time.monotonic() - begun < 60
+
+
+SIGNALLED = """
+import sys
+from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray.connect import join
+
+join(None, 2)
+print("joined", flush=True)
+sys.stdin.readline()
+own.leave()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_cluster_outlives_the_signals_that_ask_a_run_to_end(number):
+    """Whoever ends a run signals all of its processes; the driver needs the others to save."""
+    mine = {process.pid for process in psutil.Process().children(recursive=True)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED], **pipes) as driver:
+        assert driver.stdout.readline() == "joined\n"
+        others = psutil.Process(driver.pid).children(recursive=True)
+        assert {"gcs_server", "raylet"} <= {process.name() for process in others}
+        for process in others:
+            process.send_signal(number)
+        _, alive = psutil.wait_procs(others, timeout=2)
+        assert len(alive) == len(others)
+        begun = time.monotonic()
+        driver.communicate("\n", timeout=60)
+        assert driver.returncode == 0 and time.monotonic() - begun < 30
+        _, alive = psutil.wait_procs(others, timeout=10)
+        assert not alive
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= mine
