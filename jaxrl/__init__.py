@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from jaxrl.checkpoint.source import load_model as load_model
     from jaxrl.config.schema import Config as Config
     from jaxrl.evaluate import evaluate as evaluate
+    from jaxrl.export import export as export
     from jaxrl.generate import generate as generate
     from jaxrl.train import Result as Result
     from jaxrl.train import dry_run as dry_run
     from jaxrl.train import train as train
 
-_MODULES = ("evaluate", "generate", "train")
+__version__ = "0.1.0"
+
+_MODULES = ("evaluate", "export", "generate", "train")
 """Commands whose module is callable, and is itself the public name (`process.callable_module`)."""
 _NAMES = {
     "Config": "jaxrl.config",
@@ -35,7 +38,7 @@ _HOMES = {
     "jaxrl.similarity": "jaxrl.algorithms.similarity",
 }
 """Public name of a module -> where it is."""
-__all__ = ["Config", "Result", "dry_run", "evaluate", "generate", "load_model", "train"]
+__all__ = ["Config", "Result", "dry_run", "evaluate", "export", "generate", "load_model", "train"]
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from jaxrl import __version__
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
 
@@ -31,7 +32,7 @@ def usage() -> str:
     lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: jaxrl COMMAND [--help] ...",
+            "usage: jaxrl COMMAND [--help] ... | jaxrl --version",
             "",
             "Post-training of language models in JAX. Commands:",
             "",
@@ -47,8 +48,13 @@ def main(argv: Sequence[str]) -> int | None:
     if name in ("-h", "--help"):
         print(usage())
         return None
+    if name == "--version" or rest == ["--version"]:
+        print(f"jaxrl {__version__}")
+        return None
     if name not in COMMANDS:
-        known = near(name, COMMANDS) or f": one of {', '.join(COMMANDS)}"
+        begun = [command for command in COMMANDS if command.startswith(name)]
+        known = near(begun[0] if len(begun) == 1 else name, COMMANDS)
+        known = known or f": one of {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{known}\njaxrl --help says what each does")
     return import_module(COMMANDS[name][0]).main(rest)
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jaxrl.process.plain import JsonObject
     from jaxrl.run.held_out import PathLike
 
+DESCRIPTION = __doc__ or ""
+"""Of the command; the module's own docstring becomes the function's."""
+
 
 def evaluate(
     model: PathLike | Config,
@@ -75,7 +78,7 @@ def evaluate(
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("jaxrl.evaluate", __doc__ or "")
+    parser = cli.Parser("jaxrl.evaluate", DESCRIPTION)
     add = parser.add_argument
     add(
         "model",

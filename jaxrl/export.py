@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import WRITTEN
+from jaxrl.process.callable_module import make_callable
 from jaxrl.process.streams import to_stderr
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from jaxrl.checkpoint.source import ModelSource
 
 
+DESCRIPTION = __doc__ or ""
+"""Of the command; the module's own docstring becomes the function's."""
+
+
 def export(
-    source: ModelSource,
+    source: ModelSource | str | Path,
     destination: str | Path,
     *,
     dtype: str = "bfloat16",
@@ -35,15 +40,23 @@ def export(
     """Writes `source` to the folder `destination`, one tensor in host memory at a time.
 
     Args:
+        source: what `checkpoint.source.resolve_model` returns, or any name that `load_model` takes:
+            a run directory, a checkpoint, a Hugging Face folder, a hub id, a `.gguf` file.
         dtype: of the stored weights: float32, float16 or bfloat16.
         force: replace a model folder that stands at `destination`.
         adapters: write only the adapters of the source, in float32, as a folder that PEFT loads.
 
+    Returns:
+        The folder.
+
     Raises:
         UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
     """
+    from jaxrl.checkpoint.source import ModelSource, resolve_model
     from jaxrl.formats import hf, peft, weights
 
+    if not isinstance(source, ModelSource):
+        source = resolve_model(source)
     _check_destination(Path(destination), force)
     if adapters:
         if source.adapter is None:
@@ -88,8 +101,7 @@ def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str]) -> None:
-    assert __doc__ is not None
-    parser = cli.Parser("jaxrl.export", __doc__)
+    parser = cli.Parser("jaxrl.export", DESCRIPTION)
     add = parser.add_argument
     add(
         "source",
@@ -165,6 +177,8 @@ def _check_destination(destination: Path, force: bool) -> None:
     if not force:
         raise UserError(f"{destination} is not empty; --force replaces it")
 
+
+make_callable(__name__, export)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

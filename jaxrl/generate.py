@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from jaxrl.data.tokenizer import PromptLike
     from jaxrl.types import Completion
 
+DESCRIPTION = __doc__ or ""
+"""Of the command; the module's own docstring becomes the function's."""
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -99,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("jaxrl.generate", __doc__ or "")
+    parser = cli.Parser("jaxrl.generate", DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL", help="HF folder, hub id, .gguf file, run directory, ...")
     add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")

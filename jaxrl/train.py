@@ -5,7 +5,7 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
     from jaxrl.plan import Plan
     from jaxrl.process.plain import JsonObject
+
+Given = Config | str | Path | Mapping[str, object]
+"""A run as `train` takes it."""
+DESCRIPTION = __doc__ or ""
+"""Of the command; the module's own docstring becomes the function's."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,14 @@ class Result:
         return draw({self.run_dir.name: self.metrics})
 
 
-def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Plan:
-    """The plan of a run (devices, mesh axes and bytes of each role), and the errors that would stop
-    the run at its start.
+def dry_run(config: Given, rewards: Sequence[Callable[..., object]] = ()) -> Plan:
+    """Plans a run: devices, mesh axes and bytes of each role, and the errors that would stop the
+    run at its start.
 
     Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
 
     Args:
-        rewards: as in `train`.
+        config, rewards: as in `train`.
 
     Raises:
         UserError: the roles cannot be placed on the devices.
@@ -64,19 +69,21 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
     from jaxrl.rewards.callables import bind
     from jaxrl.run.attempt import plan_run, refusals
 
-    config, given = bind(config, rewards)
+    config, given = bind(Config.of(config), rewards)
     plan = plan_run(config, dry=True)
     return replace(plan, refusals=refusals(plan.config, given))
 
 
 def train(
-    config: Config,
+    config: Given,
     on_step: Callable[[JsonObject], object] | None = None,
     rewards: Sequence[Callable[..., object]] = (),
 ) -> Result:
     """Runs `config` to its end, or resumes what its run directory holds.
 
     Args:
+        config: a `Config`, a YAML file, or a mapping of keys (dotted or nested) as on the command
+            line.
         on_step: called in this thread with a copy of each row of `metrics.jsonl` once the row is
             written; the loop waits for it. Where it raises, the run saves and ends with RunError.
         rewards: reward functions `f(prompts, completions, **columns)`, as in a file that
@@ -94,7 +101,7 @@ def train(
     from jaxrl.run.attempt import run_config
     from jaxrl.run.context import OnStep
 
-    config, given = bind(config, rewards)
+    config, given = bind(Config.of(config), rewards)
     return Result(run_config(config, given, OnStep(on_step)))
 
 
@@ -130,7 +137,7 @@ def print_compiled(arguments: cli.RunArguments) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    arguments = cli.parse_run(argv, module="jaxrl.train", description=__doc__ or "")
+    arguments = cli.parse_run(argv, module="jaxrl.train", description=DESCRIPTION)
     with arguments.base.explained():
         if arguments.target is not None:
             print_compiled(arguments)

@@ -216,7 +216,7 @@ def rollout(run: AbstractRun) -> Iterator[Program]:
     if c.rollout.merge:
         under, _ = frozen_and_trained(run.params("rollout", run.student, layout="stacked"))
         _, adapters = frozen_and_trained(run.params("rollout", run.student))
-        jitted = merge_adapters_program(run.student, run.meshes["rollout"], c.rollout.layout)
+        jitted = merge_adapters_program(run.student, run.meshes["rollout"])
         shared = local_bytes(under) - base
         given = (under, adapters)
         yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)

@@ -34,7 +34,7 @@ class Sampling:
 
     def __init__(self, run: AbstractRun, role: str, model: DecoderConfig):
         c = run.config
-        self.run, self.role, self.layout = run, role, run.setting.layout(role)
+        self.run, self.role = run, role
         self.most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
         self.longest = max(self.most, c.eval.max_new_tokens or 0)
         self.engine = Engine(
@@ -136,9 +136,7 @@ class Sampling:
     def _cache(self, rows: int, length: int, split: Any = ROWS) -> Cache:
         """Abstract arrays of a cache, its rows over the axes `split`."""
         model, mesh = self.engine.config, self.run.meshes[self.role]
-        whole = jax.eval_shape(
-            lambda: decode.new_cache(model, None, rows, length, self.dtype, self.layout)
-        )
+        whole = jax.eval_shape(lambda: decode.new_cache(model, None, rows, length, self.dtype))
         specs = decode.cache_specs(model, mesh, split, whole)
         return jax.tree.map(
             lambda x, s: shaped(x.shape, x.dtype, NamedSharding(mesh, s)), whole, specs
@@ -148,7 +146,7 @@ class Sampling:
         """The largest cache of all slots, and that of the prompts that they share, if any: of
         `samples` of each of so many prompts."""
         engine = self.engine
-        if engine.why_not_shared(samples, self.dtype, self.layout) is not None:
+        if engine.why_not_shared(samples, self.dtype) is not None:
             return self._cache(engine.slots, engine.length), []
         shards = engine.row_shards
         rows = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
@@ -212,7 +210,7 @@ class Sampling:
         )  # the largest of all layers
         longest = k.shape[decode.POSITIONS]
         own = longest == engine.own_length  # behind prompts that slots share
-        given: tuple[Any, ...] = k.shape[decode.BATCH], longest, self.dtype, self.layout
+        given: tuple[Any, ...] = k.shape[decode.BATCH], longest, self.dtype
         yield self._program("new cache", decode.new_cache, *given, beside=beside, calls=batches)
         lengths = sorted({engine.cache_length(n, engine.slots, own) for n in range(1, longest + 1)})
         if engine.pages is not None:

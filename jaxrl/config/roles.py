@@ -365,11 +365,6 @@ class ActorConfig(RoleConfig):
 class RolloutConfig(RoleConfig):
     """The role that samples."""
 
-    layout: Literal["unstacked", "stacked"] = "unstacked"
-    """Layout of the rollout's weights. unstacked: one array per layer; decodes fastest, but needs a
-    copy. stacked: one array for all layers, as in training; if dtype and mesh axes are the actor's,
-    the rollout uses the actor's arrays without a copy. Weights sharded over fsdp are then gathered
-    one layer at a time."""
     slots: Positive | None = None
     """Slots: sequences decoded at once over the whole mesh. A slot whose sequence has ended takes
     the next one. null: one slot for each sequence of the batch, or on accelerators that lack the

@@ -9,7 +9,7 @@ algorithm learns from a teacher, ``teacher.model`` have no default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from jaxrl.config.base import Base, Overrides, base_of
 from jaxrl.config.rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, shown
 from jaxrl.process.plain import JsonObject
 
 CONFIG_FILE = "config.yaml"
@@ -63,6 +63,24 @@ class Config(RunConfig, metaclass=_Parsed):
             UserError: for any mistake that the user can correct; a few lines at most.
         """
         return cls.load_base(path, overrides)[0]
+
+    @classmethod
+    def of(cls, given: Self | str | Path | Mapping[str, object]) -> Self:
+        """Returns a config as it is, and loads any other: a file, or the keys of a run as on its
+        command line (dotted or nested).
+
+        Raises:
+            UserError: bad input.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            return cls.load(overrides=given)
+        if isinstance(given, str | Path):
+            return cls.load(given)
+        raise UserError(
+            f"a run is given by a Config, a YAML file or a mapping of keys, not {shown(given)}"
+        )
 
     @classmethod
     def load_base(

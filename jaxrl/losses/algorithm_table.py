@@ -164,6 +164,24 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 }
 DEFAULT = "gkd"
 
+_PREFERENCES = (
+    "learns from pairs of answers that somebody has ranked, and jaxrl has none of the DPO family."
+    " To learn the preferred answers use sft; to learn from a reward model set reward.model and"
+    " an algorithm such as grpo"
+)
+_OTHERS = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "online_dpo"), _PREFERENCES),
+    "ppo": "needs a critic, which jaxrl does not have; grpo, dapo and gspo have PPO's clipped"
+    " objective with advantages from the group of a prompt",
+    **dict.fromkeys(
+        ("rloo", "reinforce", "reinforce++", "reinforce_plus_plus", "remax"),
+        "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division"
+        " by the standard deviation",
+    ),
+    **dict.fromkeys(("opd", "on_policy_distillation", "distillation", "gold"), "is gkd here"),
+}
+"""Algorithms of other libraries -> the end of the sentence about them."""
+
 
 def find_algorithm(name: str) -> AlgorithmSpec:
     """An entry of the table, or of a module (`path/to/file.py:NAME`, `package.module:NAME`).
@@ -174,6 +192,11 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if not is_plugin(name):
+        plain = name.lower().replace("-", "_").replace(" ", "_")
+        if plain in ALGORITHMS:
+            raise UserError(f"unknown algorithm {name!r}: write {plain}")
+        if plain in _OTHERS:
+            raise UserError(f"algorithm={name} {_OTHERS[plain]}")
         raise unknown("algorithm", name, ALGORITHMS)
     found = load_object(name)
     if not isinstance(found, AlgorithmSpec):

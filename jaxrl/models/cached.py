@@ -20,11 +20,10 @@ from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import StepKernel
 from jaxrl.models.kinds import Layer, LayerKind
 from jaxrl.models.pages import Pages, write
-from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.parameters import Params, layout_of
 from jaxrl.models.shared_prompts import Seats, shared_attender
 from jaxrl.models.stack import (
     Mixing,
-    at_places,
     delta_of,
     kernels_of,
     lending,
@@ -39,15 +38,14 @@ Pair = tuple[Float[Array, "... _ _ S _"], Float[Array, "... _ _ S _"]]
 Cache = list[Pair | Recurrent | tuple[()]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
 decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
-nothing, of a layer that borrows. Of stacked parameters one pair [L, B, KV, S, H], or one entry for
-each block of the cycle."""
+nothing, of a layer that borrows."""
 
 
 class Shared(NamedTuple):
     """The prompts of a decode step whose slots share them."""
 
     cache: Cache
-    """Of their rows: each array [R, KV, P, H], unstacked."""
+    """Of their rows: each array [R, KV, P, H]."""
     seats: Seats
     starts: Array
     """[B] int32: the position at which each slot's own cache begins, the length of its prompt's."""
@@ -64,12 +62,13 @@ def prefill(
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B W D"], Cache]:
-    """Hidden states, and the keys and values, of right-padded prompts: a `Cache` of W positions in
-    the layout of the parameters, or the states at the last of the real tokens.
+    """Computes hidden states, and the keys and values, of right-padded prompts: a `Cache` of W
+    positions, or the states at the last of the real tokens.
 
     Keys are stored rotated, at the index of their position.
 
     Args:
+        params: unstacked.
         routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -114,11 +113,12 @@ def decode(
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
-    """One token for each slot: writes its keys and values, attends to the cache up to its position;
-    or moves the states on.
+    """Runs one token of each slot: writes its keys and values and attends to the cache up to its
+    position, or moves the states on.
 
     Args:
-        cache: in the layout of the parameters; donate it.
+        params: unstacked: of stacked ones a loop over layers would copy weights and cache.
+        cache: donate it.
         tokens: the token at `positions`.
         positions: in [0, used).
         used: static bound on positions + 1, each in the slot's own cache: only this much of it is
@@ -131,10 +131,9 @@ def decode(
     Returns:
         The hidden state that predicts the next token, and the new cache.
     """
-    kernels: dict[int, StepKernel | None] = {}
-    if layout_of(params) == "unstacked":  # a kernel cannot read a slice of a stacked cache in place
-        cached = keys_of(cache).dtype
-        kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
+    assert layout_of(params) == "unstacked"
+    cached = keys_of(cache).dtype
+    kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
     at = positions if shared is None else positions - shared.starts
 
     def attender_of(kernel: StepKernel | None, window: int | None) -> Attend:
@@ -146,69 +145,30 @@ def decode(
     run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh, every=True)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
-    def step(
-        x: Array,
-        layer: Layer,
-        params: Params,
-        own: Array,
-        entry: Any,
-        prompts: Any = None,
-        index: Array = None,
-    ) -> tuple[Array, tuple[Any, Any]]:
-        """A block; its entry of the cache is at an index where that holds several layers."""
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        params, own, entry, prompts = given
 
         def keep(*new: Array) -> tuple[Any, Any, Any]:
             if shared is not None and shared.pages is not None:
                 table = shared.pages.table
                 pair = tuple(write(x, y, at, table, mesh) for x, y in zip(entry, new, strict=True))
             else:
-                pair = tuple(_write(x, y, at, index) for x, y in zip(entry, new, strict=True))
-            keys, values = (_layer(x, index) for x in pair)
+                pair = tuple(_write(x, y, at) for x, y in zip(entry, new, strict=True))
+            keys, values = pair
             if prompts is not None:
                 keys, values = zip((keys, values), prompts, strict=True)
             return pair, keys, values
 
         def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
-            start = jax.tree.map(lambda x: _layer(x, index), entry)
-            out, end = recur_rows(delta_of(config), mesh, reads[:, None], inputs, filters, start)
-            if index is not None:
-                put = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-                end = jax.tree.map(put, entry, end)
-            return out, end
+            return recur_rows(delta_of(config), mesh, reads[:, None], inputs, filters, entry)
 
         return run(x, layer, params, own, keep, recur)
 
     x, inputs = embed(config, params, tokens[:, None], mesh)
-    if layout_of(params) == "unstacked":
-        prompts = [None] * len(cache) if shared is None else shared.cache
-        x, left = through(
-            config,
-            lambda x, layer, given: step(x, layer, *given),
-            *(x, params, inputs, cache, prompts),
-        )
-        updated: Cache = [entry for entry, _ in left]
-        found = [one for _, one in left]
-    else:
-        assert shared is None
-        blocks, places = blocks_of(params), at_places(config)
-
-        def bodies(carry: Any, given: Any) -> tuple[Any, Any]:
-            (x, cache), (index, blocks), found = carry, given, []
-            updated = []
-            for i, (layer, of, entry) in enumerate(zip(places, blocks, cache, strict=True)):
-                block, own = of
-                if not isinstance(layer.number, int):
-                    layer = Layer(layer.kind, index * len(blocks) + i)
-                x, (entry, one) = step(x, layer, block, own, entry, index=index)
-                updated.append(entry)
-                found.append(one)
-            return (x, updated), found
-
-        indices = jnp.arange(config.n_layers // len(blocks))
-        each = indices, list(zip(blocks, inputs, strict=True))
-        (x, updated), found = jax.lax.scan(bodies, (x, list(cache)), each)
-    report(params, found, routed)
-    return merged_norm(config, params)(x)[:, 0], updated
+    prompts = [None] * len(cache) if shared is None else shared.cache
+    x, left = through(config, body, x, params, inputs, cache, prompts)
+    report(params, [one for _, one in left], routed)
+    return merged_norm(config, params)(x)[:, 0], [entry for entry, _ in left]
 
 
 def extend(
@@ -224,7 +184,8 @@ def extend(
     """The cache with the keys and values of W further tokens of each slot, which attend to it.
 
     Args:
-        cache: of at least positions + W positions, in the layout of the parameters.
+        params: unstacked.
+        cache: of at least positions + W positions.
         positions: of the first of the tokens; what the cache holds from there on is replaced. A
             state begins again at 0, and else is that of the token before.
         lengths: how many of the tokens a state reads, the first ones.
@@ -238,7 +199,7 @@ def extend(
         params, own, entry = given
 
         def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
-            new = _write(entry[0], k, positions, None), _write(entry[1], v, positions, None)
+            new = _write(entry[0], k, positions), _write(entry[1], v, positions)
             return new, *new
 
         def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
@@ -293,25 +254,9 @@ def _run_layer(
     return x, (written[0], one)
 
 
-def _write(cache: Array, new: Array, positions: Array, index: Array | None) -> Array:
-    """cache [(L,) B,KV,S,H] with new [B,W,KV,H] from positions [B] on, of layer `index`, where W is
-    1; in these forms SPMD moves no cache, and XLA copies none.
-    """
+def _write(cache: Array, new: Array, positions: Array) -> Array:
+    """Writes new [B,W,KV,H] into cache [B,KV,S,H] from positions [B] on; in this form SPMD moves
+    no cache, and XLA copies none."""
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    if index is None:
-        update: Callable[..., Array] = jax.lax.dynamic_update_slice
-        return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
-    places = jnp.stack([jnp.broadcast_to(index, positions.shape), positions], 1)
-    dims = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2),
-        inserted_window_dims=(0, 3),
-        scatter_dims_to_operand_dims=(0, 3),
-        operand_batching_dims=(1,),
-        scatter_indices_batching_dims=(0,),
-    )
-    return jax.lax.scatter(cache, places, new[:, :, 0], dims, unique_indices=True, mode="clip")
-
-
-def _layer(cache: Array, index: Array | None) -> Array:
-    """Keys or values [B, KV, S, H] of one layer."""
-    return cache if index is None else jax.lax.dynamic_index_in_dim(cache, index, keepdims=False)
+    update: Callable[..., Array] = jax.lax.dynamic_update_slice
+    return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)

@@ -47,7 +47,6 @@ def why_not_shared(
     *,
     samples: int,
     prompt: int | None = None,
-    stacked: bool = False,
     episodes: bool = False,
     paged: bool = False,
 ) -> str | None:
@@ -58,7 +57,6 @@ def why_not_shared(
         dtype: of the cache.
         samples: of each prompt.
         prompt: most tokens of one; None: however short they are.
-        stacked: the layout of the parameters.
         paged: what follows the prompts is to be in pages (`models.pages`), which need this.
     """
     if samples == 1 and not paged:
@@ -67,8 +65,6 @@ def why_not_shared(
         return "the answers of environments are read into whole sequences"
     if config.n_recurrent:
         return "the state of a layer holds the prompt and the completion in one"
-    if stacked:
-        return "sharing them needs rollout.layout=unstacked"
     windows = any(kind.window is not None for kind in config.kinds)
     kernels = [step_kernel_of(target, dim, dtype) for dim in config.head_dims]
     if windows and any(kernels):

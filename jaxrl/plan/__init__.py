@@ -381,8 +381,6 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
     if dtype == "bfloat16" and "rollout" in inputs.roles:
         dims = inputs.model("rollout").head_dims
         reasons = [why_no_step_kernel(inputs.target, dim, dtype) for dim in dims]
-        if not any(reasons) and config.rollout.layout == "stacked":
-            reasons = ["the kernel of a decode step needs rollout.layout=unstacked"]
         for reason in filter(None, reasons):
             yield (
                 f"sampling: {reason}; each decode step reads the cache as far as its longest"
@@ -404,7 +402,6 @@ def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         config.rollout.compute_dtype,
         samples=config.group_size,
         prompt=config.max_prompt_tokens,
-        stacked=config.rollout.layout == "stacked",
         episodes=config.environment.name is not None,
         paged=paged,
     )

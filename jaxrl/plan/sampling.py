@@ -22,7 +22,6 @@ from jaxrl.plan.memory import (
     cache_bytes,
     layer_bytes,
     shards,
-    turned_bytes,
     weight_bytes,
 )
 from jaxrl.plan.setting import Setting
@@ -75,7 +74,6 @@ def forms(m: Setting, role: str) -> dict[str, Slots]:
             c.roles[role].compute_dtype,
             samples=samples,
             prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
-            stacked=m.stacked(role),
             episodes=episodes,
             paged=tokens is not None,
         )
@@ -99,8 +97,8 @@ def sampling_entries(m: Setting, role: str) -> Iterator[Entry]:
 
 def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
-    config, stacked = m.sampled(role), m.stacked(role)
-    width, slots, positions = m.prompts(role), of.slots, of.positions
+    config, width = m.sampled(role), m.prompts(role)
+    slots, positions = of.slots, of.positions
     prompts = prefill_rows(c, role, width, axes)
     run = m.run(role, config, -(-prompts // axes.rows), width)
     step = m.run(role, config, slots, 1)
@@ -113,7 +111,7 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     scores = 2 * heads * (own[0] * own[1] + seats * width) * F32
     kernels = [step_kernel_of(m.inputs.target, dim, dtype) for dim in config.head_dims]
     kernel = kernels[0] if all(kernels) else None
-    if kernel is not None and not stacked:
+    if kernel is not None:
         part = max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32  # with its largest score, its sum
         parts = own[0] * parts_of(own[1]) + seats * parts_of(width)
         scores = heads * part * (parts if kernel == "split-k" else own[0] + seats)
@@ -138,22 +136,11 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
         "decode": max(scores, projected, step.every_expert) + whole,
         "longer cache": one,
     }
-    if stacked:  # the scan copies one layer's cache and weights; fsdp gathers one layer
-        layer = layer_bytes(config, axes, dtype) // config.n_layers
-        layer += layer_bytes(config, axes.gathered, dtype) // config.n_layers
-        if config.cycle > 1 and axes.weights == 1:  # it slices a whole cycle; one is no loop
-            layer = layer // 2 * config.cycle * (run.cycles > 1)
-        turned = turned_bytes(config, axes, dtype) if on_gpu else 0
-        work = {
-            "prefill": turned + max(run.forward(stacked=True), shard) + copy,
-            "decode": max(scores + 2 * one, drawn, step.every_expert) + layer + 2 * copy,
-            "longer cache": cache,
-        }
     if episodes:  # the cache has its full length from the start
         answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
         scored = heads * answers.rows * answers.width * positions
         picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
-        work["answers"] = picked + max(answers.forward(stacked=stacked), 2 * F32 * scored)
+        work["answers"] = picked + max(answers.forward(stacked=False), 2 * F32 * scored)
         del work["longer cache"]
     if of.pages:  # the pool does not grow
         del work["longer cache"]
@@ -165,10 +152,10 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
         yield Entry("cache", "keys and values of prompts", held, phase + suffix)
         yield Entry("activations", phase, size, phase + suffix)
     name = "weights gathered over fsdp"
-    if axes.weights > 1 and not stacked and on_gpu:
+    if axes.weights > 1 and on_gpu:
         size = round(GATHERED_TO_DECODE * layer_bytes(config, axes.gathered, dtype))
         yield Entry("activations", name, size, "decode" + suffix)
-    elif axes.weights > 1 and not stacked:  # each program gathers all before its first layer
+    elif axes.weights > 1:  # each program gathers all before its first layer
         size = weight_bytes(config, axes.gathered, dtype)
         unused = (0 if config.tie_embeddings else table) + run.layer  # nearly all of the last layer
         yield Entry("activations", name, size - unused, "prefill" + suffix)

@@ -78,10 +78,9 @@ class Setting:
         return tuple(model.d_model for model in self.inputs.teachers)
 
     def layout(self, role: str) -> Layout:
-        """Layout of a role's weights."""
-        if role == "rollout":
-            return self.config.rollout.layout
-        return "unstacked" if role == "teacher" and self.teacher_samples else "stacked"
+        """Returns the layout of a role's weights: one array per layer where it samples."""
+        samples = role == "rollout" or (role == "teacher" and self.teacher_samples)
+        return "unstacked" if samples else "stacked"
 
     def stacked(self, role: str) -> bool:
         """Whether all layers of a role's model are one array."""

@@ -103,8 +103,8 @@ class Actor:
             load: dtype -> the parameters to train, in the stacked layout on `mesh`.
             finish: makes metrics of the sums that the loss returned.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
-            rollout_shardings: of the rollout's weights, in `rollout.layout`; None where that is
-                in another worker.
+            rollout_shardings: of the rollout's weights, unstacked; None where that is in another
+                worker.
             run_dir: where the batch of a non-finite gradient is dumped.
             restore: a checkpoint to restore in place of `load`.
             teacher: how a teacher that follows the policy takes its weights.
@@ -238,8 +238,8 @@ class Actor:
         return Trained(metrics, by_row)
 
     def publish(self, version: int, dtype: str) -> Weights:
-        """Converts the policy to `dtype` and `rollout.layout`, and sends it to the receiver's mesh.
-        `version` must be the actor's version.
+        """Converts the policy to `dtype` and one array per layer, and sends it to the receiver's
+        mesh. `version` must be the actor's version.
 
         An array that already has the receiver's dtype, layout and sharding is shared with the
         receiver without a copy. The next update donates it, which is safe because the receiver is
@@ -247,7 +247,7 @@ class Actor:
         the receiver is in another worker, the weights stay on the actor's mesh, and the caller
         must send them before the next update.
         """
-        to = Receiver(self.config.rollout.layout, dtype, self._rollout_shardings, SENT)
+        to = Receiver("unstacked", dtype, self._rollout_shardings, SENT)
         return self._send(version, self.state.params, to)
 
     def publish_to_teacher(self, version: int) -> Weights:

@@ -22,7 +22,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
-from jaxrl.models.parameters import Layout, Params, abstract_params, unstack
+from jaxrl.models.parameters import Params, abstract_params, unstack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
 from jaxrl.roles.arrival import check_fit, described, received
@@ -81,7 +81,6 @@ class Sampler:
         model: DecoderConfig,
         mesh: Mesh,
         *,
-        layout: Layout = "unstacked",
         slots: int,
         tokenizer: Tokenizer,
         pad_id: int,
@@ -99,8 +98,7 @@ class Sampler:
             pad_id: fills the padding of the batch; masked everywhere.
             row_multiple: every batch is padded to a multiple of this many rows.
             vocab_size: tokens shared with the teacher.
-            layout: of the weights.
-            params: weights on `mesh`; None where they come through `load`.
+            params: weights on `mesh`, unstacked; None where they come through `load`.
             base: frozen base weights on `mesh`, for adapters that come through `load`; in stacked
                 layout where the adapters are merged into a copy.
             teacher: samples for a teacher: it continues the teacher's prompts, and the teacher role
@@ -117,7 +115,6 @@ class Sampler:
         self.model = model.plain if merges else model
         """Config of the model that samples. Where adapters are merged into the base weights, it has
         neither adapters nor quantised kernels."""
-        self._layout: Layout = layout
         self.version = -1
         self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
         self._most = max_new_tokens or config.max_new_tokens
@@ -143,12 +140,12 @@ class Sampler:
             tokenizer=tokenizer,
             ledger=current(),
         )
-        _, self._shardings = frozen_and_trained(param_shardings(model, mesh, layout))
+        _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             self._keep()
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
-        self._merge = merge_adapters_program(model, mesh, layout) if merges else None
+        self._merge = merge_adapters_program(model, mesh) if merges else None
 
     def close(self) -> None:
         """Ends the processes of the environments."""
@@ -200,7 +197,7 @@ class Sampler:
     @cached_property
     def _expected(self) -> dict[str, str]:
         dtype = jnp.dtype(self.config.rollout.dtype)
-        _, loaded = frozen_and_trained(abstract_params(self._received_model, dtype, self._layout))
+        _, loaded = frozen_and_trained(abstract_params(self._received_model, dtype, "unstacked"))
         return described(loaded)
 
     @property
@@ -315,17 +312,13 @@ class Sampler:
         return prompt.tokens if theirs is None else theirs
 
 
-def merge_adapters_program(model: DecoderConfig, mesh: Mesh, layout: Layout) -> Wrapped:
-    """Jitted: (stacked base weights, adapters) -> weights that compute the same.
-
-    Args:
-        layout: of the adapters and of the result.
-    """
+def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:
+    """Returns the jitted (stacked base weights, unstacked adapters) -> unstacked weights that
+    compute the same."""
     assert model.lora is not None
     scale = model.lora.scale
 
     def merge(base: Params, adapters: Params) -> Params:
-        base = base if layout == "stacked" else unstack(base)
-        return merged(join(base, adapters), scale)
+        return merged(join(unstack(base), adapters), scale)
 
-    return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, layout))
+    return jax.jit(merge, out_shardings=param_shardings(model.plain, mesh, "unstacked"))

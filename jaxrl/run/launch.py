@@ -234,7 +234,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
     student, loaded = setup.student, None
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
-        shardings = param_shardings(student.config, receiver, config.rollout.layout)
+        shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
     base = _base(setup, mesh, config.base_dtype, "stacked")
     actor = Actor(
@@ -350,11 +350,10 @@ def _teacher_layout(setup: Setup) -> Layout:
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     mesh, rollout = meshes["rollout"], setup.config.rollout
-    layout = "stacked" if rollout.merge else rollout.layout
-    base = _base(setup, mesh, rollout.compute_dtype, layout)
+    base = _base(setup, mesh, rollout.compute_dtype, "stacked" if rollout.merge else "unstacked")
     if base:
         verify_arrays("rollout", base, mesh)
-    return _sampler(setup, setup.student, mesh, rollout.layout, params=None, base=base)
+    return _sampler(setup, setup.student, mesh, params=None, base=base)
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
@@ -386,7 +385,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         scorer = Scorer(source.config, params, each, limit, aligner, config.teacher_new_tokens)
         if not setup.teacher_samples:
             return scorer, None
-        return scorer, _sampler(setup, source, mesh, layout, params=params, teacher=True)
+        return scorer, _sampler(setup, source, mesh, params=params, teacher=True)
 
     if config.teachers:
         width = max(source.config.d_model for source in setup.teachers.values())
@@ -474,7 +473,6 @@ def _sampler(
     setup: Setup,
     source: ModelSource,
     mesh: Mesh,
-    layout: Layout,
     params: Tree,
     base: Params | None = None,
     teacher: bool = False,
@@ -495,7 +493,6 @@ def _sampler(
         config,
         source.config,
         mesh,
-        layout=layout,
         slots=config.rollout.slots or config.batch_size * config.group_size,
         tokenizer=tokenizer,
         pad_id=setup.pad_id,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.parameters import Params, layout_of
+from jaxrl.models.parameters import Params
 from jaxrl.sampling import decode
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
@@ -117,8 +117,8 @@ class Caches:
             self._resize(self.prompts, length, kept)
 
     def _new(self, rows: int, length: int) -> Cache:
-        dtype, layout = self._params["norm"]["scale"].dtype, layout_of(self._params)
-        cache = decode.new_cache(*self._on, rows, length, dtype, layout)
+        dtype = self._params["norm"]["scale"].dtype
+        cache = decode.new_cache(*self._on, rows, length, dtype)
         self._ledger.put(CACHE, (self.slots, self.held, self.prompts, cache))
         return cache
 

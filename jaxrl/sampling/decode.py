@@ -21,7 +21,7 @@ from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kinds import LayerKind
 from jaxrl.models.pages import Pages
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.models.stack import delta_of
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
@@ -36,40 +36,35 @@ IDLE, NOT_RUN = -1, -2
 """In place of a token: the slot was free at that step; the step was not run."""
 
 
-BATCH, HEADS_DIM, POSITIONS = -4, -3, -2
-"""Dims of keys and values [(L,) B, KV, S, H]; states too have their slots at the first of them."""
+BATCH, HEADS_DIM, POSITIONS = range(3)
+"""Dims of keys and values [B, KV, S, H]; states too have their slots at the first."""
 
 
 def cache_specs(
     config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
 ) -> list[Tree]:
-    """A spec for each array of a cache: of keys or values [(L,) rows, KV, S, H], KV heads over
+    """Returns a spec for each array of a cache: of keys or values [rows, KV, S, H], KV heads over
     tensor where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
 
     def of(entry: Tree) -> Tree:
         if not entry:
             return entry
-        heads, ndim = entry[0].shape[HEADS_DIM], entry[0].ndim
+        heads = entry[0].shape[HEADS_DIM]
         if isinstance(entry, Recurrent):
             heads = delta_of(config).k_heads
         axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
-        spec = PartitionSpec(*[None] * (ndim - 4), rows, axis, None, None)
+        spec = PartitionSpec(rows, axis, None, None)
         return jax.tree.map(lambda _: spec, entry)
 
     return [of(entry) for entry in cache]
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype", "layout"))
+@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
 def new_cache(
-    config: DecoderConfig,
-    mesh: Mesh | None,
-    slots: int,
-    length: int,
-    dtype: jnp.dtype,
-    layout: Layout = "unstacked",
+    config: DecoderConfig, mesh: Mesh | None, slots: int, length: int, dtype: jnp.dtype
 ) -> Cache:
-    """Zeros: per layer (k, v), each [slots, KV, length, H], or its state, or nothing where it
-    borrows; stacked, one pair [L, ...], or one entry for each block of the cycle."""
+    """Makes a cache of zeros: per layer (k, v), each [slots, KV, length, H], or its state, or
+    nothing where it borrows."""
 
     def entry(kind: LayerKind) -> Tree:
         if kind.borrows:
@@ -80,11 +75,7 @@ def new_cache(
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return nothing_read(delta_of(config), slots, dtype)
 
-    cycle, n = config.cycle, config.n_layers
-    several = cycle if layout == "stacked" else n
-    cache = [entry(config.kinds[i % cycle]) for i in range(several)]
-    if layout == "stacked":
-        cache = jax.tree.map(lambda x: jnp.zeros((n // cycle, *x.shape), x.dtype), cache)
+    cache = [entry(config.kinds[i % config.cycle]) for i in range(config.n_layers)]
     return _constrain(config, mesh, cache, ROWS)
 
 
@@ -119,7 +110,7 @@ def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.A
     """Some slots of the cache, [X*b] int32: each device's counted among its own."""
 
     def local(cache: Cache, slots: jax.Array) -> Cache:
-        return jax.tree.map(lambda x: jnp.take(x, slots, x.ndim + BATCH, mode="clip"), cache)
+        return jax.tree.map(lambda x: jnp.take(x, slots, BATCH, mode="clip"), cache)
 
     return _on_each_device(local, config, mesh, [cache], slots)
 
@@ -171,12 +162,7 @@ def extend(
     some = _constrain(config, mesh, cached.extend(config, params, some, *given, mesh=mesh), ROWS)
 
     def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
-        def one(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            at: list[object] = [slice(None)] * ours.ndim
-            at[BATCH] = slots
-            return ours.at[tuple(at)].set(theirs, mode="drop")
-
-        return jax.tree.map(one, cache, some)
+        return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, some)
 
     cache = _on_each_device(put, config, mesh, [cache, some], slots)
     return _constrain(config, mesh, cache, ROWS)
@@ -227,10 +213,8 @@ def insert(
     def local(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
         def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
             width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
-            new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), theirs.ndim + BATCH)
-            shape = [1] * ours.ndim
-            shape[BATCH] = -1
-            filled = (source >= 0).reshape(shape)
+            new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), BATCH)
+            filled = (source >= 0)[:, None, None, None]
             new = jnp.where(filled, new.astype(ours.dtype), ours[..., :width, :])
             return ours.at[..., :width, :].set(new)
 
@@ -318,8 +302,9 @@ def launch(
     """Up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
 
     Args:
-        cache: of S positions, in the layout of `params`, donated; S is above every position that
-            is reached, and all of it is read.
+        params: unstacked.
+        cache: of S positions, donated; S is above every position that is reached, and all of it is
+            read.
         slots: [B, 6] int32, see the columns above.
         prompts: those that slots share, and their seats; `cache` then begins behind them, with the
             key of each prompt's last token.

@@ -36,7 +36,7 @@ from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.pages import PAGE
-from jaxrl.models.parameters import Layout, Params, layout_of
+from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.sampling import decode, text
 from jaxrl.sampling.caches import Caches
@@ -211,7 +211,7 @@ class Engine:
         """Samples n completions of each prompt.
 
         Args:
-            params: on the mesh, in either layout; unstacked is faster.
+            params: on the mesh, unstacked.
             prompts: token ids.
             seed, step, attempt: parts of the random key of every token.
             prompt_ids: part of that key too, modulo 2^31. None: the index in `prompts`.
@@ -233,7 +233,7 @@ class Engine:
         """
         started = time.perf_counter()
         self._check(prompts, n, sampling, prompt_ids)
-        why = self.why_not_shared(n, params["norm"]["scale"].dtype, layout_of(params))
+        why = self.why_not_shared(n, params["norm"]["scale"].dtype)
         if self.pages is not None and why is not None:
             raise UserError(
                 "rollout.cache_tokens needs prompts apart from what follows them, and here both are"
@@ -268,16 +268,14 @@ class Engine:
         self.stats.seconds = time.perf_counter() - started
         return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
-    def why_not_shared(self, samples: int, dtype: Any, layout: Layout) -> str | None:
-        """Why the slots of a prompt's samples do not share its keys and values; None where they
-        do.
+    def why_not_shared(self, samples: int, dtype: Any) -> str | None:
+        """Says why the slots of a prompt's samples do not share its keys and values; None where
+        they do.
 
         Args:
             dtype: of the cache.
-            layout: of the parameters.
         """
-        rule: dict[str, Any] = {"stacked": layout == "stacked", "episodes": self.episodes}
-        rule["paged"] = self.pages is not None
+        rule: dict[str, Any] = {"episodes": self.episodes, "paged": self.pages is not None}
         if self.share is None:
             rule |= {"prompt": self.max_prompt_tokens}
         elif not self.share:

@@ -95,7 +95,6 @@ CASES = {
         "mesh=actor+rollout+reference=1",
         "policy.kl_coef=0.1",
         "actor.minibatches=2",
-        "rollout.layout=stacked",
     ],
     "policy's tokens": ["mesh=actor+rollout+teacher=2", "distill.signal=student_topk"],
     "mixture": [

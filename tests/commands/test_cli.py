@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl
 from jaxrl.__main__ import COMMANDS
 from jaxrl.__main__ import main as command_main
 from jaxrl.config import cli
@@ -211,3 +212,14 @@ def test_the_installed_command_and_the_package_are_one() -> None:
     command = [sys.executable, "-m", "jaxrl", "plot"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "python -m jaxrl plot --help" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--version"], ["train", "--version"], ["report", "--version"]])
+def test_the_version_is_the_packages(words, capsys):
+    assert command_main(words) is None
+    assert capsys.readouterr().out == f"jaxrl {jaxrl.__version__}\n"
+
+
+def test_the_beginning_of_a_command_names_it():
+    with pytest.raises(UserError, match="did you mean serve-teacher"):
+        command_main(["serve"])

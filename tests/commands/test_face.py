@@ -1,6 +1,7 @@
 """The Python face: public names, whatever was imported before them; functions given to `train`."""
 
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
@@ -227,3 +228,29 @@ def test_their_signature_is_that_of_a_function_in_a_file():
     asks = pytest.raises(UserError, match="asks for the column `no_such_column`")
     with closing(RewardFunctions(reward, 8, 60.0, given)) as functions, asks:
         functions.check([Prompt(0, (1,), "p", answer="1")])
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "generate", "export"])
+def test_a_public_function_shows_its_own_signature_and_docstring(name):
+    """`jaxrl.train?` in a notebook, and `inspect.signature`."""
+    module = getattr(jaxrl, name)
+    function = getattr(module, name)
+    assert inspect.signature(module) == inspect.signature(function)
+    assert module.__doc__ == function.__doc__ and "Args:" in function.__doc__
+    assert module.DESCRIPTION and function.__doc__ != module.DESCRIPTION
+
+
+def test_a_run_may_be_given_as_a_file_or_as_its_keys(tmp_path):
+    (tmp_path / "run.yaml").write_text(Config.load(overrides=["steps=3"]).dump())
+    for given in (
+        str(tmp_path / "run.yaml"),
+        tmp_path / "run.yaml",
+        {"steps": 3},
+        Config.load(overrides={"steps": 3}),
+    ):
+        assert jaxrl.dry_run(given).config.steps == 3
+    nested = Config.of({"steps": 3, "optimizer": {"learning_rate": 0.5}, "actor.remat": "full"})
+    assert (nested.optimizer.learning_rate, nested.actor.remat) == (0.5, "full")
+    for given in (None, 3, ["steps=3"]):
+        with pytest.raises(UserError, match="a Config, a YAML file or a mapping of keys, not"):
+            train(given)

@@ -110,7 +110,7 @@ def sampler(mesh: Mesh, signal: str) -> Sampler:
         row_multiple=8,
         vocab_size=VOCAB,
     )
-    assert made.engine.why_not_shared(2, np.float32, "unstacked") is None
+    assert made.engine.why_not_shared(2, np.float32) is None
     return made
 
 

@@ -188,7 +188,6 @@ PLAIN = DecoderConfig("qwen2", 32, 64, 2, 4, 2, 128, 128)
         (PLAIN, H200, {"prompt": 1}, None),
         (PLAIN, TPU, {}, None),
         (PLAIN, H200, {"samples": 1}, "one sample"),
-        (PLAIN, H200, {"stacked": True}, "layout"),
         (PLAIN, H200, {"episodes": True}, "environments"),
         ("windows", CPU, {}, None),
         ("windows", H200, {}, "window"),

@@ -289,20 +289,6 @@ def test_a_teacher_that_is_the_policys_average_and_reads_another_prompt() -> Non
     assert programs.accounts["rollout"] != whole.accounts["rollout"]
 
 
-STACKED = [*CASES, *(("cycles", p) for p in ("one", "tensor"))]
-STACKED_BY_DEFAULT = [("tied", "tensor"), ("cycles", "one")]
-
-
-@pytest.mark.parametrize(("shape_name", "place_name"), by_default(STACKED, *STACKED_BY_DEFAULT))
-def test_sampling_from_stacked_weights(shape_name: str, place_name: str) -> None:
-    programs = Programs(shape_name, place_name, **{"rollout.layout": "stacked"})
-    ratios = {name: programs.ratio("rollout", name) for name in ("prefill", "decode")}
-    if shape_name == "cycles":
-        ratios["score"] = programs.ratio("teacher", "score")
-    print(f"planned / measured, {shape_name}, {place_name}: {ratios}")
-    assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
-
-
 SCORES: dict[str, dict[str, Any]] = {
     "topk": {"distill.signal": "topk"},
     "student_topk": {"distill.signal": "student_topk"},

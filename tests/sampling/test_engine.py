@@ -68,13 +68,12 @@ def generate(
     n: int = 3,
     sampling: SamplingParams = SAMPLING,
     seed: int = 0,
-    layout: parameters.Layout = "unstacked",
     **options: Any,
 ) -> dict[int, list[Completion]]:
     """Prompt id -> its completions, whatever the order they were asked for in."""
-    tree = params() if layout == "unstacked" else parameters.stack(params())
+    tree = params()
     if made.mesh is not None:
-        tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, layout))
+        tree = jax.device_put(tree, param_shardings(CONFIG, made.mesh, "unstacked"))
     prompts = [PROMPTS[i] for i in order]
     ids = {"prompt_ids": list(order), **options}
     out = made.generate(tree, prompts, n=n, sampling=sampling, seed=seed, **ids)
@@ -150,17 +149,12 @@ def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
     assert_same(generate(engine(), sampling=greedy), generate(made, sampling=greedy))
 
 
-@pytest.mark.parametrize("name", ["1", "2x2x2"])
-def test_tokens_do_not_depend_on_the_layout(name: str) -> None:
-    assert_same(reference(), generate(engine(make_mesh(MESHES[name])), layout="stacked"))
-
-
-def test_decoding_copies_neither_stacked_weights_nor_their_cache() -> None:
+def test_decoding_copies_neither_weights_nor_their_cache() -> None:
     """Temporaries of a launch grow with the cache of one layer, but neither with that of all layers
     nor with their weights: no second copy of them is made."""
     config = replace(CONFIG, n_layers=8, d_ff=512)
-    tree = parameters.init_params(config, jax.random.key(0))
-    held = decode.new_cache(config, None, 2, 2048, np.dtype(np.float32), "stacked")
+    tree = parameters.init_params(config, jax.random.key(0), layout="unstacked")
+    held = decode.new_cache(config, None, 2, 2048, np.dtype(np.float32))
     lowered = decode.launch.lower(
         config,
         None,
@@ -305,7 +299,7 @@ def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) 
 def with_copies(n: int, temperature: float) -> dict[int, list[Completion]]:
     """The engine decides for itself that prompts this short are copied."""
     copied = engine()
-    assert copied.why_not_shared(n, np.float32, "unstacked") is not None
+    assert copied.why_not_shared(n, np.float32) is not None
     return generate(copied, n=n, sampling=replace(SAMPLING, temperature=temperature))
 
 
@@ -322,7 +316,7 @@ def with_copies(n: int, temperature: float) -> dict[int, list[Completion]]:
 def test_tokens_do_not_depend_on_who_holds_the_prompts(name: str, slots: int, n: int) -> None:
     """Of several lengths, one of a single token; slots that n does not divide, and refills."""
     shared = engine(make_mesh(MESHES[name]), slots=slots, share=True)
-    assert shared.why_not_shared(n, np.float32, "unstacked") is None
+    assert shared.why_not_shared(n, np.float32) is None
     assert_same(with_copies(n, 1.0), generate(shared, n=n))
     if n == 2:
         greedy = replace(SAMPLING, temperature=0.0)
@@ -426,8 +420,8 @@ def test_a_stop_string_may_end_a_sample_that_has_no_pages_left(search_beside: bo
 def test_a_pool_holds_one_completion_at_least_and_needs_prompts_apart() -> None:
     with pytest.raises(UserError, match="cache_tokens=128 does not hold .* max_new_tokens=150"):
         engine(max_new_tokens=150, cache_tokens=128)
-    with pytest.raises(UserError, match="needs prompts apart .*layout=unstacked"):
-        generate(engine(cache_tokens=128), layout="stacked")
+    with pytest.raises(UserError, match="needs prompts apart .*answers of environments"):
+        generate(engine(cache_tokens=128, episodes=True))
 
 
 def test_the_cache_follows_the_longest_and_each_size_is_one_program(

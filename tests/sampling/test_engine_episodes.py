@@ -93,7 +93,6 @@ def play(
     slots: int = 4,
     mesh: Any = None,
     config: DecoderConfig = CONFIG,
-    layout: parameters.Layout = "unstacked",
     sampling: SamplingParams = SAMPLING,
     engine: dict[str, Any] | None = None,
     **options: Any,
@@ -102,9 +101,9 @@ def play(
     made = Engine(
         config, mesh, slots=slots, episodes=True, tokenizer=Letters(), **shapes, **(engine or {})
     )
-    tree = params() if layout == "unstacked" else parameters.stack(params())
+    tree = params()
     if mesh is not None:
-        tree = jax.device_put(tree, param_shardings(config, mesh, layout))
+        tree = jax.device_put(tree, param_shardings(config, mesh, "unstacked"))
     out = made.generate(tree, PROMPTS, n=N, sampling=sampling, seed=0, partner=partner, **options)
     return [completion for samples in out for completion in samples]
 
@@ -177,7 +176,7 @@ def test_an_episode_is_its_turns_and_answers() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    and_slow([{"slots": 1}, {"layout": "stacked"}], [{"slots": 8}]),
+    and_slow([{"slots": 1}], [{"slots": 8}]),
     ids=str,
 )
 def test_slots_do_not_change_an_episode(options: dict[str, Any]) -> None:

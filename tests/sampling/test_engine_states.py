@@ -90,7 +90,6 @@ def params(config: DecoderConfig) -> Any:
 
 def generate(
     shape: tuple[int, int, int] | None = None,
-    layout: parameters.Layout = "unstacked",
     partner: Words | None = None,
     stop: tuple[str, ...] = (),
     config: DecoderConfig = CONFIG,
@@ -98,9 +97,8 @@ def generate(
 ) -> list[Completion]:
     mesh = None if shape is None else role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
     tree = params(config)
-    tree = tree if layout == "unstacked" else parameters.stack(tree, config.cycle)
     if mesh is not None:
-        tree = jax.device_put(tree, param_shardings(config, mesh, layout))
+        tree = jax.device_put(tree, param_shardings(config, mesh, "unstacked"))
     sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}
     made = Engine(
         config, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
@@ -147,16 +145,16 @@ def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> Non
     ("config", "options"),
     [
         (CONFIG, {"slots": 1}),
-        (CONFIG, {"slots": 16, "launch_tokens": 6, "layout": "stacked"}),
+        (CONFIG, {"slots": 16, "launch_tokens": 6}),
         (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
-        (BORROWS, {"slots": 16, "launch_tokens": 6, "layout": "stacked", "shape": (1, 2, 2)}),
+        (BORROWS, {"slots": 16, "launch_tokens": 6, "shape": (1, 2, 2)}),
     ],
-    ids=["a slot", "states stacked", "states divided", "borrows"],
+    ids=["a slot", "many slots", "states divided", "borrows"],
 )
 def test_tokens_depend_on_seeds_and_prompts_alone(
     config: DecoderConfig, options: dict[str, Any]
 ) -> None:
-    """Not on slots and their shrinking, launches, layouts or devices."""
+    """Not on slots and their shrinking, launches or devices."""
     for a, b in zip(generate(config=config, **options), reference(config), strict=True):
         assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
