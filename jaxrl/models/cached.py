@@ -154,9 +154,9 @@ def decode(
                 pair = tuple(write(x, y, at, table, mesh) for x, y in zip(entry, new, strict=True))
             else:
                 pair = tuple(_write(x, y, at) for x, y in zip(entry, new, strict=True))
-            keys, values = pair
-            if prompts is not None:
-                keys, values = zip((keys, values), prompts, strict=True)
+            keys: Any
+            values: Any
+            keys, values = pair if prompts is None else zip(pair, prompts, strict=True)
             return pair, keys, values
 
         def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:

@@ -488,7 +488,7 @@ def _backward(
     zeros = (
         rows.zeros((n, x.shape[1]), x.dtype),
         rows.zeros((n,), weights.dtype),
-        jax.tree.map(lambda like: rows.zeros(like.shape, jnp.float32), trained),
+        jax.tree.map(lambda like: rows.zeros(like.shape, jnp.dtype("float32")), trained),
     )
     d_rows, d_weights, sums = rows.loop(body, zeros)
     found = jax.tree.map(lambda d, like: d.astype(like.dtype), sums, trained)

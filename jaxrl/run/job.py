@@ -221,8 +221,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             check_same_prompts(tokenizer, their_tokenizer, prompts)
     if cache is not None:
         digest = digest_model(teachers["teacher"].path) if teachers else None
-        rows = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-        notes.append(check_cache(config, cache, digest, vocab_size, rows))
+        scored = train.rows(i for i in range(config.steps) if not on_policy(config, i))
+        notes.append(check_cache(config, cache, digest, vocab_size, scored))
         if not teachers and config.eval.teacher and held_out:
             notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
     for name, info in served.items():

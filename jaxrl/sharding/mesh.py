@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -128,7 +128,8 @@ def threads_of_one_process(needed: int) -> int:
 def _count_asked_for() -> str | None:
     """Where the number of CPU devices was set, and to what, or None; jax's own setting wins over
     XLA's flag."""
-    value: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    settings: Any = jax.config  # the types of jax 0.10 do not know it
+    value: int = settings.jax_num_cpu_devices
     if value >= 0:
         name = "JAX_NUM_CPU_DEVICES"
         return f"{name if name in os.environ else name.lower()}={value}"
