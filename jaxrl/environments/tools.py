@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
 
 from jaxrl.data.example import JsonObject
 from jaxrl.errors import short
 
+_ANY: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants"})
 Arguments = Mapping[str, Any]
 """Of a call of a tool, by their names."""
 Tool = Callable[..., Any]
@@ -124,7 +124,9 @@ def _text(result: object) -> str:
     if isinstance(result, Set):  # its order is another one in each process
         result = sorted(result, key=repr)
     try:
-        return json.dumps(to_jsonable_python(result, fallback=_plain), ensure_ascii=False)
+        return json.dumps(
+            _ANY.dump_python(result, mode="json", fallback=_plain), ensure_ascii=False
+        )
     except (ValueError, TypeError, RecursionError):  # in a circle, bytes that are no text
         return _without_address(result)
 
