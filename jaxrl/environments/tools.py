@@ -101,8 +101,7 @@ def as_text(result: object) -> str:
     except Exception as error:
         what = f"a value of the type {type(result).__name__} that cannot be shown"
         text = f"Error: {what} ({type(error).__name__})"
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return cut_text(whole, LONGEST)
+    return cut_text(text, LONGEST).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_text(text: str, most: int) -> str:
