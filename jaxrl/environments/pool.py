@@ -23,7 +23,14 @@ from jaxrl.environments.observation import Observation
 from jaxrl.environments.process import CELL, Content, Prompted
 from jaxrl.environments.process import Session as Session
 from jaxrl.environments.source import EnvironmentFacts, EnvironmentSource
-from jaxrl.process.killable import AnAnswer, Begun, KillableProcess, Lost, Refused, no_answer
+from jaxrl.process.killable import (
+    BegunAnswer,
+    KillableProcess,
+    Lost,
+    ProcessAnswer,
+    RefusedAnswer,
+    no_answer,
+)
 from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure
 
@@ -34,12 +41,12 @@ LOOK_S = 0.25
 """Seconds between two looks whether a process is late."""
 
 
-class _Ready(AnAnswer):
+class _Ready(ProcessAnswer):
     ready: int
     facts: EnvironmentFacts | None
 
 
-class _Awaits(AnAnswer):
+class _Awaits(ProcessAnswer):
     awaits: Literal[True]
 
 
@@ -54,24 +61,24 @@ class _Observation(BaseModel, extra="forbid"):
     done: bool
 
 
-class _First(AnAnswer):
+class _First(ProcessAnswer):
     first: str | list[_Message]
 
 
-class _Stepped(AnAnswer):
+class _Stepped(ProcessAnswer):
     answer: _Observation
 
 
-class _Closed(AnAnswer):
+class _Closed(ProcessAnswer):
     closed: Literal[True]
 
 
-class _Failed(AnAnswer):
+class _Failed(ProcessAnswer):
     failure: tuple[Literal["timeout", "exception"], str]
 
 
-ANSWER: TypeAdapter[AnAnswer] = TypeAdapter(
-    _Ready | Refused | Begun | _Awaits | _First | _Stepped | _Closed | _Failed
+ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
+    _Ready | RefusedAnswer | BegunAnswer | _Awaits | _First | _Stepped | _Closed | _Failed
 )
 KINDS = {"begin": "first", "step": "answer", "end": "closed"}
 """Kind of an order -> what its answer has."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
 
 from jaxrl.data.example import JsonObject
 from jaxrl.errors import short
 
+_ANY: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants"})
 Arguments = Mapping[str, Any]
 """Of a call of a tool, by their names."""
 Tool = Callable[..., Any]
@@ -101,8 +101,7 @@ def as_text(result: object) -> str:
     except Exception as error:
         what = f"a value of the type {type(result).__name__} that cannot be shown"
         text = f"Error: {what} ({type(error).__name__})"
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return cut_text(whole, LONGEST)
+    return cut_text(text, LONGEST).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_text(text: str, most: int) -> str:
@@ -124,7 +123,9 @@ def _text(result: object) -> str:
     if isinstance(result, Set):  # its order is another one in each process
         result = sorted(result, key=repr)
     try:
-        return json.dumps(to_jsonable_python(result, fallback=_plain), ensure_ascii=False)
+        return json.dumps(
+            _ANY.dump_python(result, mode="json", fallback=_plain), ensure_ascii=False
+        )
     except (ValueError, TypeError, RecursionError):  # in a circle, bytes that are no text
         return _without_address(result)
 

@@ -50,19 +50,19 @@ class Lost(Exception):
         self.kind: Literal["timeout", "exception"] = kind
 
 
-class AnAnswer(BaseModel, extra="forbid"):
+class ProcessAnswer(BaseModel, extra="forbid"):
     """The shape of an answer; services have further ones."""
 
     order: int
     """Number of the order that is answered."""
 
 
-class Refused(AnAnswer):
+class RefusedAnswer(ProcessAnswer):
     refused: str
     """Why what was to be loaded, or done, is a mistake of the user's."""
 
 
-class Begun(AnAnswer):
+class BegunAnswer(ProcessAnswer):
     begin: Literal[True]
     """The user's code is called."""
 

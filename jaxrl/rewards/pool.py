@@ -19,7 +19,14 @@ from typing import Literal, Unpack
 from pydantic import FiniteFloat, TypeAdapter
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.killable import AnAnswer, Begun, KillableProcess, Lost, Refused, no_answer
+from jaxrl.process.killable import (
+    BegunAnswer,
+    KillableProcess,
+    Lost,
+    ProcessAnswer,
+    RefusedAnswer,
+    no_answer,
+)
 from jaxrl.process.plain import JsonObject
 from jaxrl.process.pool import ASYNC_SLACK_S, PoolLimits, ProcessPool
 from jaxrl.rewards.items import Failure, Item, ItemSource, Signature
@@ -31,27 +38,29 @@ OURS = os.path.join("rewards", "functions.py")
 """A stack is shown down to the user's last frame, above the first line with this."""
 
 
-class _Ready(AnAnswer):
+class _Ready(ProcessAnswer):
     ready: int
     signatures: list[Signature]
 
 
-class _Imports(AnAnswer):
+class _Imports(ProcessAnswer):
     imports: Literal[True]
 
 
-class _Judged(AnAnswer):
+class _Judged(ProcessAnswer):
     items: list[int]
     values: list[FiniteFloat | None]
     messages: list[str] = []
 
 
-class _Failed(AnAnswer):
+class _Failed(ProcessAnswer):
     items: list[int]
     failure: tuple[Literal["timeout", "exception", "user"], str]
 
 
-ANSWER: TypeAdapter[AnAnswer] = TypeAdapter(_Ready | Refused | _Imports | Begun | _Judged | _Failed)
+ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
+    _Ready | RefusedAnswer | _Imports | BegunAnswer | _Judged | _Failed
+)
 
 
 @dataclass

@@ -113,14 +113,14 @@ def test_tools_that_nothing_shows_are_named_once() -> None:
     for tokenizer, expected in (
         (CHAT, "Tools: the model does not see its tools: the chat template has no place for them"),
         (TEXT, "Tools: the model does not see its tools: text prompts have no place for them"),
-        (tiny_tokenizer(shows + CHATML), None),
+        (tiny_tokenizer(shows + CHATML), ""),
     ):
         with made("Tools", tokenizer=tokenizer) as episodes:
             said: list[str] = []
             episodes.notify = said.append
             for step in range(2):
                 episodes.begin(prompts("x", tokenizer=tokenizer), n=1, step=step)
-        assert len(said) == (expected is not None) and all(expected in line for line in said)
+        assert len(said) == bool(expected) and all(expected in line for line in said)
 
 
 def test_a_turn_begins_in_the_thoughts_that_the_prompt_opens() -> None:
