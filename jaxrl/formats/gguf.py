@@ -340,9 +340,9 @@ class GgufFile:
         further = range(n, n + int(self.stated("nextn_predict_layers") or 0))
         for name in self._tensors.keys() - expected:
             found = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
-            layer = None if found is None else int(found[1])
-            if layer is None or layer in further:
+            if found is None or int(found[1]) in further:
                 continue
+            layer = int(found[1])
             if layer < n and kinds[layer].borrows and found[2].startswith("attn_"):
                 continue
             raise UserError(
