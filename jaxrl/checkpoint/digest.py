@@ -11,6 +11,7 @@ from typing import IO
 from jaxrl.checkpoint import store
 from jaxrl.errors import UserError
 from jaxrl.formats import hub
+from jaxrl.formats.hub_names import gguf_parts
 
 WHOLE_BYTES = 4 << 20
 """Up to this size all of a file is read."""
@@ -32,7 +33,11 @@ def digest_model(place: Path, weights: bool = True) -> str:
         weights: False: only of what describes the model, such as its tokenizer.
     """
     if place.is_file():
-        return digest_file(place)
+        parts = gguf_parts(place.name)
+        if len(parts) == 1:
+            return digest_file(place)
+        digests = [(name, digest_file(place.with_name(name))) for name in parts]
+        return hashlib.sha256(repr(digests).encode()).hexdigest()
     if hub.is_commit(place):
         return place.name  # other programs may add files of that commit
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
 from jaxrl.formats.converted import Converted, Scratch
-from jaxrl.formats.hub_names import model_name
+from jaxrl.formats.hub_names import gguf_parts, model_name
 from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
@@ -333,7 +333,7 @@ def _in_run_directory(name: str, place: Path) -> Path:
             f"model {name!r} is a run directory with neither a {FINAL} folder nor a checkpoint:"
             " the run has saved nothing yet"
         )
-    files = sorted(place.glob("*.gguf"))
+    files = _gguf_files(place.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
     raise UserError(
@@ -342,10 +342,15 @@ def _in_run_directory(name: str, place: Path) -> Path:
     )
 
 
+def _gguf_files(found: Iterable[Path]) -> list[Path]:
+    """GGUF files; of a model in several, the first."""
+    return sorted(file for file in found if gguf_parts(file.name)[0] == file.name)
+
+
 def _in_package(name: str, package: str) -> Path:
     """The GGUF file inside an installed Python package."""
     folder = package_folder(name, package)
-    files = sorted(folder.rglob("*.gguf"))
+    files = _gguf_files(folder.rglob("*.gguf"))
     if len(files) != 1:
         raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
     return files[0]

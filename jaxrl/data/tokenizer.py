@@ -255,8 +255,8 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
         student, teacher: EOS ids of the tokenizers.
         ours, theirs: EOS ids of the model configs.
     """
-    ours = ours if student is None else ours | {student}
-    theirs = theirs if teacher is None else theirs | {teacher}
+    ours = ours | (set() if student is None else {student})
+    theirs = theirs | (set() if teacher is None else {teacher})
     if ours == theirs:
         return
     if student != teacher:

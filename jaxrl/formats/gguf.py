@@ -17,6 +17,7 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
     GGMLQuantizationType,
+    GGUFEndian,
     GGUFReader,
     GGUFValueType,
     ReaderTensor,
@@ -26,8 +27,9 @@ from gguf import (
 from gguf.quants import dequantize
 
 from jaxrl.errors import UserError, about
+from jaxrl.formats.hub_names import gguf_parts
 from jaxrl.formats.weights import Index, tensor_shapes
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.families.qwen_delta import RECURRENT
@@ -45,7 +47,11 @@ from jaxrl.models.rope import (
 from jaxrl.process.plain import JsonObject
 
 MOST_ELEMENTS = 1 << 22
-"""Of an array in the metadata; the largest vocabularies have a sixteenth of it."""
+"""Of all arrays in the metadata together; the largest vocabularies and their merges have a third of
+it."""
+MOST_KEYS, MOST_TENSORS = 1 << 14, 1 << 14
+"""Of the metadata, and of a file; each takes the library a tenth of a millisecond. The largest
+models have 2,000 tensors."""
 LLAMA3_ROPE = Llama3Rope(
     factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -94,11 +100,65 @@ class _Reader(GGUFReader):
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY:
-            count = int(self._get(orig_offs + 4, np.uint64)[0])
-            if count > MOST_ELEMENTS:
-                raise UserError(f"an array of {count} elements; at most {MOST_ELEMENTS} are read")
-        return super()._get_field_parts(orig_offs, raw_type)
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        of, n, at = GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
+        self._elements += n
+        if self._elements > MOST_ELEMENTS:
+            raise UserError(
+                f"arrays of {self._elements} elements; at most {MOST_ELEMENTS} are read"
+            )
+        if of == GGUFValueType.ARRAY:
+            raise UserError("arrays within arrays are not read")
+        types = [GGUFValueType.ARRAY, of]
+        if of != GGUFValueType.STRING:  # all at once, where the library takes them one by one
+            values = self._get(at, self.gguf_scalar_to_np[of], n)
+            return 12 + values.nbytes, [kind, count, values], [2], types
+        order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
+        data, texts = memoryview(self.data), []
+        for _ in range(n):
+            end = at + 8 + int.from_bytes(data[at : at + 8], order)
+            if end > len(data):
+                raise ValueError(f"byte {end} of {len(data)}")
+            texts.append(data[at + 8 : end])
+            at = end
+        return at - orig_offs, [kind, count, *texts], list(range(2, n + 2)), types
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        if count > MOST_KEYS:
+            raise UserError(f"{count} keys of metadata; at most {MOST_KEYS} are read")
+        self._elements = 0
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        if count > MOST_TENSORS:
+            raise UserError(f"{count} tensors; at most {MOST_TENSORS} of a file are read")
+        return super()._build_tensor_info(offs, count)
+
+
+def _read(path: Path) -> _Reader:
+    """Reads the metadata of a file, and where its tensors are. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
+    try:
+        return _Reader(path)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        if GGMLQuantizationType.__name__ in str(error):
+            raise UserError(
+                f"{path}: {error}: a tensor is of a type that the installed gguf"
+                f" {version('gguf')} does not know; a newer one may (pip install -U gguf)"
+            ) from None
+        with open(path, "rb") as file:
+            first = file.read(4)
+        raise UserError(
+            f"{path}: truncated, or no GGUF file: it has {path.stat().st_size} bytes and begins"
+            f" with {first!r} (GGUF: {b'GGUF'!r})"
+        ) from None
 
 
 @cache
@@ -122,34 +182,43 @@ def architectures() -> dict[str, list[str]]:
 
 
 class GgufFile:
-    """The tensors of a GGUF file under Hugging Face's names, dequantised box by box."""
+    """The tensors of a GGUF file under Hugging Face's names, dequantised box by box. A model in
+    several files (`NAME-00001-of-00003.gguf`) is all of them, whichever is named."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        try:
-            self._reader = _Reader(self.path)
-        except UserError as error:
-            raise UserError(f"{self.path}: {error}") from None
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            if GGMLQuantizationType.__name__ in str(error):
-                raise UserError(
-                    f"{self.path}: {error}: a tensor is of a type that the installed gguf"
-                    f" {version('gguf')} does not know; a newer one may (pip install -U gguf)"
-                ) from None
-            with open(self.path, "rb") as file:
-                first = file.read(4)
+        readers = {part: _read(part) for part in _parts(self.path)}
+        first, self._reader = next(iter(readers.items()))
+        n, total = (
+            None if (field := self._reader.fields.get(key)) is None else field.contents()
+            for key in ("split.count", "split.tensors.count")
+        )
+        if n not in (None, 0, 1, len(readers)):
             raise UserError(
-                f"{self.path}: truncated, or no GGUF file: it has"
-                f" {self.path.stat().st_size} bytes and begins with {first!r} (GGUF: {b'GGUF'!r})"
-            ) from None
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+                f"{first}: it is one of {n} files of a model, by split.count: name them"
+                f" NAME-00001-of-{n:>05}.gguf and so on, beside each other"
+            )
+        self._tensors: dict[str, ReaderTensor] = {}
+        self._file_of: dict[str, Path] = {}
+        for part, reader in readers.items():
+            for tensor in reader.tensors:
+                if tensor.name in self._tensors:
+                    other = self._file_of[tensor.name]
+                    raise UserError(f"{part}: tensor {tensor.name} is in {other.name} too")
+                self._tensors[tensor.name], self._file_of[tensor.name] = tensor, part
+        if len(readers) > 1 and total not in (None, len(self._tensors)):
+            raise UserError(
+                f"{first}: {len(self._tensors)} tensors in {n} files, and split.tensors.count is"
+                f" {total}: the files do not belong together"
+            )
 
     def meta(self, key: str) -> Any:
         """A value of the metadata; None where there is none."""
         field = self._reader.fields.get(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path}: {key} is no text in UTF-8: {error}") from None
 
     def keys_of(self, start: str) -> list[str]:
         """Returns the keys of the metadata that begin so."""
@@ -174,6 +243,14 @@ class GgufFile:
         Raises:
             UserError: an architecture or a variant that is not supported.
         """
+        try:
+            return self._read_config()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.path}: the metadata cannot be understood: {error}") from error
+
+    def _read_config(self) -> DecoderConfig:
         family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
@@ -206,7 +283,13 @@ class GgufFile:
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
         )
-        return self._as_its_family(config)
+        with about(self.path):
+            check_bounds(config)  # before lists of as many layers are made
+        config = self._as_its_family(config)
+        with about(self.path):
+            check_bounds(config)
+            check_special_ids(config)
+        return config
 
     def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
         """With what the family reads of a `config.json`, as far as the metadata say it."""
@@ -257,8 +340,9 @@ class GgufFile:
         further = range(n, n + int(self.stated("nextn_predict_layers") or 0))
         for name in self._tensors.keys() - expected:
             found = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
-            if found is None or (layer := int(found[1])) in further:
+            if found is None or int(found[1]) in further:
                 continue
+            layer = int(found[1])
             if layer < n and kinds[layer].borrows and found[2].startswith("attn_"):
                 continue
             raise UserError(
@@ -317,7 +401,7 @@ class GgufFile:
         return shape[1:] if expert < shape[0] else None
 
     def file(self, name: str) -> Path:
-        return self.path
+        return self._file_of.get(gguf_name(self.family, name), self.path)
 
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor is stored in blocks, from which its values have to be computed."""
@@ -568,14 +652,24 @@ def _plain(value: Any) -> int | float:
 
 
 @lru_cache(maxsize=4)
-def _opened(path: Path, size: int, modified_ns: int) -> GgufFile:
+def _opened(path: Path, *states: tuple[int, int]) -> GgufFile:
     return GgufFile(path)
 
 
+def _parts(path: Path) -> list[Path]:
+    """All files of a model of which one is named. Raises UserError where one is missing."""
+    parts = [path.with_name(name) for name in gguf_parts(path.name)]
+    for part in parts:
+        if len(parts) > 1 and not part.is_file():
+            raise UserError(f"{part} is missing: the model is in {len(parts)} files")
+    return parts
+
+
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """`GgufFile`, read once as long as the file stays as it is: long token lists take seconds."""
+    """`GgufFile`, read once as long as its files stay as they are: long token lists take
+    seconds."""
     place = Path(path)
     if not place.is_file():
         raise UserError(f"model {str(path)!r}: there is no such file")
-    state = place.stat()
-    return _opened(place, state.st_size, state.st_mtime_ns)
+    states = [part.stat() for part in _parts(place)]
+    return _opened(place, *((state.st_size, state.st_mtime_ns) for state in states))

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import jax
@@ -244,7 +245,14 @@ def write_description(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds something that a tokenizer can be made of."""
+    """Whether the folder holds something that a tokenizer can be made of.
+
+    Raises:
+        UserError: what has the name of one of its files is none, as a pipe that never ends.
+    """
+    for file in chain(*map(folder.glob, TOKENIZER_FILES)):
+        if not file.is_file():
+            raise UserError(f"tokenizer: {file} is no file")
     return any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     )
@@ -311,6 +319,8 @@ def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _read_header(file: Path) -> dict[str, _Entry]:
     """Names, dtypes, shapes and places of the tensors; the library refuses what cannot be."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

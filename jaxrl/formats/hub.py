@@ -35,7 +35,7 @@ from jaxrl.formats.hub_errors import (
     wait_asked_for,
     watch,
 )
-from jaxrl.formats.hub_names import COMMIT, HubName, model_name
+from jaxrl.formats.hub_names import COMMIT, HubName, gguf_parts, model_name
 from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 
@@ -107,7 +107,8 @@ def pinned(text: str) -> str:
 
 def folder(name: HubName) -> Path:
     """What describes a model: its config and tokenizer files in the cache, fetched where they are
-    not there. Of a name with a GGUF file: that file, which is all in one.
+    not there. Of a name with a GGUF file: that file, which is all in one; of one in several files
+    all of them are fetched.
 
     Raises:
         UserError: it cannot be fetched, or the repository holds no model.
@@ -352,7 +353,8 @@ def environment() -> dict[str, str]:
 def weight_bytes(name: HubName) -> int:
     """Bytes of the weights of a pinned model, of which only the description has been fetched."""
     sizes, path = files(name), name.rest.removeprefix("/")
-    return sum(sizes.get(file, 0) for file in ([path] if path else _weight_files(folder(name))))
+    wanted = gguf_parts(path) if path else _weight_files(folder(name))
+    return sum(sizes.get(file, 0) for file in wanted)
 
 
 def _weight_files(place: Path) -> list[str]:
@@ -394,7 +396,10 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
 def _file(name: HubName) -> Path:
     from huggingface_hub import hf_hub_download
 
-    return _verified(name, partial(hf_hub_download, filename=name.rest.removeprefix("/")))
+    asked = name.rest.removeprefix("/")
+    parts = gguf_parts(asked)
+    places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
+    return places[asked]
 
 
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:

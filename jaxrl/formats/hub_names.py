@@ -24,6 +24,7 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _AT = r"(?:@(?P<revision>(?!/)(?:(?!\.\.)[^@:\s])+))?(?:@(?P<commit>[0-9a-f]{40}))?"
 """The revision becomes a path in the cache; git allows neither `..` nor a first slash in one."""
 _MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(?P<rest>(?:/{_PART})+\.gguf)?{_AT}")
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<n>\d{5})\.gguf")
 _DATA = re.compile(rf"hf:(?P<repo>(?:{_PART}/)?{_PART}){_AT}(?P<rest>(?::[^:]*){{0,2}})")
 
 
@@ -69,6 +70,16 @@ def model_name(text: str) -> HubName | None:
     if match is None or match["repo"].endswith(".gguf") or user_path(text).exists():
         return None
     return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Returns the names of all files of a GGUF model of which one is named: itself, or those of
+    `NAME-00001-of-00003.gguf`, whose number of files is bounded by what a name can say."""
+    match = _SPLIT.fullmatch(name)
+    if match is None or not 1 <= int(match["part"]) <= int(match["n"]):
+        return [name]
+    n = match["n"]
+    return [f"{match['stem']}-{part:05}-of-{n}.gguf" for part in range(1, int(n) + 1)]
 
 
 def data_name(text: str) -> HubName | None:

@@ -20,7 +20,7 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.formats.hf import SafetensorsFolder, weight_files
 from jaxrl.formats.weights import Index, Tensors
@@ -41,6 +41,9 @@ PYTHON_UNPICKLER: Any = pickle._Unpickler
 """The one of Python; that of C hashes keys before anybody can look at them."""
 SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
 """Opcodes of sets, which no file of tensors has."""
+MOST_RANK, MOST_SIZE, MOST_MEMBERS = 32, 2**63 - 1, 1 << 16
+"""Dims of a tensor, numbers in one of them, and members of an archive: what numpy can have, and far
+more storages than a model has."""
 LOCAL_HEADER, LENGTHS_AT = 30, 26
 """Bytes of a zip member's local header before its name, and where in it the lengths stand."""
 
@@ -170,8 +173,8 @@ class _Unpickler(PYTHON_UNPICKLER):
         full = f"{module}.{name}"
         if full not in CALLED and full not in STORAGES:
             raise UserError(
-                f"{self._file}: asks for {full}, which no tensor needs; nothing of it was"
-                " run. Only files of plain tensors are read: save the weights as safetensors"
+                f"{self._file}: asks for {short(full, 200)}, which no tensor needs; nothing of it"
+                " was run. Only files of plain tensors are read: save the weights as safetensors"
             )
         return full
 
@@ -192,7 +195,7 @@ class _Unpickler(PYTHON_UNPICKLER):
         if kind != "storage" or not plain or storage not in STORAGES:
             raise pickle.UnpicklingError("a reference to something that is no storage")
         if key not in self._places:
-            raise pickle.UnpicklingError(f"storage {key!r} is not in the archive")
+            raise pickle.UnpicklingError(f"storage {short(repr(key))} is not in the archive")
         at, size = self._places[key]
         dtype = STORAGES[storage]
         return _Storage(self._file, at, dtype, size // dtype.itemsize)
@@ -225,57 +228,76 @@ def _check_keys(keys: Sequence[object]) -> None:
 
 def _read_file(file: Path) -> dict[str, _Tensor]:
     """Name -> tensor, of the mapping that the file holds."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
     try:
-        with zipfile.ZipFile(file) as archive:
-            return _read_archive(file, archive)
+        with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+            return _read_archive(file, archive, stream)
+    except UserError:
+        raise
     except zipfile.BadZipFile:
         raise UserError(
             f"{file}: not in torch's zip format: damaged, or written by torch before 1.6. Where it"
             " is whole, write it again: torch.save(torch.load(FILE, weights_only=True), FILE)"
         ) from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged archive raises whatever its fields stumble on
+        raise UserError(f"{file}: cannot be read: {short(str(error), 200)}") from error
 
 
-def _read_archive(file: Path, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
+def _read_archive(file: Path, archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, _Tensor]:
     members = {member.filename: member for member in archive.infolist()}
+    if len(members) > MOST_MEMBERS:
+        raise UserError(f"{file}: an archive of {len(members)} files; at most {MOST_MEMBERS}")
     roots = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise UserError(f"{file}: a zip archive, but no file of torch: it has no single data.pkl")
     root = roots[0]
-    order = archive.read(f"{root}byteorder") if f"{root}byteorder" in members else b"little"
+    size, order = file.stat().st_size, b"little"
+    if f"{root}byteorder" in members:
+        at, length = _place(file, stream, size, members[f"{root}byteorder"])
+        stream.seek(at)
+        order = stream.read(min(length, len(order) + 1))
     if order != b"little":
         raise UserError(f"{file}: its numbers are {order.decode(errors='replace')}-endian")
     head = f"{root}data/"
     places = {
-        name.removeprefix(head): _place(file, member)
+        name.removeprefix(head): _place(file, stream, size, member)
         for name, member in members.items()
         if name.startswith(head)
     }
-    _place(file, members[f"{root}data.pkl"])  # refuses a compressed one: it could be endless
+    # refuses a compressed one: it could be endless
+    _place(file, stream, size, members[f"{root}data.pkl"])
     try:
-        with archive.open(f"{root}data.pkl") as stream:
-            values = _Unpickler(stream, file, places).load()
+        with archive.open(f"{root}data.pkl") as pickled:
+            values = _Unpickler(pickled, file, places).load()
     except UserError:
         raise
     except Exception as error:  # a damaged pickle raises whatever its opcodes stumble on
-        raise UserError(f"{file}: its pickle cannot be read: {error}") from error
+        reason = short(str(error), 200)
+        raise UserError(f"{file}: its pickle cannot be read: {reason}") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}: holds no names with tensors, but {type(values).__name__}")
     return {str(name): value for name, value in values.items() if isinstance(value, _Tensor)}
 
 
-def _place(file: Path, member: zipfile.ZipInfo) -> tuple[int, int]:
-    """Byte where the member's contents begin, and how many there are."""
+def _place(file: Path, stream: IO[bytes], size: int, member: zipfile.ZipInfo) -> tuple[int, int]:
+    """Byte where the member's contents begin, and how many there are.
+
+    Args:
+        stream: the file, of `size` bytes.
+    """
+    name = short(member.filename, 200)
     if member.compress_type != zipfile.ZIP_STORED:
-        raise UserError(
-            f"{file}: {member.filename} is compressed; torch stores numbers as they are"
-        )
-    with file.open("rb") as stream:
-        stream.seek(member.header_offset + LENGTHS_AT)
-        name = int.from_bytes(stream.read(2), "little")
-        extra = int.from_bytes(stream.read(2), "little")
-    at = member.header_offset + LOCAL_HEADER + name + extra
-    if at + member.file_size > file.stat().st_size:
-        raise UserError(f"{file}: truncated: {member.filename} ends beyond the file")
+        raise UserError(f"{file}: {name} is compressed; torch stores numbers as they are")
+    if not 0 <= member.header_offset <= size:
+        raise UserError(f"{file}: damaged: {name} begins outside of the file")
+    stream.seek(member.header_offset + LENGTHS_AT)
+    before, extra = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+    at = member.header_offset + LOCAL_HEADER + before + extra
+    if at + member.file_size > size:
+        raise UserError(f"{file}: truncated: {name} ends beyond the file")
     return at, member.file_size
 
 
@@ -283,4 +305,6 @@ def _whole_numbers(values: object) -> tuple[int, ...]:
     """Sizes, strides or offsets: whole numbers that are not negative."""
     if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
         raise pickle.UnpicklingError("something else where whole numbers are needed")
+    if len(values) > MOST_RANK or any(n > MOST_SIZE for n in values):
+        raise pickle.UnpicklingError("more dims, or larger numbers, than a tensor can have")
     return values

@@ -557,6 +557,9 @@ def check_special_ids(config: DecoderConfig) -> None:
 
 def check_bounds(config: DecoderConfig) -> None:
     """Refuses sizes that no model has, before anything is made of them."""
+    for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"):
+        if getattr(config, key) < 1:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 1")
     experts = 0 if config.experts is None else config.n_layers * config.experts.count
     for what, count, most in (
         ("layers", config.n_layers, MOST_LAYERS),

@@ -16,6 +16,7 @@ from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.errors import user_path
 from jaxrl.formats import hf, peft
+from jaxrl.formats.hub_names import gguf_parts
 from jaxrl.formats.places import WEIGHTS, find_folder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import read_encoder
@@ -316,7 +317,8 @@ def mapped_bytes(config: Config) -> int:
         for name in {config.student.model, *config.teacher_models.values()}
         if not (user_path(name) / "config.json").is_file()
     }
-    return sum(place.stat().st_size for place in places if place.is_file())
+    files = (place.with_name(name) for place in places for name in gguf_parts(place.name))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:

@@ -138,6 +138,11 @@ def test_keys_that_double_with_each_level_are_refused_at_once(
         (tensor(offset=-1), "whole numbers"),
         (tensor(strides=(2, -1)), "whole numbers"),
         (tensor(strides=(1,)), "strides"),
+        (tensor(shape=(2**62,) * 200_000, strides=(0,) * 200_000), "more dims"),
+        (tensor(shape=(2**64,), strides=(0,)), "larger numbers"),
+        (tensor(shape=(0, 2**70), strides=(0, 0)), "larger numbers"),
+        (tensor(key="7" * 100_000), "is not in the archive"),
+        (b"c" + b"x" * 100_000 + b"\ny\n.", "which no tensor needs"),
         (tensor(key="7"), "storage '7' is not in the archive"),
         (tensor()[:-20], "cannot be read"),
         (TENSOR + b"(Vdata\nI0\n(t(tI00\n}tR.", "without a storage"),
@@ -181,4 +186,84 @@ def test_the_files_of_an_index_are_read_together(tmp_path: Path) -> None:
     assert tensors.file("v") == tmp_path / "b.bin"
     (tmp_path / "b.bin").unlink()
     with pytest.raises(UserError, match=r"b\.bin is missing, but .*index\.json names it"):
+        open_weights(tmp_path)
+
+
+def many_digits(digits: int) -> bytes:
+    """A tensor with a dim of so many digits, as the pickle opcode of long numbers has it."""
+    number = (10 ** (digits - 1)).bit_length() // 8 + 1
+    content = (256 ** (number - 1)).to_bytes(number, "little")
+    long = b"\x8b" + number.to_bytes(4, "little") + content
+    return tensor(shape=(), strides=()).replace(b"(t(t", b"(" + long + b"t(I0\nt", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (many_digits(900_000), "larger numbers"),
+        ({"byteorder": b"little" + bytes(10**7)}, "its numbers are little"),
+        ({"byteorder": b"\xff"}, "-endian"),
+    ],
+)
+def test_what_an_archive_announces_is_bounded(tmp_path: Path, damage: Any, told: str) -> None:
+    made = archive(tmp_path, *([damage] if isinstance(damage, bytes) else [tensor()]), **(
+        {} if isinstance(damage, bytes) else damage
+    ))  # fmt: skip
+    message = refusal(made)
+    assert told in message and len(message) < 600
+
+
+def test_a_compressed_byte_order_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as out:
+        out.writestr("archive/data.pkl", tensor())
+        out.writestr("archive/byteorder", bytes(10**8), zipfile.ZIP_DEFLATED)
+    assert "byteorder is compressed" in refusal(tmp_path)
+
+
+def test_offsets_and_names_that_cannot_be_are_told(tmp_path: Path) -> None:
+    """Of the central directory, which stands at the end of a zip archive."""
+    file = archive(tmp_path, tensor()) / "pytorch_model.bin"
+    whole = file.read_bytes()
+    at = whole.index(b"PK\x01\x02")
+    for offset in (2**32 - 2, 2**31):
+        content = bytearray(whole)
+        content[at + 42 : at + 46] = offset.to_bytes(4, "little")
+        file.write_bytes(content)
+        refusal(tmp_path)
+    end = whole.index(b"PK\x05\x06")
+    content = bytearray(whole)  # the directory begins later than it does: offsets become negative
+    start = int.from_bytes(whole[end + 16 : end + 20], "little")
+    content[end + 16 : end + 20] = (start + 1000).to_bytes(4, "little")
+    file.write_bytes(content)
+    refusal(tmp_path)
+    content = bytearray(whole)
+    content[at + 8 : at + 10] = (0x800).to_bytes(2, "little")  # its name is said to be UTF-8
+    content[at + 46] = 0xFF
+    file.write_bytes(content)
+    refusal(tmp_path)
+    content = bytearray(whole)
+    content[at + 8 : at + 10] = (1).to_bytes(2, "little")  # it is said to be encrypted
+    file.write_bytes(content)
+    refusal(tmp_path)
+
+
+def test_an_archive_of_very_many_files_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as out:
+        out.writestr("archive/data.pkl", tensor())
+    file = tmp_path / "pytorch_model.bin"
+    whole = file.read_bytes()
+    at, end = whole.index(b"PK\x01\x02"), whole.index(b"PK\x05\x06")
+    entry = whole[at:end]
+    names = (entry.replace(b"data.pkl", b"%08d" % i) for i in range(70_000))
+    directory = entry + b"".join(names)
+    tail = bytearray(whole[end:])
+    tail[12:16] = len(directory).to_bytes(4, "little")
+    file.write_bytes(whole[:at] + directory + tail)
+    assert "an archive of 70001 files" in refusal(tmp_path)
+
+
+def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pytorch_model.bin")
+    assert "there is no such file" in refusal(tmp_path)
+    with pytest.raises(UserError, match="no weights here"):
         open_weights(tmp_path)
