@@ -18,18 +18,18 @@ LONGEST_NUMBER = 1000
 LONGEST_EXPRESSION = 1000
 """Characters of a text without any mark that may be an answer as a whole."""
 
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BRACES = re.compile(r"\\f?box(?:ed)?\s{0,9}\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$.\\()\[\]]|,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\}|[A-Za-z]\s*=)*"
 )
-_HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
     r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
 )
 _FORMULA = re.compile(
-    r"\$\$(.+?)\$\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
-    r"|(?<![\\\d])\$(?=\S)([^\n]*?\S)(?<!\\)\$(?!\d)|(?<![\\\d])\$ +([^\n$]+?) +\$(?! ?\d)",
+    r"\$\$(.{1,2000}?)\$\$|\\\((.{1,500}?)\\\)|\\\[(.{1,2000}?)\\\]"
+    r"|(?<![\\\d])\$(?=\S)([^\n]{0,500}?\S)(?<!\\)\$(?!\d)"
+    r"|(?<![\\\d])\$ {1,4}([^\n$]{1,500}?) {1,4}\$(?! ?\d)",
     re.DOTALL,
 )
 """A dollar before an amount of money begins none: as in pandoc, no digit is behind the second, and
@@ -45,7 +45,7 @@ _SIGNED = r"[-+]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _FRACTION = re.compile(
     rf"\\[dtc]?frac\s*(?:\{{\s*({_SIGNED})\s*\}}|(\d))\s*(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
 )
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|overbar)\s*\{\s*(\d+)\s*\}")
+_REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|overbar)\s*\{\s*(\d+)\s*\}")
 _TIMES_TEN = re.compile(
     r"(?P<times>(?<=[\d.])\s*(?:\\times|\\cdot|\*|x)\s*|(?<![\w.]))10\s*\^\s*"
     r"(?:\{\s*(?P<braced>[-+]?\d{1,3})\s*\}|(?P<bare>[-+]?\d{1,3})(?!\d))"
@@ -180,12 +180,11 @@ def marked(text: str) -> str | None:
     Boxes with nothing but `,`, `and`, `or`, `x =` between them are one answer of several parts. A
     line that begins with #### and is no number is a heading, unless it is the text's last.
     """
-    found: list[tuple[int, str]] = [(m.end(), m[1]) for m in _ANSWER_TAG.finditer(text)]
-    if found:
-        inner = found[-1][1]
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, inner = before.rpartition("<answer>")
+    if closed and opened:
         return (_last_boxes(inner) or (0, inner))[1].strip()
-    if boxed := _last_boxes(text):
-        found.append(boxed)
+    found = [boxed] if (boxed := _last_boxes(text)) else []
     for m in _HASHES.finditer(text):
         if text[m.end() :].strip() == "" or read_number(m[1]) is not None:
             found.append((m.end(), (_last_boxes(m[1]) or (0, m[1]))[1]))
@@ -370,15 +369,14 @@ def _is_expression(text: str) -> bool:
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """(start, end, content) of every closed box, those within another one included."""
-    boxes = []
-    for opening in _BOX.finditer(text):
-        depth = 1
-        for m in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end()):
-            depth += {"{": 1, "}": -1}.get(m[0], 0)
-            if depth == 0:
-                boxes.append((opening.start(), m.end(), text[opening.end() : m.start()]))
-                break
-    return boxes
+    boxes, opened = [], list[tuple[int, int] | None]()
+    for m in _BRACES.finditer(text):
+        if m[0] == "}":
+            if opened and (box := opened.pop()):
+                boxes.append((box[0], m.end(), text[box[1] : m.start()]))
+        elif m[0][-1] == "{" and m[0] != "\\{":
+            opened.append((m.start(), m.end()) if len(m[0]) > 1 else None)
+    return sorted(boxes)
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:

@@ -17,6 +17,7 @@ from typing import Any
 from math_verify import grader, parser, verify
 
 from jaxrl.rewards.answers import (
+    LONGEST_EXPRESSION,
     TOLERANCE,
     Number,
     given_expression,
@@ -193,7 +194,11 @@ def _expression(latex: str) -> Any:
     """The sympy object that LaTeX is; None where it is none. Constants may have the imaginary
     unit."""
     # It would read 42 from `4 2`, and f(x) from `f'(x)`.
-    if not latex or "'" in latex or re.search(r"(?<![_^\w.])(?<!frac )\d+ \d", latex):
+    if (
+        not 0 < len(latex) <= LONGEST_EXPRESSION
+        or "'" in latex
+        or re.search(r"(?<![_^\w.])(?<!frac )\d+ \d", latex)
+    ):
         return None
     try:
         normal = parser.normalize_latex(latex, _NORMAL)

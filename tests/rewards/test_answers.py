@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -389,6 +390,42 @@ def test_no_text_raises(name: str) -> None:
         assert judge(name, completion, answer) in (None, 0.0, 1.0)
 
 
+@pytest.mark.parametrize("name", ["contains", "number", "boxed", "auto"])
+def test_long_texts_take_no_long(name: str) -> None:
+    """A model that repeats itself must not stop the process that judges it."""
+    pieces = (
+        r"\boxed{",
+        "<answer>",
+        r"\[",
+        r"\(",
+        "$1 ",
+        "$ 1",
+        "$$",
+        "1",
+        " ",
+        "####",
+        "#### 1\n",
+    )
+    pieces += (
+        "{",
+        "}",
+        r"\text{",
+        r"\frac{1}",
+        "answer is ",
+        "1,",
+        "1 ",
+        "0.",
+        "x=",
+        "**",
+        "*",
+        "(",
+    )
+    began = time.monotonic()
+    for piece in pieces:
+        assert judge(name, piece * (40_000 // len(piece)), "42") == 0
+    assert time.monotonic() - began < 30  # 2 s here; a quadratic one takes minutes
+
+
 def test_auto_takes_the_final_answer_of_whole_solutions() -> None:
     solution = "Natalia sold 48/2 = 24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
     assert judge("auto", "She sold 72.", solution) == 1
@@ -414,6 +451,8 @@ def test_the_marks() -> None:
     assert marked(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
     assert marked("#### Step 1\ntext\n#### 42\nmore") == "42"
     assert marked("#### Step 1\ntext") is None
+    assert marked(r"\boxed{1} {\boxed{2}} \boxed{3 \boxed{4}") == "4"
+    assert marked(r"\boxed{a\}b} {") == r"a\}b"
     assert after_thoughts("a</think> b") == "b"
     assert after_thoughts("<think>a") is None
 
