@@ -24,7 +24,7 @@ _BETWEEN_BOXES = re.compile(
 )
 _HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _STATED = re.compile(
-    r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
+    r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*}]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
 )
 _FORMULA = re.compile(
     r"\$\$(.{1,2000}?)\$\$|\\\((.{1,500}?)\\\)|\\\[(.{1,2000}?)\\\]"
@@ -214,10 +214,13 @@ def read_number(text: str) -> Number | None:
     if spelled.startswith("$") and spelled.endswith("$"):
         spelled = _bare(spelled[1:-1])
     spelled = _bare(spelled.removesuffix("$"))
+    if inner := re.fullmatch(r"[(\[{]([^()\[\]{},$]*)[)\]}]", spelled):
+        spelled = inner[1].strip()
+    spelled = re.sub(r"\A(?:\\approx|\\sim|[≈~])\s*", "", spelled)
     named = _NAME.match(spelled)
     spelled = spelled[_end(named) :]
     before, _, last = spelled.rpartition("=")
-    steps = re.sub(r"\\(?:times|cdot|div)(?![a-z])", "", before)
+    steps = re.sub(r"\\(?:times|cdot|div|sqrt|[dt]?frac)(?![a-z])", "", before)
     if not re.search(r",(?!\d{3})|[;<>]|\b(?:or|and)\b" if named else r"[A-Za-z\\<>,;]", steps):
         spelled = last.strip()
     m = _WHOLE.fullmatch(spelled)
@@ -489,8 +492,13 @@ def literal(text: str) -> str | None:
     short = re.fullmatch(r"[A-Z][a-z]{1,2}|yes|no|odd", bare)  # and not a product, as `xy` is
     long = any(len(word) > 3 for word in words if word not in _NAMES)
     if short or long or set(wrapped) - {"or", "and"}:
-        return " ".join(bare.lower().split())
+        return _words(text)
     return None
+
+
+def _words(text: str) -> str:
+    bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", "")))
+    return " ".join(bare.strip(" .,;:\"'`").lower().split())
 
 
 def same_literal(wanted: str, text: str) -> bool:
@@ -502,7 +510,9 @@ def same_literal(wanted: str, text: str) -> bool:
         )
         return m is not None and (m[1] or m[2]).lower() == wanted
     digits, base, _ = wanted.partition("_")
-    return literal(text) == wanted or bool(base) and spelled(text).lower() == digits
+    if wanted in (literal(text), _words(text)):
+        return True
+    return bool(base) and spelled(text).lower() == digits
 
 
 def same_answer(a: str, b: str) -> bool:

@@ -178,7 +178,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
     text = re.sub(r"\A[A-Za-z] ?\\in(?![A-Za-z])", "", text)
     exact, _, rounded = text.partition(r"\approx")
-    text = rounded if re.fullmatch(r"\s*\\?[A-Za-z]\s*", exact) else exact
+    text = rounded if rounded and re.fullmatch(r"\s*[A-Za-z]\s*", exact) else exact
     if r"\pm" in text:
         text = f"{text.replace(chr(92) + 'pm', '+')}, {text.replace(chr(92) + 'pm', '-')}"
         text = re.sub(r"(\A|[,=(]\s*)\+", r"\1", text)
@@ -203,7 +203,11 @@ def _expression(latex: str) -> Any:
     try:
         normal = parser.normalize_latex(latex, _NORMAL)
         found = parser.latex2sympy(
-            normal, is_real=True, normalization_config=None, conversion_config=_CASES
+            normal,
+            is_real=True,
+            convert_degrees=re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", normal) is not None,
+            normalization_config=None,
+            conversion_config=_CASES,
         )
     except Exception:  # its reader raises what it likes of what is no LaTeX
         return None

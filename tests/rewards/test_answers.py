@@ -181,6 +181,38 @@ NO_NUMBERS = (
         "..",
         "7 squared",
     ),
+    *(
+        "1,5",
+        "forty",
+        "1-2",
+        "($5)",
+        "5 - 2",
+        "A5",
+        "v1.5",
+        "10:30",
+        "10-12",
+        "#5",
+        "5/0",
+        "1/2/3",
+        "--5",
+        "1,23",
+        "12,34,567",
+        r"\frac{3}{0}",
+        r"\frac{a}{2}",
+        "1.2.3",
+        "5 and 6",
+        "5, 6",
+        "x = 5 or x = 6",
+        "at least 5",
+        "5+",
+        "<5",
+        "5 < x",
+        "18 dollars and 50 cents",
+        "2 hours 30 minutes",
+        "2 hours and 30 minutes",
+        "5'10\"",
+        "5 ft 10 in",
+    ),
 )
 """Answers that the verifier `number` cannot judge by, though most have digits."""
 REFUSED_HERE = {
@@ -269,6 +301,18 @@ def test_numbers_by_math() -> None:
 def test_expressions_by_math(part: int) -> None:
     pytest.importorskip("math_verify")
     assert not wrong("math", [*rows(EXPRESSIONS), *MATHS_ONLY][part::3])
+
+
+@pytest.mark.parametrize("name", ["math", "number"])
+def test_completions(name: str) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    table = read(f"completions by {name}").items()
+    assert len(table) > 50
+    for verdict in (1, 0):
+        for answer, completions in table:
+            texts = completions[1 - verdict]
+            assert not [text for text in texts if judge(name, text, answer) != verdict], answer
 
 
 def test_boxed_accepts_no_wrong_one() -> None:
