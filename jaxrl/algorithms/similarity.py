@@ -29,21 +29,6 @@ ZERO_DISTANCE = 1e-6
 """Distances below count as 0: float32 embeddings of the same text differ by this much."""
 SMALLEST_FACTOR = 0.1
 """Of `distinct` (DARLING, arXiv 2509.02534), and of the sum of similarities in `smi`."""
-_OPEN, _CLOSE = "<think>", "</think>"
-
-
-def text_to_embed(completion: str, *, opened: bool = False) -> str | None:
-    """What a completion answers: the text after its last `</think>`, else all of it; stripped.
-
-    None where the thought was never closed: there is no answer.
-
-    Args:
-        opened: whether the prompt's template itself ends inside `<think>`.
-    """
-    head, closed, answer = completion.rpartition(_CLOSE)
-    if _OPEN in answer or (opened and not closed):
-        return None
-    return answer.strip()
 
 
 def canonical_order(texts: Sequence[str | bytes]) -> Int[np.ndarray, " N"]:
@@ -229,7 +214,7 @@ def similarity_advantages(
         rewards: one for each sample; None or NaN where there is none.
         embeddings: L2-normalised; rows of padding, or without a text, are not read.
         group_ids: the prompt of each sample; -1 at padding.
-        texts: from `text_to_embed`, for the canonical order and the unfinished thoughts; without,
+        texts: from `after_thoughts`, for the canonical order and the unfinished thoughts; without,
             every sample has an answer.
         task: the rewards before penalties for length and KL, which the uses distinct, smi and mmr
             change; the penalties are added as they are. None: `rewards` have none.

@@ -497,8 +497,9 @@ class RewardConfig(FrozenConfig):
     """Penalty that is subtracted from the reward of a completion of `max_new_tokens`, where
     `reward.overlong_buffer` is not 0."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Completions that end at `max_new_tokens`. keep: trained on like any other. mask: compared
-    with the others of their prompt, but not trained on."""
+    """Completions that are cut: at `max_new_tokens`, and episodes at `environment.max_turns` or
+    `environment.turn_tokens` too. keep: trained on like any other. mask: compared with the others
+    of their prompt, but not trained on."""
 
     def _rules(self) -> Iterator[str]:
         given, functions = self.weights_of_functions, len(self.functions)

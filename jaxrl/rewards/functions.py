@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import logging
 import os
 import pickle
 import re
@@ -264,8 +263,6 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
         pattern = re.compile(source.place)
         return lambda item: float(pattern.search(item.completion) is not None)
     if source.text == "math":
-        # At every call it would warn that nobody limits its time.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         VERIFIERS["math"]("0", Item("", "", "0", {}))  # imports, or names what is missing
     verifier = VERIFIERS[source.text]
 

@@ -17,6 +17,7 @@ from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
 from jaxrl.rewards.items import Item, ItemSource
 from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
 
 MODEL = "model"
@@ -88,18 +89,21 @@ class RewardFunctions:
             max_processes=config.max_processes,
         )
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """That every function can be loaded and called with what the data has.
+    def check(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Checks that every function can be loaded and called with what the data has.
 
         Args:
             prompts: some, for their columns.
+
+        Returns:
+            For each verifier that cannot judge some of the prompts, how many and why.
 
         Raises:
             UserError: a function cannot be imported or called; the rows lack a column that it
                 needs; a verifier can judge none of the prompts.
         """
         if not self.sources:
-            return
+            return []
         columns = {name for prompt in prompts for name in prompt.columns}
         for name in sorted(columns & {"prompts", "completions", *ADDED}):
             raise UserError(
@@ -116,10 +120,11 @@ class RewardFunctions:
                         f" `{needed}`{near(needed, columns)}; the data has {known} (a parameter"
                         " with a default value may be missing)"
                     )
-        self._check_verifiers(prompts)
+        return self._check_verifiers(prompts)
 
-    def _check_verifiers(self, prompts: Sequence[Prompt]) -> None:
+    def _check_verifiers(self, prompts: Sequence[Prompt]) -> list[str]:
         """Judges an empty completion for each prompt, before hours of sampling."""
+        notes = []
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty) for prompt in prompts]
         for i, source in enumerate(self.sources):
@@ -129,11 +134,16 @@ class RewardFunctions:
             if scores.failures and len(scores.failures) == len(items):
                 first = next(iter(scores.failures.values()))
                 raise UserError(f"{KEY}: {source.text}: {first.text}")
-            if items and all(value is None for value in scores.values):
-                raise UserError(
-                    f"{KEY}: {source.text} can judge none of the {len(items)} prompts looked at:"
-                    " they have no answer to compare with (data.answer_key names its column)"
+            unjudged = [p for p, v in zip(prompts, scores.values, strict=True) if v is None]
+            if unjudged:
+                text = (
+                    f"{KEY}: {source.text} cannot judge {len(unjudged)} of the {len(items)} prompts"
+                    f" looked at: {why_unjudged(unjudged)}"
                 )
+                if len(unjudged) == len(items):
+                    raise UserError(text)
+                notes.append(text)
+        return notes
 
     def submit(self, rollout: Rollout) -> list[Future[Scores]]:
         """Starts every function on a rollout; returns at once."""
@@ -188,8 +198,16 @@ class RewardFunctions:
             late = sum(failure.kind == "timeout" for failure in one.failures.values())
             metrics[f"reward/{name}/timeouts"] = float(late)
             metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
+            unjudged = sum(value is None for value in one.values) - len(one.failures)
+            metrics[f"reward/{name}/unjudged"] = float(unjudged)
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
         notes = _notes(total[:n], {name: v[:n] for name, v in used.items()}, scores, config)
+        turns = [turn for completion in rollout.completions for turn in completion.turns]
+        if list(weights) == [ENVIRONMENT] and all(turn.reward is None for turn in turns):
+            notes += (
+                f"rewards: the environment gave no turn of {n} episodes a reward, and nothing else"
+                " rewards them, so nothing is learned from them",
+            )
         said = [[s.messages.get(i, "") for s in scores.values()] for i in range(n)]
         messages = tuple("\n".join(filter(None, lines)) for lines in said)
         return RewardReport(total, task, values, metrics, notes, messages)
@@ -215,14 +233,11 @@ def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
 
 def episode_rewards(completions: Sequence[Completion], discount: float) -> np.ndarray:
     """[n] float64: of each episode the sum of its turns' rewards, each times the discount for every
-    turn before it. 0 where no turn has one, NaN where its environment failed. All are NaN where no
-    turn of any episode has a reward: the environment gives none."""
+    turn before it. 0 where no turn has one, NaN where its environment failed."""
     rewards = [
         [turn.reward for turn in completion.turns if turn.role == "assistant"]
         for completion in completions
     ]
-    if all(reward is None for turns in rewards for reward in turns):
-        return np.full(len(completions), np.nan)
     sums = [sum(discount**k * (x or 0.0) for k, x in enumerate(turns)) for turns in rewards]
     return np.where([c.failure is not None for c in completions], np.nan, sums)
 

@@ -1,40 +1,39 @@
 """How right a completion is: pure functions of its text and what its prompt carries.
 
 A verifier takes (completion text, prompt) and returns a score in [0, 1], or None where the prompt
-has no answer to compare with: such a completion is left out of every mean, it does not count as
-wrong. Some evaluate an expression in the completion, which may take for ever: `verifier` runs those
-in a process that can be killed.
+has no answer to compare with, or none that the verifier can read: such a completion is left out of
+every mean, it does not count as wrong. Some evaluate an expression in the completion, which may
+take for ever: `verifier` runs those in a process that can be killed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
 from jaxrl.data import arithmetic
 from jaxrl.data.tasks import make_dataset
-from jaxrl.errors import UserError, unknown
+from jaxrl.errors import UserError, shown, unknown
+from jaxrl.rewards.answers import (
+    NUMBER,
+    after_thoughts,
+    final_answer,
+    given_number,
+    last_boxed,
+    marked,
+    plain,
+    read_number,
+    same_answer,
+    whole_number,
+)
 from jaxrl.rewards.items import Item, ItemSource
 from jaxrl.rewards.pool import RewardPool
 
-TOLERANCE = 1e-6
-"""Relative difference at which two numbers are equal where one of them is not whole."""
 TIMEOUT_S, STARTUP_S = 10.0, 120.0
 """Seconds for one completion in a process, and for its imports before."""
-_NUMBER = re.compile(
-    r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
-    r"(?:\s?/\s?\d+(?!\d|\.\d))?"
-    r"|(?:(?<![\w.)\]}])[-+])?\.\d+"
-)
-_LONGEST_NUMBER = 1000
-"""Characters; Python refuses to read numbers of more than 4300 digits."""
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Judged(Protocol):
@@ -50,70 +49,76 @@ class Judged(Protocol):
 Verifier = Callable[[str, Judged], float | None]
 
 
-def _with_answer(judge: Callable[[str, str], float | bool]) -> Verifier:
-    """The verifier that compares a completion with its prompt's answer; None where it has none."""
+def answer_of(prompt: Judged) -> str | None:
+    """The reference answer; None where the row has none, or a NaN, which is how tables and JSON
+    write that."""
+    answer = prompt.answer
+    return None if answer is None or answer != answer else answer
+
+
+def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
+    """The verifier that compares a completion, without its thoughts, with its prompt's answer.
+
+    None where there is no answer, 0 where the thoughts never ended.
+    """
 
     @wraps(judge)
     def judged(completion: str, prompt: Judged) -> float | None:
-        return None if prompt.answer is None else float(judge(completion, prompt.answer))
+        answer, text = answer_of(prompt), after_thoughts(completion)
+        if answer is None:
+            return None
+        score = judge("" if text is None else text, answer)
+        return 0.0 if score is not None and text is None else score
 
     return judged
 
 
 @_with_answer
-def exact(completion: str, answer: str) -> bool:
+def exact(completion: str, answer: str) -> float:
     """1 where completion and answer are the same text, white space at the ends aside."""
-    return completion.strip() == answer.strip()
+    return float(completion.strip() == answer.strip())
 
 
 @_with_answer
-def contains(completion: str, answer: str) -> bool:
+def contains(completion: str, answer: str) -> float:
     """1 where the answer stands in the completion as whole words, upper and lower case aside."""
     words = re.escape(answer.strip())
     found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
-    return bool(words) and found is not None
+    return float(bool(words) and found is not None)
 
 
 @_with_answer
-def number(completion: str, answer: str) -> bool:
-    """1 where the completion's last number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75."""
-    wanted = last_number(answer)
+def number(completion: str, answer: str) -> float | None:
+    r"""1 where the completion's number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75.
+
+    It is what the last \boxed{}, `#### ` or <answer></answer> holds, else what `the answer is`
+    says, else the last number. None where the answer is not one number.
+    """
+    wanted = read_number(final_answer(answer))
     if wanted is None:
-        raise UserError(
-            f"verifier number: the answer {answer!r} has no number; choose exact, contains or math"
-        )
-    got = last_number(completion)
-    return got is not None and same_number(got, wanted)
+        return None
+    got = given_number(completion)
+    return float(got is not None and got.same(wanted))
 
 
 @_with_answer
-def boxed(completion: str, answer: str) -> bool:
+def boxed(completion: str, answer: str) -> float:
     r"""1 where the completion's last \boxed{} is the answer, as a number or as the same text."""
-    got, wanted = last_boxed(completion), last_boxed(answer)
-    if got is None:
-        return False
-    wanted = answer if wanted is None else wanted
-    values = whole_number(got), whole_number(wanted)
-    if values[0] is not None and values[1] is not None:
-        return same_number(values[0], values[1])
-    return "".join(got.split()) == "".join(wanted.split())
+    got, wanted = last_boxed(completion), final_answer(answer)
+    return float(got is not None and same_answer(got, wanted))
 
 
 @_with_answer
-def math(completion: str, answer: str) -> bool:
-    """1 where math-verify (extra `tasks`) finds the completion's expression equal to the answer."""
+def math(completion: str, answer: str) -> float | None:
+    """1 where the completion's expression equals the answer, for which math-verify (extra `tasks`)
+    computes; None where the answer is not understood."""
     try:
-        from math_verify import parse, verify  # an optional package
+        from jaxrl.rewards import expressions  # needs an optional package
     except ImportError as error:
         raise UserError(
             "verifier math needs the extra `tasks`: pip install 'jaxrl[tasks]'"
         ) from error
-    # Its time limits are signals, which only a main thread may set: None switches them off.
-    expression = f"${answer}$" if "\\" in answer and "$" not in answer else answer
-    gold = parse(expression, parsing_timeout=None)
-    if not gold:
-        raise UserError(f"verifier math: the answer {answer!r} is no expression; choose exact")
-    return bool(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    return expressions.judge(completion, final_answer(answer))
 
 
 def reasoning_gym(completion: str, prompt: Judged) -> float | None:
@@ -129,23 +134,36 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
         return None
     options = prompt.columns.get("options", {})
     dataset = _dataset(task.removeprefix("reasoning_gym/"), json.dumps(options, sort_keys=True))
-    candidates = [final_answer(completion)]
-    numbers = _NUMBER.findall(_plain(completion))
+    text = after_thoughts(completion)
+    if text is None:
+        return 0.0
+    candidates = [final_answer(text)]
+    numbers = NUMBER.findall(plain(text))
     if numbers and whole_number(str(entry["answer"])) is not None:
         candidates.append(numbers[-1].replace(",", ""))
     return max(_own_score(dataset, candidate, entry) for candidate in candidates)
 
 
 def auto(completion: str, prompt: Judged) -> float | None:
-    """The verifier of the prompt's task; else `number` where the answer is one, or `exact`."""
+    r"""The verifier of the prompt's task; else `number` where the answer, or what its `#### ` or
+    \boxed{} holds, is one; else the same text, of all or of what these hold."""
     task = str(prompt.columns.get("task", ""))
     if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
         return reasoning_gym(completion, prompt)
     if task == "arithmetic":
         return VERIFIERS["arithmetic"](completion, prompt)
-    if prompt.answer is not None and whole_number(prompt.answer) is not None:
+    answer = answer_of(prompt)
+    if answer is not None and whole_number(final_answer(answer)) is not None:
         return number(completion, prompt)
+    if answer is not None and marked(answer) is not None:
+        return _final(completion, prompt)
     return exact(completion, prompt)
+
+
+@_with_answer
+def _final(completion: str, answer: str) -> float:
+    """1 where the completion's final answer is that of the whole solution that the row has."""
+    return float(same_answer(final_answer(completion), final_answer(answer)))
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -177,6 +195,16 @@ def verifier(name: str) -> Verifier:
     return judge
 
 
+def why_unjudged(prompts: Sequence[Judged]) -> str:
+    """Why a verifier judges none of some prompts, for a message that has named it."""
+    answers = [answer for prompt in prompts if (answer := answer_of(prompt)) is not None]
+    if not answers:
+        return "they have no answer to compare with (data.answer_key names its column)"
+    missing = len(prompts) - len(answers)
+    none = f"{missing} have no answer, and " if missing else ""
+    return f"{none}it cannot read answers such as {shown(answers[0])}; choose another verifier"
+
+
 def may_hang(name: str, prompt: Judged) -> bool:
     """Whether the verifier evaluates what the completion contains: `9**9**9` is enough."""
     if name == "math":
@@ -192,48 +220,6 @@ def _pool(name: str) -> RewardPool:
     return RewardPool([source], workers=1, timeout=TIMEOUT_S, startup=STARTUP_S)
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number in a text; None without one.
-
-    Signs, thousands commas, decimals, exponents and fractions such as 3/4 are understood.
-    """
-    found = _NUMBER.findall(_plain(text))
-    return _to_fraction(found[-1]) if found else None
-
-
-def whole_number(text: str) -> Fraction | None:
-    """The number that the whole text is, a currency or percent sign aside; else None."""
-    plain = _plain(text).strip().strip("$%€£ ")
-    return _to_fraction(plain) if _NUMBER.fullmatch(plain) else None
-
-
-def same_number(a: Fraction, b: Fraction) -> bool:
-    """Whole numbers exactly; others to a relative TOLERANCE."""
-    if a.denominator == b.denominator == 1:
-        return a == b
-    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last closed \boxed{} holds, nested braces and all."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        begin, depth = start + len("\\boxed{"), 1
-        for at in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if depth == 0:
-                return text[begin:at]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
-
-
-def final_answer(completion: str) -> str:
-    r"""What the last <answer></answer>, else the last \boxed{} holds, else all of it; stripped."""
-    tagged = _ANSWER_TAG.findall(completion)
-    answer = tagged[-1] if tagged else last_boxed(completion)
-    return (completion if answer is None else answer).strip()
-
-
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
     return make_dataset(name, json.loads(options), "verifier reasoning_gym")
@@ -246,17 +232,3 @@ def _own_score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
         # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
         return 0.0
     return min(max(score, 0.0), 1.0)
-
-
-def _plain(text: str) -> str:
-    """A typographic minus as a hyphen, and LaTeX fractions of whole numbers as a/b."""
-    return _LATEX_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
-
-
-def _to_fraction(text: str) -> Fraction | None:
-    if len(text) > _LONGEST_NUMBER:
-        return None
-    over, _, under = text.replace(",", "").replace(" ", "").partition("/")
-    if under and int(under) == 0:
-        return None
-    return Fraction(over) / int(under or 1)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.similarity import text_to_embed
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
@@ -23,6 +22,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
+from jaxrl.rewards.answers import after_thoughts
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Embedded, Rollout
@@ -127,7 +127,7 @@ class Grouper:
     def score(self, rollout: Rollout) -> Embedded:
         """Embeds the answer of each completion: the text after its last `</think>`."""
         texts = tuple(
-            text_to_embed(completion.text, opened=self._opened)
+            after_thoughts(completion.text, opened=self._opened)
             for completion in rollout.completions
         )
         with phase("embeds"):

@@ -78,17 +78,17 @@ def row_of_scores(
 def estimates(scores: Scores) -> dict[str, Estimate]:
     """`accuracy` (mean@k) of one set and, where k > 1, `pass@2`, `pass@4`, ..., `pass@k`.
 
-    Prompts with fewer than K judged samples are left out of pass@K; a value that no prompt is left
-    for is absent.
+    pass@K is of the prompts of which every sample is judged, the same for each K, so that it never
+    falls with K; a value that no prompt is left for is absent.
     """
     known = [[score for score in row if score is not None] for row in scores]
     assert all(0 <= score <= 1 for row in known for score in row), "scores lie in [0, 1]"
     values = {"accuracy": [float(np.mean(row)) for row in known if row]}
-    for k in pass_ks(max(map(len, scores), default=0)):
+    samples = max(map(len, scores), default=0)
+    whole = [row for row in known if len(row) == samples]
+    for k in pass_ks(samples):
         values[f"pass@{k}"] = [
-            pass_at_k(len(row), sum(score >= 1 for score in row), k)
-            for row in known
-            if len(row) >= k
+            pass_at_k(samples, sum(score >= 1 for score in row), k) for row in whole
         ]
     return {name: wilson(float(np.mean(v)), len(v)) for name, v in values.items() if v}
 
@@ -159,10 +159,10 @@ def _named(
     row[f"{prefix}/truncated_fraction"] = float(
         np.mean([c.finish_reason == "length" for c in completions])
     )
-    rewards = episode_rewards(completions, 1.0)
-    if not np.isnan(rewards).all():
-        row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
     if any(completion.turns for completion in completions):
+        rewards = episode_rewards(completions, 1.0)
+        if not np.isnan(rewards).all():
+            row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
         failed = sum(completion.failure is not None for completion in completions)
         row[f"{prefix}/environment_failures"] = float(failed)
     return row

@@ -16,6 +16,7 @@ from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
 
@@ -189,11 +190,11 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> lis
         if held_out.dropped:
             note += f"; {held_out.dropped} {longer} or repeated: left out"
         # The empty completion tells, before hours of sampling, whether answers and verifier fit.
-        unjudged = sum(judge("", prompt) is None for prompt in held_out.prompts)
+        unjudged = [prompt for prompt in held_out.prompts if judge("", prompt) is None]
         if unjudged:
             note += (
-                f"; {unjudged} of {len(held_out.prompts)} prompts cannot be judged with"
-                f" data.verifier={config.data.verifier}: they have no answer to compare with"
+                f"; {len(unjudged)} of {len(held_out.prompts)} prompts cannot be judged with"
+                f" data.verifier={config.data.verifier}: {why_unjudged(unjudged)}"
             )
         notes.append(note)
     return notes

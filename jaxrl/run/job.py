@@ -427,7 +427,7 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
         if config.spec.loss is not None:
             notes = objective_notes(config)
     with contextlib.closing(reward_functions(config, given)) as rewards:
-        rewards.check(train.batch(0))
+        notes += rewards.check(train.batch(0))
     if config.reward.model is not None:
         tokenizer_of_reward(open_reward(config.reward.model))
     if config.grouper.model is not None and config.policy.advantages == "similarity":

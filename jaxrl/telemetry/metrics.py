@@ -68,16 +68,21 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
     rates = {
         f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
         f"{prefix}/pass@{{k}}": Metric(
-            "fraction", f"chance that at least one of k samples is right, on {where}"
+            "fraction",
+            f"chance that at least one of k samples is right, on {where}; of the prompts of which"
+            " every sample is judged",
         ),
     }
     return {
         **_with_interval(rates),
         f"{prefix}/unjudged": Metric("completions", f"that could not be judged, on {where}"),
         f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
-        f"{prefix}/truncated_fraction": Metric("fraction", f"completions cut short, on {where}"),
+        f"{prefix}/truncated_fraction": Metric(
+            "fraction", f"completions cut by a limit of tokens or turns, on {where}"
+        ),
         f"{prefix}/environment_reward": Metric(
-            "reward", f"mean sum of an episode's rewards by its environment, on {where}"
+            "reward",
+            f"mean sum of an episode's rewards by its environment, 0 without any, on {where}",
         ),
         f"{prefix}/environment_failures": Metric(
             "episodes", f"episodes whose environment failed; they are not judged, on {where}"
@@ -137,6 +142,9 @@ METRICS: dict[str, Metric] = {
     "reward/{reward}/mean": Metric("reward", "mean of one reward, unweighted"),
     "reward/{reward}/failures": Metric("completions", "its function raised, or its process ended"),
     "reward/{reward}/timeouts": Metric("completions", "its function exceeded its timeout"),
+    "reward/{reward}/unjudged": Metric(
+        "completions", "its function returned None: no answer, or none that it can read"
+    ),
     "policy/ratio": Metric(
         "1", "mean importance ratio over tokens, at the objective's level: `policy.ratio`"
     ),
@@ -177,7 +185,10 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/refills": Metric("times", "times that more prompts were sampled for the batch"),
     "policy/prompts_replaced": Metric("prompts", "sampled prompts that dynamic sampling left out"),
-    "policy/unscored_groups": Metric("prompts", "prompts without any rewarded completion"),
+    "policy/unscored_groups": Metric(
+        "prompts",
+        "prompts without any rewarded completion: none could be judged, or a function failed",
+    ),
     "similarity/groups_per_prompt": Metric("groups", "mean number of clusters of a prompt"),
     "similarity/singleton_fraction": Metric("fraction", "completions alone in their cluster"),
     "similarity/silhouette": Metric("1", "mean silhouette of the prompts that are split"),
@@ -197,7 +208,10 @@ METRICS: dict[str, Metric] = {
     ),
     "reference/padding": Metric("fraction", "padding among the tokens that the reference computes"),
     "rollout/completion_tokens_mean": Metric("tokens", "mean length of a completion, EOS included"),
-    "rollout/truncated_fraction": Metric("fraction", "completions cut at max_new_tokens"),
+    "rollout/truncated_fraction": Metric(
+        "fraction",
+        "completions cut at max_new_tokens; episodes also at environment.max_turns or turn_tokens",
+    ),
     "environment/turns_mean": Metric("turns", "the policy's turns in an episode"),
     "environment/answer_tokens_mean": Metric("tokens", "of an episode, the environment's"),
     "environment/failures": Metric(

@@ -75,7 +75,30 @@ def test_an_episode_is_worth_the_discounted_sum_of_its_turns(discount: float) ->
     d = discount
     expected = [0.5 + d * d, 0.0, d * 0.25, 1 + d * 2, 0.0, np.nan]
     np.testing.assert_allclose(found, expected)
-    assert np.isnan(episode_rewards([episode(None), episode(None, None)], discount)).all()
+    for alone in completions:  # an episode is worth the same whatever else is in its batch
+        np.testing.assert_array_equal(
+            episode_rewards([alone], discount), found[[c is alone for c in completions]]
+        )
+
+
+def test_a_batch_without_success_has_a_figure() -> None:
+    """An environment that rewards success alone: failures are 0, degenerate and not unscored."""
+    failures = replace(rollout(), completions=[replace_rewards(c) for c in rollout().completions])
+    with closing(
+        RewardFunctions(config().rewards, 32, 60.0, environment=config().environment)
+    ) as rewards:
+        report = rewards.report(failures, rewards.submit(failures))
+    assert report.metrics["reward/mean"] == report.metrics["reward/environment/mean"] == 0
+    assert report.metrics["reward/none"] == 1  # the environment of one failed
+    assert "the environment gave no turn of 6 episodes a reward" in " ".join(report.notes)
+    _, metrics = prepare_rewarded(config())(failures, {"reward": [report]})
+    assert metrics["policy/unscored_groups"] == 0
+    assert metrics["policy/degenerate_groups"] == 2
+
+
+def replace_rewards(completion: Completion) -> Completion:
+    turns = tuple(replace(turn, reward=None) for turn in completion.turns)
+    return replace(completion, turns=turns)
 
 
 def by_turn(config: Config) -> tuple[Rollout, np.ndarray]:

@@ -14,11 +14,11 @@ from jaxrl.algorithms.similarity import (
     silhouette,
     similarities,
     similarity_advantages,
-    text_to_embed,
 )
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
+from jaxrl.rewards.answers import after_thoughts
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")
 CASES = sorted({int(name.split("/")[0]) for name in REFERENCES})
@@ -121,14 +121,14 @@ def test_clusters_do_not_depend_on_the_order_or_the_length_of_embeddings(method)
 
 
 def test_what_is_embedded():
-    assert text_to_embed(" 42 \n") == "42"
-    assert text_to_embed("<think>a</think> b") == "b"
-    assert text_to_embed("a</think>b</think>\n c ") == "c"
-    assert text_to_embed("a</think> b", opened=True) == "b"
-    assert text_to_embed("a</think>") == ""
-    assert text_to_embed("<think>never done") is None
-    assert text_to_embed("never done", opened=True) is None
-    assert text_to_embed("<think>a</think>b <think>again") is None
+    assert after_thoughts(" 42 \n") == "42"
+    assert after_thoughts("<think>a</think> b") == "b"
+    assert after_thoughts("a</think>b</think>\n c ") == "c"
+    assert after_thoughts("a</think> b", opened=True) == "b"
+    assert after_thoughts("a</think>") == ""
+    assert after_thoughts("<think>never done") is None
+    assert after_thoughts("never done", opened=True) is None
+    assert after_thoughts("<think>a</think>b <think>again") is None
 
 
 def test_every_use_by_hand():

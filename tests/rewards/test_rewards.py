@@ -83,6 +83,7 @@ def test_the_sum_and_what_is_told_by_hand(functions: RewardFunctions) -> None:
         "reward/trouble/mean": pytest.approx(8 / 3),
         **{f"reward/{name}/timeouts": 0 for name in functions.names},
         **{f"reward/{name}/failures": float(name == "trouble") for name in functions.names},
+        **{f"reward/{name}/unjudged": 2.0 * (name == "parts") for name in functions.names},
     }
     (note,) = report.notes
     assert "trouble failed on 1 of 4" in note and "KeyError" in note
@@ -165,14 +166,16 @@ def test_what_the_data_lacks_is_told_before_anything_runs(functions: RewardFunct
     def prompt(answer: str | None, **columns: Any) -> Prompt:
         return Prompt(0, (1,), "p", None, answer, columns)
 
-    functions.check([prompt("5", parts=None), prompt(None)])
+    assert functions.check([prompt("5", parts=None)]) == []
     with pytest.raises(UserError, match="parts asks for the column `parts` .did you mean part"):
         functions.check([prompt("5", part=["5"])])
     with pytest.raises(UserError, match="column `n_tokens`.*rename"):
         functions.check([prompt("5", parts=None, n_tokens=3)])
-    with pytest.raises(UserError, match="number can judge none of the 2 prompts"):
+    with pytest.raises(UserError, match="number cannot judge 2 of the 2 prompts.* no answer"):
         functions.check([prompt(None, parts=None)] * 2)
-    with pytest.raises(UserError, match="the answer 'five' has no number"):
+    with pytest.raises(
+        UserError, match="judge 1 of the 1 prompts.* it cannot read answers such as 'five'"
+    ):
         functions.check([prompt("five", parts=None)])
 
 

@@ -393,8 +393,7 @@ def test_a_completion_that_never_ends_is_not_judged(monkeypatch: pytest.MonkeyPa
     assert math("$9^{9^{9^{9}}}$", Example("p", answer="5")) is None
     assert math("so 5", Example("p", answer="5")) == 1
     assert math("so 5", Example("p", answer=None)) is None
-    with pytest.raises(UserError, match="verifier math: the answer '' is no expression"):
-        math("5", Example("p", answer=""))
+    assert math("5", Example("p", answer="")) is None
     verifiers._pool("math").close()
     verifiers._pool.cache_clear()
 

@@ -6,7 +6,9 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
+from jaxrl import Config
 from jaxrl.data.stream import EvalSet
+from jaxrl.rewards.verifiers import verifier
 from jaxrl.run.evaluation import (
     Estimate,
     Z,
@@ -17,6 +19,7 @@ from jaxrl.run.evaluation import (
     pass_ks,
     wilson,
 )
+from jaxrl.run.inputs import held_out_notes
 from jaxrl.types import Completion, Prompt
 
 
@@ -192,6 +195,30 @@ def test_what_cannot_be_judged_is_left_out_and_counted():
     assert found["eval/pass@2"] == pytest.approx(0.5)
     assert found["eval/pass@2_high"] == pytest.approx(wilson(0.5, 2).high)
     assert found["eval/unjudged"] == 3
+
+
+def test_pass_at_k_never_falls_with_k():
+    """Whatever is left unjudged: each is of the same prompts, those judged in full."""
+    found = row("1 1 1 1", "0 0 0 0", "0 0 0 1", "1 1 ? ?", "1 ? 1 1", "1 1 1 ?")
+    assert found["eval/pass@2"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert found["eval/pass@4"] == pytest.approx((1 + 0 + 1) / 3)
+    assert found["eval/pass@4_low"] == pytest.approx(wilson(2 / 3, 3).low)
+    assert found["eval/unjudged"] == 4
+
+
+def test_an_answer_that_the_verifier_cannot_read_ends_no_evaluation():
+    pytest.importorskip("math_verify")
+    answers = ("42", r"\frac{", "???", None, "")
+    prompts = tuple(Prompt(i, (1,), "p", answer=answer) for i, answer in enumerate(answers))
+    groups = [[sampled(r"\boxed{42}"), sampled("no idea {")] for _ in answers]
+    sets = [EvalSet(prompts, 0)]
+    for name in ("math", "number"):
+        found = evaluation_row(sets, groups, verifier(name))
+        assert found["eval/accuracy"] == 0.5 and found["eval/unjudged"] == 8
+    data = {"train": "x", "verifier": "math"}
+    config = Config.parse({"algorithm": "sft", "student": {"model": "m"}, "data": data})
+    (note,) = held_out_notes(config, sets, verifier("math"))
+    assert "4 of 5 prompts cannot be judged with data.verifier=math: 1 have no answer, and" in note
 
 
 def test_where_nothing_can_be_judged_there_is_no_accuracy():

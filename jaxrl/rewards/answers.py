@@ -1,0 +1,529 @@
+"""What a text answers: the part after its thoughts, the final answer in that, the number it spells.
+
+Everything here reads spellings, of prose and of LaTeX, and computes no expression. What is not
+understood is None, never a part of it: `2x+3` is no 3.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+TOLERANCE = Fraction(1, 10**6)
+"""Relative difference at which two numbers are equal where one of them is not whole."""
+LONGEST_NUMBER = 1000
+"""Characters; Python refuses to read numbers of more than 4300 digits."""
+LONGEST_EXPRESSION = 1000
+"""Characters of a text without any mark that may be an answer as a whole."""
+
+_BRACES = re.compile(r"\\f?box(?:ed)?\s{0,9}\{|\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$.\\()\[\]]|,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\}|[A-Za-z]\s*=)*"
+)
+_HASHES = re.compile(r"^[ \t]*#{4}[ \t]*(\S.*)$", re.MULTILINE)
+_STATED = re.compile(
+    r"\banswer\b[^\n.]{0,60}?(?:\bis\b|[:=])[\s:*}]*(.*?)(?=\.(?:\s|\Z)|\n|\Z)", re.I
+)
+_FORMULA = re.compile(
+    r"\$\$(.{1,2000}?)\$\$|\\\((.{1,500}?)\\\)|\\\[(.{1,2000}?)\\\]"
+    r"|(?<![\\\d])\$(?=\S)([^\n]{0,500}?\S)(?<!\\)\$(?!\d)"
+    r"|(?<![\\\d])\$ {1,4}([^\n$]{1,500}?) {1,4}\$(?! ?\d)",
+    re.DOTALL,
+)
+"""A dollar before an amount of money begins none: as in pandoc, no digit is behind the second, and
+space is inside of both or of neither."""
+_PROSE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|is|so|we|it|to|of|if|as|at|be|by)(?![A-Za-z])")
+_NAMES = frozenset(
+    ("and", "or", "pi", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "inf")
+    + ("infinity", "infty", "mod", "arcsin", "arccos", "arctan")
+)
+"""Words that are part of an expression, not of prose."""
+
+_SIGNED = r"[-+]?\s*(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_FRACTION = re.compile(
+    rf"\\[dtc]?frac\s*(?:\{{\s*({_SIGNED})\s*\}}|(\d))\s*(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
+)
+_REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar|overbar)\s*\{\s*(\d+)\s*\}")
+_TIMES_TEN = re.compile(
+    r"(?P<times>(?<=[\d.])\s*(?:\\times|\\cdot|\*|x)\s*|(?<![\w.]))10\s*\^\s*"
+    r"(?:\{\s*(?P<braced>[-+]?\d{1,3})\s*\}|(?P<bare>[-+]?\d{1,3})(?!\d))"
+)
+_WRAPPER = re.compile(
+    r"\\(?:text(?:bf|it|rm|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|bm|boldsymbol|operatorname)"
+    r"\s*\{([^{}]*)\}"
+)
+_UNSIGNED = (
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
+    r"(?:\s?/\s?\d+(?!\d|\.\d))?|\.\d+)"
+)
+NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+])?"  # a sign, unless it is an operator after an operand
+    rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
+)
+"""In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
+_WHOLE = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
+    r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
+    rf"|{_UNSIGNED}|\d+\.(?=\Z))"
+    r"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)s?\b)?"
+    r"(?P<rest>.*)",
+    re.DOTALL,
+)
+_SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_NAME = re.compile(
+    r"([A-Za-z]+(?: [A-Za-z]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
+    r"\s*(?:=|\\approx|≈)\s*"
+)
+_UNIT = re.compile(
+    r"(?P<degree>\s*°\s*[CF]?)"
+    r"|(?P<ordinal>\s*\^?\s*\{?\s*(?:th|st|nd|rd)\s*\}?)(?: [A-Za-z]+){0,3}"
+    r"|(?P<space>\s*)(?P<words>[A-Za-z$€£¢]+\.?(?:[ /-]+[A-Za-z.']+){0,4})"
+    r"(?P<power>\s*\^\s*\{?\s*[23]\s*\}?)?"
+)
+_AREA = re.compile(
+    r"(?<=[\d ](?:mm|cm|km|ft|in))\s*\^\s*\{?\s*[23](?!\d)\s*\}?|(?<=\d m)\^\{?[23](?!\d)\}?"
+)
+_SAME_UNITS = (
+    *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre"),
+    *("km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile"),
+    *("sec second s", "min minute", "hr hour h", "day", "week", "month", "yr year"),
+    *("mg milligram", "gram g", "kg kilogram", "lb pound £", "oz ounce", "ml milliliter"),
+    *("liter litre l", "$ dollar usd buck", "cent ¢", "€ euro", "° degree deg", "rad radian"),
+)
+_UNITS = {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_NO_UNITS = _NAMES | frozenset(
+    ("to", "ln", "plus", "minus", "times", "over", "choose", "factorial", "squared", "cubed")
+    + ("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth")
+    + ("ninth", "tenth", "than", "less", "more", "if", "when", "where", "is", "not")
+)
+"""Words after a number that make another value of it, or no value."""
+_AFTER = re.compile(
+    r"[A-Za-z]|\s*(?:[\^_!√π]|pi\b|sqrt\b|[*/+]\s*[A-Za-z\\(]|-\s*(?:[\\(]|[A-Za-z]\b)|[xyznkpqrtuvw]\b"
+    r"|\\(?:pi|sqrt|times|cdot|div|pm|mp|[dt]?frac|log|ln|sin|cos|tan|alpha|beta|theta|cup|infty))"
+)
+"""What makes a number part of an expression, behind it."""
+_BEFORE = re.compile(
+    r"(?:[A-Za-z_^/√π:]"
+    r"|(?:(?<![A-Za-z])[A-Za-z]|[A-Za-z][^()]*[)\]}])\s*[-+*]\s*|[)\]}\d]\s*[*]\s*|\\[a-z]+\s*[-+*]\s*"
+    r"|\\(?:times|cdot|div|pm|mp|sqrt|log|ln|sin|cos|tan|pi|theta)\s*"
+    r"|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{[^{}]*|\^\s*\{[^{}]*|_\s*\{[^{}]*"
+    r"|(?<!\w)[(\[{][^()\[\]{}]*,\s*)\Z"
+)
+"""The same in front of it; a tuple and what is in the braces of a command, too."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as a text spells it."""
+
+    value: Fraction
+    """Without its percent sign: 50 of `50%`."""
+    percent: bool = False
+    unit: str = ""
+    """One spelling of the unit behind it where that is known, as in `cm^2`; else empty."""
+    things: str = ""
+    """The words behind it that are no such unit, as in `10 apples`."""
+    name: str = ""
+    """`x` of `x = 5`."""
+
+    def same(self, other: Number) -> bool:
+        """Whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 is not y = 5."""
+        for both in ({self.unit, other.unit}, {self.name, other.name}):
+            if len(both) == 2 and "" not in both:
+                return False
+        if self.percent == other.percent:
+            return same_number(self.value, other.value)
+        a, b = (self, other) if self.percent else (other, self)
+        return same_number(a.value, b.value) or same_number(a.value / 100, b.value)
+
+
+def same_number(a: Fraction, b: Fraction) -> bool:
+    """Whole numbers exactly; others to a relative TOLERANCE."""
+    if a.denominator == b.denominator == 1:
+        return a == b
+    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+
+
+def after_thoughts(completion: str, *, opened: bool = False) -> str | None:
+    """The text after the last `</think>`, else all of it; stripped.
+
+    None where the thought was never closed: there is no answer.
+
+    Args:
+        opened: whether the prompt's template itself ends inside `<think>`.
+    """
+    _, closed, answer = completion.rpartition("</think>")
+    if "<think>" in answer or (opened and not closed):
+        return None
+    return answer.strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last closed \boxed{} holds, nested braces and all."""
+    boxes = _boxes(text)
+    return boxes[-1][2] if boxes else None
+
+
+def marked(text: str) -> str | None:
+    r"""The final answer that is marked as such: what the last <answer></answer>, \boxed{} or
+    `#### ` holds; None without any.
+
+    Boxes with nothing but `,`, `and`, `or`, `x =` between them are one answer of several parts. A
+    line that begins with #### and is no number is a heading, unless it is the text's last.
+    """
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, inner = before.rpartition("<answer>")
+    if closed and opened:
+        return (_last_boxes(inner) or (0, inner))[1].strip()
+    found = [boxed] if (boxed := _last_boxes(text)) else []
+    for m in _HASHES.finditer(text):
+        if text[m.end() :].strip() == "" or read_number(m[1]) is not None:
+            found.append((m.end(), (_last_boxes(m[1]) or (0, m[1]))[1]))
+    return max(found)[1].strip() if found else None
+
+
+def final_answer(text: str) -> str:
+    """What is marked as the final answer, else all of the text; stripped."""
+    answer = marked(text)
+    return text.strip() if answer is None else answer
+
+
+def stated(text: str) -> str | None:
+    """The rest of the last sentence with `answer is` or `answer:`; None without one."""
+    found = [m[1].strip(" *") for m in _STATED.finditer(text)]
+    return found[-1] if found and found[-1] else None
+
+
+def read_number(text: str) -> Number | None:
+    """The number that the whole text is, with its unit, currency or per cent; else None.
+
+    `x = 5` and `2 + 3 = 5` are 5. A unit is any words behind the number that cannot change it.
+    """
+    if len(text) > LONGEST_NUMBER:
+        return None
+    spelled = _bare(plain(text))
+    if spelled.startswith("$") and spelled.endswith("$"):
+        spelled = _bare(spelled[1:-1])
+    spelled = _bare(spelled.removesuffix("$"))
+    if inner := re.fullmatch(r"[(\[{]([^()\[\]{},$]*)[)\]}]", spelled):
+        spelled = inner[1].strip()
+    spelled = re.sub(r"\A(?:\\approx|\\sim|[≈~])\s*", "", spelled)
+    named = _NAME.match(spelled)
+    spelled = spelled[_end(named) :]
+    before, _, last = spelled.rpartition("=")
+    steps = re.sub(r"\\(?:times|cdot|div|sqrt|[dt]?frac)(?![a-z])", "", before)
+    if not re.search(r",(?!\d{3})|[;<>]|\b(?:or|and)\b" if named else r"[A-Za-z\\<>,;]", steps):
+        spelled = last.strip()
+    m = _WHOLE.fullmatch(spelled)
+    if m is None or (m["sign"] and m["sign2"]):
+        return None
+    value = _to_fraction(m["number"])
+    rest, percent = m["rest"], False
+    if is_percent := re.match(r"\s*\\?%|\s*per\s?cent(?:age)?\b|\s*pct\b", rest):
+        rest, percent = rest[is_percent.end() :], True
+    unit = _unit_of(rest)
+    if value is None or unit is None:
+        return None
+    things = "" if unit else rest.strip(" .,;:")
+    unit = unit or _UNITS.get(m["money"], "")
+    value *= _SCALES.get(m["scale"] or "", 1)
+    value = -value if "-" in (m["sign"], m["sign2"]) else value
+    name = named[1] if named is not None and len(named[1]) == 1 else ""
+    return Number(value, percent, unit, things, name)
+
+
+def whole_number(text: str) -> Number | None:
+    """The number that the whole text is, as `read_number`, but not with words that are no unit:
+    `10 apples` and `3 kings` are texts."""
+    number = read_number(text)
+    return None if number is None or number.things else number
+
+
+def last_number(text: str) -> Number | None:
+    """The last number in a text; None without one, and where that is part of an expression."""
+    spelled = _AREA.sub("", plain(text))
+    found = list(NUMBER.finditer(spelled))
+    if not found:
+        return None
+    before, after = spelled[: found[-1].start()], spelled[found[-1].end() :]
+    value = _to_fraction(found[-1][0])
+    percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
+    if value is None or _BEFORE.search(before[-200:]):
+        return None
+    if percent is None and _AFTER.match(after):
+        unit = _UNIT.match(after)
+        if unit is None or _unit_of(unit[0]) is None:
+            return None
+    return Number(value, percent is not None)
+
+
+def given_number(text: str) -> Number | None:
+    """The number that a completion gives: what is marked, or stated, or else its last number. Where
+    an expression or a formula stands in its place, that must be a number as a whole."""
+    answer = given_expression(text)
+    return read_number(answer) if isinstance(answer, str) else answer
+
+
+def given_expression(text: str) -> str | Number | None:
+    """What a completion gives: what is marked, or stated, or else its last formula, or the number
+    behind that."""
+    answer = marked(text)
+    if answer is not None:
+        return answer
+    answer = stated(text)
+    if answer is not None:
+        for whole in (answer, answer.replace("$", "")):
+            if _is_expression(whole):
+                return whole
+        if formula := _FORMULA.search(answer):
+            return _content(formula)
+        if re.search(r"\d", answer):
+            return last_number(answer)
+    if _is_expression(text):
+        return text
+    formulas = list(_FORMULA.finditer(text))
+    tail = text[formulas[-1].end() :] if formulas else text
+    if formulas and not re.search(r"\d", tail):
+        return _content(formulas[-1])
+    return last_number(tail)
+
+
+def given_texts(text: str) -> list[str]:
+    """The texts that may be the answer of a completion where it is words."""
+    answer = marked(text)
+    if answer is None:
+        answer = stated(text)
+    if answer is not None:
+        return [answer]
+    return [text, *map(_content, list(_FORMULA.finditer(text))[-1:])]
+
+
+def plain(text: str) -> str:
+    """A text whose LaTeX for numbers and words is as it is outside of LaTeX: `1{,}234` is 1,234,
+    `\\frac{-1}{2}` -1/2, `3.2\\times 10^5` 3.2e5, `\\text{cm}` cm, `0.\\overline{3}` 1/3."""
+    text = tidy(text)
+    text = _REPEATING.sub(_repeating, text)
+    text = _FRACTION.sub(_fraction, text)
+    text = _TIMES_TEN.sub(_times_ten, text)
+    for _ in range(3):  # one in another
+        text = _WRAPPER.sub(r" \1 ", text)
+    text = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree", "°", text)
+    text = re.sub(r"\\[()\[\]]|\\(?:left|right)(?![A-Za-z])|\*\*|\{\}", "", text)
+    return re.sub(r"\s+", " ", text.replace("\\$", "$").replace("\\%", "%"))
+
+
+def tidy(text: str) -> str:
+    """A text with ASCII for typographic characters, without LaTeX's spaces and separators."""
+    for old, new in _CHARACTERS.items():
+        text = text.replace(old, new)
+    text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
+    text = re.sub(r"[⁰¹²³⁴-⁹⁻]+", lambda m: "^{" + _ascii(m[0]) + "}", text)
+    text = re.sub(r"(?<=\d)(?:\{,\}|,?\\!|\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)
+    text = re.sub(r"\\!|\\(?:displaystyle|textstyle|limits|bigl?|bigr)(?![A-Za-z])", "", text)
+    return re.sub(r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " ", text)
+
+
+_CHARACTERS = {"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
+_CHARACTERS |= {
+    "\u00a0": " ",
+    "\u202f": " ",
+    "\u2009": " ",
+    "\uff0c": ",",
+    "\u2044": "/",
+    "\\colon": ":",
+}
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
+
+
+def _bare(text: str) -> str:
+    """Without what surrounds an answer in a sentence."""
+    return text.lstrip(" ,;:*`").rstrip(" .,;:*`")
+
+
+def _end(match: re.Match[str] | None) -> int:
+    return 0 if match is None else match.end()
+
+
+def _content(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None)
+
+
+def _is_expression(text: str) -> bool:
+    """Whether the whole text may be an expression: one line without words of prose."""
+    if len(text) > LONGEST_EXPRESSION or "\n" in text.strip() or not re.search(r"\w", text):
+        return False
+    if read_number(text) is not None:
+        return True
+    words = _PROSE.findall(_WRAPPER.sub(" ", re.sub(r"\\(?:begin|end)\{\w+\}", " ", text)))
+    return all(word.lower() in _NAMES for word in words) and text.count("$") in (0, 2)
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, content) of every closed box, those within another one included."""
+    boxes, opened = [], list[tuple[int, int] | None]()
+    for m in _BRACES.finditer(text):
+        if m[0] == "}":
+            if opened and (box := opened.pop()):
+                boxes.append((box[0], m.end(), text[box[1] : m.start()]))
+        elif m[0][-1] == "{" and m[0] != "\\{":
+            opened.append((m.start(), m.end()) if len(m[0]) > 1 else None)
+    return sorted(boxes)
+
+
+def _last_boxes(text: str) -> tuple[int, str] | None:
+    """Where the last box ends, and what it and those that belong to it hold."""
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    start, end, content = boxes[-1]
+    parts = [content]
+    for before in reversed(boxes[:-1]):
+        between = text[before[1] : start]
+        joined = re.search(r",|\band\b|\bor\b", between) and _BETWEEN_BOXES.fullmatch(between)
+        if before[1] > start or not joined:
+            break
+        start = before[0]
+        parts.insert(0, before[2])
+    return end, ", ".join(dict.fromkeys(parts))
+
+
+def _unit_of(rest: str) -> str | None:
+    """The unit that the text behind a number is, "" for none; None where it is something else."""
+    rest = rest.rstrip(" .,;:")
+    m = _UNIT.fullmatch(rest)
+    if rest == "" or m is None:
+        return "" if rest == "" else None
+    if m["degree"]:
+        return "°"
+    if m["ordinal"]:
+        return ""
+    words = [re.sub(r"[.']", "", word).lower() for word in re.split(r"[ /-]+", m["words"])]
+    known = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
+    if any(word in _NO_UNITS or word.removesuffix("s") in _NO_UNITS for word in words):
+        return None
+    if not known[0] and (not m["space"] or len(words[0]) < 2):
+        return None
+    if not m["space"] and len(words[0]) < 2 and words[0].isalpha():  # a variable, as in 5m
+        return None
+    if "/" in m["words"] or "per" in words:
+        return ""
+    powers = {"square": "^2", "sq": "^2", "cubic": "^3"}
+    power = "".join(m["power"] or "").strip(" {}").replace(" ", "").replace("{", "")
+    power = next((powers[word] for word in words if word in powers), power)
+    return next((name + power for name in known if name), "")
+
+
+def _repeating(m: re.Match[str]) -> str:
+    whole, fixed, again = m[1] or "0", m[2], m[3]
+    if len(m[0]) > LONGEST_NUMBER:
+        return m[0]
+    under = (10 ** len(again) - 1) * 10 ** len(fixed)
+    return f"{int(whole + fixed + again) - int(whole + fixed)}/{under}"
+
+
+def _fraction(m: re.Match[str]) -> str:
+    """`a/b` with one sign in front, and a space before it where it is a mixed number."""
+    over, under = (re.sub(r"[\s,]", "", m[i] or m[i + 1]) for i in (1, 3))
+    negative = (over[0] == "-") != (under[0] == "-")
+    before = m.string[: m.start()].rstrip()[-1:]
+    text = f"{over.lstrip('-+')}/{under.lstrip('-+')}"
+    if negative:
+        return f"*-{text}" if before.isalnum() else f"-{text}"
+    return f" {text}" if before.isdigit() else text
+
+
+def _times_ten(m: re.Match[str]) -> str:
+    return f"{'' if m['times'] else '1'}e{m['braced'] or m['bare']}"
+
+
+def _to_fraction(text: str) -> Fraction | None:
+    """The value of what `NUMBER` found; None of a division by 0."""
+    if len(text) > LONGEST_NUMBER:
+        return None
+    sign = -1 if text[0] == "-" else 1
+    text = text.lstrip("-+").rstrip(".").replace(",", "")
+    text, _, under = text.partition("/")
+    whole, _, over = text.strip().rpartition(" ")
+    if not under:
+        return sign * Fraction(text.replace(" ", ""))
+    over, under = over or text.strip(), under.strip()
+    if int(under) == 0 or (whole and Fraction(over) >= int(under)):
+        return None
+    return sign * (int(whole or 0) + Fraction(over) / int(under))
+
+
+def spelled(text: str) -> str:
+    """A text without what does not change it: delimiters of formulas, spaces, the final full stop,
+    quotes; `\\dfrac` as `\\frac`, `1011_{2}` as 1011_2."""
+    text = re.sub(r"\\[()\[\]]|\\(?:left|right)(?![A-Za-z])|\*\*|[\"`]", "", tidy(text))
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    for _ in range(3):
+        text = _WRAPPER.sub(r"\1", text)
+    text = re.sub(r"_\s*\{\s*(\w+)\s*\}", r"_\1", text)
+    money = "$" if re.match(r"\s*\\?\$", text) and text.count("$") == 1 else ""
+    text = text.replace("\\$", "").replace("$", "").strip(" '").rstrip(".,;:")
+    return money + re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
+
+
+def literal(text: str) -> str | None:
+    """An answer that is compared as a text: words, a choice such as `(B)`, a date, a time, a ratio,
+    a number in a base; None of an expression."""
+    bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", ""))).strip(" .,;:\"'`")
+    if m := re.fullmatch(r"\(([A-Ja-j])\)|([A-J])", bare):
+        return (m[1] or m[2]).lower()
+    if _NO_EXPRESSION.search(bare):
+        return spelled(text).lower()
+    if re.search(r"[\\=^_+*/<>|{}≤≥]", bare) or read_number(text) is not None:
+        return None
+    words = [word.lower() for word in re.findall(r"[A-Za-z]+", bare)]
+    wrapped = [word for m in _WRAPPER.finditer(text) for word in re.findall(r"[A-Za-z]+", m[1])]
+    short = re.fullmatch(r"[A-Z][a-z]{1,2}|yes|no|odd", bare)  # and not a product, as `xy` is
+    long = any(len(word) > 3 for word in words if word not in _NAMES)
+    if short or long or set(wrapped) - {"or", "and"}:
+        return _words(text)
+    return None
+
+
+def _words(text: str) -> str:
+    bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", "")))
+    return " ".join(bare.strip(" .,;:\"'`").lower().split())
+
+
+def same_literal(wanted: str, text: str) -> bool:
+    """Whether a text is a literal answer. Of a choice its letter is enough, with what it stands for
+    behind it; of a number in a base its digits."""
+    if len(wanted) == 1:
+        m = re.match(
+            r"\(([A-Ja-j])\)|([A-Ja-j])(?:[.:)]|\Z)", plain(text.replace("$", "")).strip(" *`")
+        )
+        return m is not None and (m[1] or m[2]).lower() == wanted
+    digits, base, _ = wanted.partition("_")
+    if wanted in (literal(text), _words(text)):
+        return True
+    return bool(base) and spelled(text).lower() == digits
+
+
+def same_answer(a: str, b: str) -> bool:
+    """Whether both are the same number or the same text."""
+    numbers = read_number(a), read_number(b)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0].same(numbers[1])
+    return spelled(a) == spelled(b)
+
+
+_NO_EXPRESSION = re.compile(
+    r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b|\A[0-9A-Fa-f]+\s*_"
+)
+"""Times and ratios, dates, numbers in a base."""

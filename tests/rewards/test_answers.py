@@ -1,0 +1,509 @@
+r"""Answers as MATH, GSM8K, AIME and others spell them: right ones accepted, wrong ones refused.
+
+The tables are judged by the verifier `math`; rows whose answer is one number by `number` too. What
+stands in no sentence is put into \boxed{}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxrl.data.example import Example
+from jaxrl.rewards.answers import after_thoughts, marked, read_number
+from jaxrl.rewards.verifiers import VERIFIERS
+
+Spellings = dict[str, tuple[list[str], list[str]]]
+"""Answer -> right and wrong spellings."""
+
+
+def read(section: str) -> Spellings:
+    """A section of answers.txt."""
+    text = (Path(__file__).parent / "answers.txt").read_text(encoding="utf-8")
+    table: Spellings = {}
+    for line in text.partition(f"[{section}]\n")[2].partition("\n[")[0].splitlines():
+        mark, rest = line[:1], line[2:]
+        if mark == "=":
+            right, wrong = table[rest] = [], []
+        elif mark:
+            {"+": right, "-": wrong}[mark].extend(rest.split("    "))
+    return table
+
+
+NUMBERS, EXPRESSIONS = read("numbers"), read("expressions")
+SENTENCES = (
+    # the last box, nested braces, the thoughts
+    (r"\boxed{1} and then, after I had looked again, \boxed{42}", "42", 1),
+    (r"\boxed{42} and then, after I had looked again, \boxed{1}", "42", 0),
+    (r"So \boxed{3}. No: \boxed{42}", "42", 1),
+    (r"\boxed{42}. Check: 6 * 7 = 42, and 100 > 42, see page 7", "42", 1),
+    (r"\boxed{7}. It is not 42", "42", 0),
+    (r"\boxed{\boxed{42}}", "42", 1),
+    (r"\fbox{42}", "42", 1),
+    (r"$\boxed{1}$ and $\boxed{2}$", "1,2", 1),
+    (r"$x=\boxed{1}$ or $x=\boxed{2}$", "1,2", 1),
+    (r"$\boxed{1}$ and $\boxed{2}$", "2", 0),
+    (r"\boxed{", "42", 0),
+    (r"\boxed{42", "42", 0),
+    (r"\boxed{}", "42", 0),
+    (r"\boxed{\text{I do not know}} 42", "42", 0),
+    (r"\boxed{???} so it is 42", "42", 0),
+    (r"<think>\boxed{1}</think> \boxed{42}", "42", 1),
+    (r"<think>\boxed{42}</think> I cannot tell.", "42", 0),
+    (r"<think>\boxed{42}</think> \boxed{1}", "42", 0),
+    (r"<think>so it is \boxed{42}", "42", 0),
+    (r"so it is 7</think>The answer is 42.", "42", 1),
+    (r"<think>a</think>\boxed{42}<think>or", "42", 0),
+    ("<answer>42</answer>", "42", 1),
+    (r"<answer>\boxed{42}</answer> of 50", "42", 1),
+    ("<answer>41</answer> 42", "42", 0),
+    # GSM8K
+    ("6*7=42\n#### 42", "42", 1),
+    ("#### 42\nThat is my answer to question 7.", "42", 1),
+    ("#### 42 dollars", "42", 1),
+    ("#### $1,234", "1234", 1),
+    ("#### 41\nNot 42", "42", 0),
+    ("#### Step 1\n6*7 is 42\n#### Result\nIt is 42.", "42", 1),
+    # sentences
+    ("The answer is 42.", "42", 1),
+    ("The answer is **42**.", "42", 1),
+    ("**Answer:** 42", "42", 1),
+    ("Answer: $42$", "42", 1),
+    ("Final answer:\n\n42", "42", 1),
+    ("The answer is 42. I checked it 3 times.", "42", 1),
+    ("The answer is $42$, for 42 is 6 times 7.", "42", 1),
+    ("The answer is 41. It is not 42", "42", 0),
+    ("The answer is 2x+42.", "42", 0),
+    ("The answer is 42x.", "42", 0),
+    (r"The answer is $\frac{42}{x}$.", "42", 0),
+    (r"The answer is $\sqrt{42}$.", "42", 0),
+    ("so 42", "42", 1),
+    ("It is 42 km^2.", "42", 1),
+    ("It costs $42.", "42", 1),
+    (r"It costs \$42.00.", "42", 1),
+    ("It is 42%", "0.42", 1),
+    ("x = 42", "42", 1),
+    ("so x^42", "42", 0),
+    (r"so $\sqrt{42}$", "42", 0),
+    (r"so $42\pi$", "42", 0),
+    ("so (1, 42)", "42", 0),
+    ("so x + 42", "42", 0),
+    ("so we have 1 1/2.", "1/2", 0),
+    ("so we have 1 1/2.", "3/2", 1),
+    (r"so it is $1\frac{1}{2}$.", "1/2", 0),
+    ("no idea", "42", 0),
+    ("", "42", 0),
+)
+MATHS_ONLY = (
+    (r"\boxed{\frac{\sqrt{16}}{\frac{2}{1}}}", "2", 1),
+    ("The answer is 2x+3.", "2x+3", 1),
+    ("The answer is $2x+2$", "2(x+1)", 1),
+    ("The answer is 2x+3.", "3", 0),
+    (r"We get \[x = 3\pi\]", "3pi", 1),
+    (r"We get $3$, so the length is $3\pi$.", r"3\pi", 1),
+    (r"We get $3\pi$, so the length is 3.", r"3\pi", 0),
+    ("It is even.\nThe answer is even.", r"\text{even}", 1),
+    ("The answer is (B).", "B", 1),
+    ("The answer is (B) 42.", r"\text{(B)}", 1),
+    ("The answer is (C).", "B", 0),
+    (r"Hence $x \in [2,5)$", "[2,5)", 1),
+    (r"\boxed{x^2+1}", r"We find \boxed{1+x^2}.", 1),
+    (r"\boxed{\sqrt{4}}", "so 2+0=2\n#### 2", 1),
+)
+UNREAD = (
+    "",
+    "  ",
+    r"\frac{",
+    "???",
+    r"\boxed{}",
+    r"\sqrt{2",
+    "$$",
+    "{",
+    "x^",
+    "|",
+    r"\begin{pmatrix}1",
+)
+"""Answers that are none."""
+NO_NUMBERS = (
+    *(
+        "2x+3",
+        "3pi",
+        r"3\pi",
+        "(1,2)",
+        "1,2",
+        "[2,5)",
+        "east",
+        r"\text{(A)}",
+        "A",
+        "x^2+1",
+        "5 or 6",
+    ),
+    *(
+        r"\sqrt{2}",
+        "3:2",
+        "2024-11-03",
+        "1011_2",
+        "x>2",
+        "6-5i",
+        "5!",
+        r"\frac{x}{2}",
+        "5t",
+        "three",
+    ),
+    *(
+        "3x+4y+14=0",
+        "June 20",
+        r"\{1,2\}",
+        r"\pm 3",
+        r"1\pm 2",
+        "12-5",
+        "2^{10}",
+        "one of 3",
+        "3 halves",
+    ),
+    *(
+        "Room 5",
+        "x+y=2",
+        r"2\frac{x}{3}",
+        "1/0",
+        "5 to 6",
+        "nan",
+        "11:30",
+        "1 2",
+        "..",
+        "7 squared",
+    ),
+    *(
+        "1,5",
+        "forty",
+        "1-2",
+        "($5)",
+        "5 - 2",
+        "A5",
+        "v1.5",
+        "10:30",
+        "10-12",
+        "#5",
+        "5/0",
+        "1/2/3",
+        "--5",
+        "1,23",
+        "12,34,567",
+        r"\frac{3}{0}",
+        r"\frac{a}{2}",
+        "1.2.3",
+        "5 and 6",
+        "5, 6",
+        "x = 5 or x = 6",
+        "at least 5",
+        "5+",
+        "<5",
+        "5 < x",
+        "18 dollars and 50 cents",
+        "2 hours 30 minutes",
+        "2 hours and 30 minutes",
+        "5'10\"",
+        "5 ft 10 in",
+    ),
+)
+"""Answers that the verifier `number` cannot judge by, though most have digits."""
+REFUSED_HERE = {
+    "an equation is no value of its right side": [
+        *(("42", "x+y=42"), ("0", "3x+4y+14=0"), ("0", "x^2-1=0")),
+    ],
+    "words that change the number are no unit": [("42", r"42\text{ million}")],
+    "a base, a ratio, a time and a date are no quotient and no difference": [
+        *(("42", "42_5"), ("1011_2", "1011_3"), ("1011_2", "1011_{10}"), ("42", "42:1")),
+        *((r"\frac{1}{2}", "1:2"), ("3/4", "3:4"), ("3:2", "1.5"), ("3:2", "3/2")),
+        *(("11:30", "11/30"), ("2024-11-03", "2010"), (r"12:30\text{ pm}", r"12:30 \text{ am}")),
+        *((r"12:30\text{ pm}", "12:30"), (r"12:30\text{ pm}", "12/30")),
+    ],
+    "units of one kind that differ": [
+        *((r"5\text{ cm}", "5 m"), (r"5\text{ cm}", r"5\text{ km}"), (r"4\text{ m}^2", "4 m")),
+        *((r"5\text{ cm}", r"5\text{ cm}^2"), (r"1.25 \text{ feet}", "1.25 inches")),
+        (r"6 \text{ hours}", "6 minutes"),
+    ],
+    "small numbers are compared by their ratio, not after six digits": [
+        *(("0.0000001", "0.0000002"), ("2^{-100}", "3^{-100}")),
+    ],
+    "t, c, d, h, m are variables, not units that may be left out": [("5t", "5")],
+    "R and r are two lengths": [
+        *(("3R^2", "3r^2"), (r"\pi(R^2-r^2)", "0"), (r"\pi(R^2-r^2)", r"\pi(r^2-R^2)")),
+    ],
+    "a tuple is no set": [("(1,2)", r"\{1,2\}"), (r"\{-1, 0, 1\}", "(-1,0,1)")],
+    "a word is no product of its letters": [("east", "seat")],
+}
+"""Where math-verify accepts a wrong (answer, spelling), and why it is wrong."""
+
+
+FORMS = (
+    r"\boxed{%s}",
+    "#### %s",
+    "%s",
+    "The answer is %s.",
+    "$%s$",
+    r"\boxed{$%s$}",
+    "It is $%s$.",
+)
+THOUGHTS = "<think>\nIt may be \\boxed{7} or #### 8.\nThe answer is 9.</think>\n\n"
+EQUAL = (
+    {r"\frac{1}{2}", "0.5", r"50\%"},
+    {".125", r"12.5\%"},
+    {r"5\text{ cm}", "x=5"},
+    {"2x+3", "y=2x+3"},
+    {"x>2", r"(2,\infty)"},
+    {"1,2", "(1,2)", "x=1, x=2"},  # as math-verify has it: without brackets it may be either
+)
+"""Keys of the tables that are right answers for one another."""
+
+
+def judge(name: str, completion: str, answer: str | float | None) -> float | None:
+    return VERIFIERS[name](completion, Example("p", answer=answer))  # type: ignore[arg-type]
+
+
+def rows(table: Spellings) -> Iterator[tuple[str, str, int]]:
+    """(completion, answer, verdict)."""
+    for answer, verdicts in table.items():
+        for spellings, verdict in zip(verdicts, (1, 0), strict=True):
+            for spelling in spellings:
+                yield rf"so \boxed{{{spelling}}}", answer, verdict
+
+
+def wrong(name: str, table: Iterable[tuple[str, str, int]]) -> list[object]:
+    judged = [(*row, judge(name, row[0], row[1])) for row in table]
+    return [row for row in judged if row[2] != row[3]]
+
+
+def test_there_are_many_rows() -> None:
+    assert len([*rows(NUMBERS), *rows(EXPRESSIONS), *SENTENCES, *MATHS_ONLY]) > 800
+
+
+def test_numbers_by_number() -> None:
+    assert not wrong("number", rows(NUMBERS))
+    assert not wrong("number", [row for row in SENTENCES if row[1] != "1,2"])
+
+
+def test_numbers_by_math() -> None:
+    pytest.importorskip("math_verify")
+    assert not wrong("math", rows(NUMBERS))
+    assert not wrong("math", SENTENCES)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_expressions_by_math(part: int) -> None:
+    pytest.importorskip("math_verify")
+    assert not wrong("math", [*rows(EXPRESSIONS), *MATHS_ONLY][part::3])
+
+
+@pytest.mark.parametrize("name", ["math", "number"])
+def test_completions(name: str) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    table = read(f"completions by {name}").items()
+    assert len(table) > 50
+    for verdict in (1, 0):
+        for answer, completions in table:
+            texts = completions[1 - verdict]
+            assert not [text for text in texts if judge(name, text, answer) != verdict], answer
+
+
+def test_boxed_accepts_no_wrong_one() -> None:
+    """It knows numbers and texts alone, so that it may refuse right expressions."""
+    every = [*rows(NUMBERS), *rows(EXPRESSIONS)]
+    assert not [row for row in wrong("boxed", every) if row[2] == 0]
+    assert not wrong("boxed", [row for row in rows(NUMBERS) if row[2] == 1])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_math_accepts_no_more_than_math_verify_but_what_that_cannot_read(part: int) -> None:
+    """Every wrong spelling that math-verify accepts is in REFUSED_HERE. (What it refuses and is
+    right are spellings that it does not read: `3pi`, `1 1/2`, `18 dollars`, 5 > x > 2.)"""
+    math_verify = pytest.importorskip("math_verify")
+    known = {pair for pairs in REFUSED_HERE.values() for pair in pairs}
+    options: dict[str, Any] = {"parsing_timeout": None}
+    for completion, answer, verdict in [*rows(NUMBERS), *rows(EXPRESSIONS)][part::4]:
+        gold = math_verify.parse(answer if answer[0] == "$" else f"${answer}$", **options)
+        found = math_verify.parse(completion, **options)
+        if math_verify.verify(gold, found, timeout_seconds=None) and not verdict:
+            assert (answer, completion[len(r"so \boxed{") : -1]) in known
+
+
+def equal(a: str, b: str) -> bool:
+    return a == b or any({a, b} <= one for one in EQUAL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_is_right_for_itself_and_no_other_is_by_number(form: str) -> None:
+    for answer, other in itertools.product(NUMBERS, (*NUMBERS, *EXPRESSIONS)):
+        if other == r"\text{June 20}":  # a sentence whose last number is 20
+            continue
+        for text in (form % other, f"  {THOUGHTS}{form % other}\n"):
+            assert judge("number", text, answer) == equal(answer, other), (answer, text)
+    for answer in NUMBERS:
+        for spelled in (
+            f" {answer}\n",
+            f"{answer}.",
+            f"${answer.strip('$')}$",
+            f"6*7\n#### {answer}",
+        ):
+            assert judge("number", form % answer, spelled) == 1, spelled
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_is_right_for_itself_by_math(form: str) -> None:
+    pytest.importorskip("math_verify")
+    for answer in (*NUMBERS, *EXPRESSIONS):
+        for text in (form % answer, f"  {THOUGHTS}{form % answer}\n"):
+            assert judge("math", text, answer) == 1, (answer, text)
+        for spelled in (
+            f" {answer}\n",
+            f"{answer}.",
+            f"${answer.strip('$')}$",
+            rf"so \boxed{{{answer}}}",
+        ):
+            assert judge("math", rf"\boxed{{{answer}}}", spelled) == 1, spelled
+
+
+def off_diagonal(step: int) -> None:
+    pytest.importorskip("math_verify")
+    answers = (*NUMBERS, *EXPRESSIONS)
+    for i, answer in enumerate(answers):
+        for other in (*answers, *answers)[i + 1 : i + len(answers) : step]:
+            found = judge("math", rf"\boxed{{{other}}}", answer)
+            assert found == equal(answer, other), (answer, other)
+
+
+def test_no_other_answer_is_right_by_math() -> None:
+    off_diagonal(17)
+
+
+@pytest.mark.slow
+def test_no_other_answer_is_right_by_math_for_all_pairs() -> None:
+    off_diagonal(1)
+
+
+@pytest.mark.parametrize("answer", UNREAD)
+def test_what_math_cannot_read_is_not_judged(answer: str) -> None:
+    pytest.importorskip("math_verify")
+    for completion in (r"\boxed{42}", rf"\boxed{{{answer}}}", "", answer):
+        assert judge("math", completion, answer) is None
+
+
+@pytest.mark.parametrize("answer", NO_NUMBERS)
+def test_an_answer_that_is_no_number_is_not_judged_by_number(answer: str) -> None:
+    for completion in ("42", rf"\boxed{{{answer}}}", answer, "5", ""):
+        assert judge("number", completion, answer) is None
+
+
+@pytest.mark.parametrize("name", sorted(VERIFIERS))
+def test_laws_of_all_verifiers(name: str) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    for completion in ("42", r"\boxed{42}", "<think>42", ""):
+        for missing in (None, math.nan):
+            assert judge(name, completion, missing) is None
+    if name == "reasoning_gym":
+        return
+    right = r"\boxed{42}" if name == "boxed" else "42"
+    assert judge(name, right, "42") == judge(name, f" \n{right}\n ", "42") == 1
+    assert judge(name, THOUGHTS + right, "42") == 1
+    assert judge(name, f"<think>{right}</think>", "42") == 0
+    assert judge(name, f"<think>{right}", "42") == 0
+    assert judge(name, f"{right}<think>or {right}", "42") == 0
+    assert judge(name, "", "42") == 0
+
+
+@pytest.mark.parametrize("name", ["exact", "contains", "number", "boxed", "math", "auto"])
+def test_no_text_raises(name: str) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    draw = random.Random(7)
+    pieces = r"\boxed{ } { \frac \sqrt $ $$ ( ) [ ] , . = < 1 2 1.5 x pi \pi ^ _ % \text{a}"
+    pieces += r" #### is answer or and \pm : / - + ! \n \\ & é ½ ² \begin{pmatrix} \cup \infty"
+    parts = [*pieces.split(" "), "\n", " ", "\x00", "\ud800"]
+    for _ in range(150 if name == "math" else 1500):
+        answer, completion = ("".join(draw.choices(parts, k=draw.randint(0, 9))) for _ in "ab")
+        assert judge(name, completion, answer) in (None, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["contains", "number", "boxed", "auto"])
+def test_long_texts_take_no_long(name: str) -> None:
+    """A model that repeats itself must not stop the process that judges it."""
+    pieces = (
+        r"\boxed{",
+        "<answer>",
+        r"\[",
+        r"\(",
+        "$1 ",
+        "$ 1",
+        "$$",
+        "1",
+        " ",
+        "####",
+        "#### 1\n",
+    )
+    pieces += (
+        "{",
+        "}",
+        r"\text{",
+        r"\frac{1}",
+        "answer is ",
+        "1,",
+        "1 ",
+        "0.",
+        "x=",
+        "**",
+        "*",
+        "(",
+    )
+    began = time.monotonic()
+    for piece in pieces:
+        assert judge(name, piece * (40_000 // len(piece)), "42") == 0
+    assert time.monotonic() - began < 30  # 2 s here; a quadratic one takes minutes
+
+
+def test_auto_takes_the_final_answer_of_whole_solutions() -> None:
+    solution = "Natalia sold 48/2 = 24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
+    assert judge("auto", "She sold 72.", solution) == 1
+    assert judge("auto", "48+24=72\n#### 72", solution) == 1
+    assert judge("auto", "She sold 24 and 48.", solution) == 0
+    assert judge("auto", solution.replace("72", "73"), solution) == 0
+    worked = r"As $2\cdot 3=6$, the answer is $\boxed{2x+6}$."
+    assert judge("auto", r"\boxed{2x + 6}", worked) == 1
+    assert judge("auto", r"\boxed{2x+3}", worked) == 0
+    assert judge("auto", "#### east", "He turns.\n#### east") == 1
+    assert judge("auto", "3 queens", "3 kings") == 0  # texts, not the number 3
+    assert judge("auto", "10 apples", "10 apples") == 1
+
+
+def test_words_after_the_thoughts() -> None:
+    assert judge("contains", "<think>Paris or Rome</think>It is Rome.", "Paris") == 0
+    assert judge("contains", "<think>Paris or Rome</think>It is Rome.", "Rome") == 1
+    assert judge("exact", "<think>Paris or Rome</think>\n\nRome\n", "Rome") == 1
+
+
+def test_the_marks() -> None:
+    assert marked(r"\boxed{1} \boxed{\{2\}}") == r"\{2\}"
+    assert marked(r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$") == "1, 2, 3"
+    assert marked("#### Step 1\ntext\n#### 42\nmore") == "42"
+    assert marked("#### Step 1\ntext") is None
+    assert marked(r"\boxed{1} {\boxed{2}} \boxed{3 \boxed{4}") == "4"
+    assert marked(r"\boxed{a\}b} {") == r"a\}b"
+    assert after_thoughts("a</think> b") == "b"
+    assert after_thoughts("<think>a") is None
+
+
+def test_numbers_are_read_as_a_whole() -> None:
+    for answer, value in (("1{,}234.5", "2469/2"), (r"-1\frac{1}{4}", "-5/4"), ("2 dozen", "24")):
+        number = read_number(answer)
+        assert number is not None and number.value == Fraction(value)
+    assert read_number("1" * 5000) is None
+    assert read_number("1e9999") is None
