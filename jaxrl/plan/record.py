@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Annotated
+
+from pydantic import BaseModel, Field
 
 from jaxrl.plan import Plan
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.plain import JsonObject, parse_json
 
 PLAN_FILE = "plan.txt"
 PLAN_DATA_FILE = "plan.json"
+Size = Annotated[int, Field(ge=0)]
 
 
 def plan_json(plan: Plan) -> str:
@@ -41,6 +45,50 @@ def plan_json(plan: Plan) -> str:
         "notes": [*plan.notes, *plan.verdict],
     }
     return json.dumps(record, indent=1) + "\n"
+
+
+class _Entry(BaseModel):
+    column: str
+    name: str
+    bytes: Size
+    phase: str | None
+    away: list[str] = []
+
+
+class _Role(BaseModel):
+    role: str
+    pool: int
+    devices: list[int]
+    axes: dict[str, int] | None
+    peak: Size | None
+    parts: list[_Entry]
+
+
+class _Pool(BaseModel):
+    name: str
+    roles: list[str]
+    devices: list[int]
+    device: str | None
+    peak: Size
+    moment: str
+    limit: Size | None
+
+
+class _Record(BaseModel):
+    mesh: str
+    launcher: str
+    pools: Annotated[list[_Pool], Field(min_length=1)]
+    roles: list[_Role]
+    notes: list[str]
+
+
+def read_plan(text: str | bytes) -> JsonObject:
+    """The object that `plan_json` wrote. Raises ValueError for any other text."""
+    value: JsonObject = parse_json(text)
+    plan = _Record.model_validate(value, strict=True)
+    if any(not 0 <= role.pool < len(plan.pools) for role in plan.roles):
+        raise ValueError("a role is in no pool")
+    return value
 
 
 def _role(plan: Plan, role: str) -> JsonObject:

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 JsonObject = dict[str, Any]
 """An object of JSON or a mapping of YAML, as it is parsed or written."""
 Keywords = dict[str, Any]
 """Keyword arguments of a function that is called later, or in several places."""
+
+
+MOST_DIGITS = 18
+"""Of a whole number in a file that jaxrl writes."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A value of JSON as jaxrl writes it. Raises ValueError for any other text: numbers that are
+    not finite or have too many digits, nesting that is too deep."""
+    try:
+        return json.loads(
+            text, parse_constant=_no_number, parse_float=_finite_float, parse_int=_small_int
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text[:20]} is no finite number")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+def _small_int(text: str) -> int:
+    return int(text) if len(text) <= MOST_DIGITS + text.startswith("-") else _no_number(text)
+
+
+def read_file(path: Path) -> bytes:
+    """What a file holds. Raises OSError, also for what is no file: a pipe would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return path.read_bytes()
 
 
 def finite(value: object) -> float | None:

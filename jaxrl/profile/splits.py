@@ -8,7 +8,6 @@ roles without devices and the driver keep theirs.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
 from jaxrl.plan.inputs import GB
-from jaxrl.plan.record import PLAN_DATA_FILE
+from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
+from jaxrl.process.plain import read_file
 from jaxrl.profile.waits import (
     PoolWait,
     Span,
@@ -229,8 +229,10 @@ def _possible(setup: RunSetup, spec: str) -> bool:
 def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
     """None where the config or the plan of the run cannot be read, or it has too few steps."""
     try:
+        if not (run_dir / CONFIG_FILE).is_file():  # a pipe would be waited for
+            return None
         config = Config.load(run_dir / CONFIG_FILE)
-        plan = json.loads((run_dir / PLAN_DATA_FILE).read_text(encoding="utf-8"))
+        plan = read_plan(read_file(run_dir / PLAN_DATA_FILE))
         pools, roles = plan["pools"], plan["roles"]
         emulated = any(pool["device"] == "cpu" for pool in pools)
         limits = [pool["limit"] for pool in pools if pool["limit"] is not None]
@@ -241,7 +243,7 @@ def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
             emulated,
             None if emulated else min(limits, default=None),
         )
-    except (UserError, OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):  # a UserError too
         return None
     measured = measure(read_calls(run_dir / TIMELINE_FILE), setup.pool_of, setup.staleness)
     return None if measured is None else (setup, measured)

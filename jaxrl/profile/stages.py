@@ -10,13 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from typing import Annotated
 
 import jax.numpy as jnp
+from pydantic import BaseModel, Field
 from rich import box
 from rich.table import Table
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.process.plain import JsonObject, parse_json
 from jaxrl.process.tables import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
@@ -91,6 +94,41 @@ class StageRow:
     """Bytes to the devices of another pool, and to the host and back (`offload`)."""
 
 
+class _Pool(BaseModel):
+    pool: str
+    busy: float
+    idle: float
+
+
+class _Ceilings(BaseModel):
+    device: str
+    flops: float
+    bandwidth: float
+    published: bool
+    shared: bool
+
+
+class _Stage(BaseModel):
+    stage: str
+    pool: str
+    seconds: float
+    tokens_per_second: float | None
+    flops: float | None
+    bytes: float | None
+    compute: float | None
+    memory: float | None
+    bound: str | None
+    moved: float | None
+
+
+class _Record(BaseModel):
+    steps: Annotated[list[int], Field(min_length=2, max_length=2)]
+    step_seconds: Annotated[float, Field(gt=0)]
+    ceilings: dict[str, _Ceilings]
+    stages: list[_Stage]
+    pools: list[_Pool]
+
+
 @dataclass(frozen=True)
 class StageTable:
     """The profile of some steps; what `stages.json` holds."""
@@ -109,6 +147,13 @@ class StageTable:
         """
         pools = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
         return json.dumps(asdict(self) | {"pools": pools}, indent=1) + "\n"
+
+    @staticmethod
+    def read(text: str | bytes) -> JsonObject:
+        """The object that `to_json` wrote. Raises ValueError for any other text."""
+        value: JsonObject = parse_json(text)
+        _Record.model_validate(value, strict=True)
+        return value
 
     def text(self) -> str:
         """For the console and the log."""

@@ -7,7 +7,6 @@ overlaps batches the seconds of a stage are still those of a step.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from bisect import bisect_right
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.plain import JsonObject, parse_json
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.timeline import BEGUN
 
@@ -96,8 +95,10 @@ def span_of(event: JsonObject) -> Span | None:
     """The span of a trace event, in microseconds; None for all other events."""
     if event.get("ph") != "X" or not {"cat", "name", "ts", "dur"} <= event.keys():
         return None
-    start, args = int(event["ts"]), event.get("args") or {}
-    step = args.get("step")
+    args = event.get("args") or {}
+    if not (is_time(event["ts"]) and is_time(event["dur"]) and isinstance(args, dict)):
+        return None
+    start, step = int(event["ts"]), args.get("step")
     return Span(
         track=str(event["cat"]),
         name=str(event["name"]),
@@ -108,9 +109,14 @@ def span_of(event: JsonObject) -> Span | None:
     )
 
 
+def is_time(value: object) -> bool:
+    """Whether a value of a trace event can be its microseconds."""
+    return isinstance(value, int | float) and abs(value) < 1e18
+
+
 def begins_run(event: JsonObject) -> bool:
     """Whether a run was started or resumed at a trace event."""
-    return event.get("ph") == "i" and event.get("name") in BEGUN
+    return event.get("ph") == "i" and event.get("name") in BEGUN and is_time(event.get("ts"))
 
 
 def read_calls(path: Path) -> list[Span]:
@@ -118,6 +124,8 @@ def read_calls(path: Path) -> list[Span]:
     ends, in seconds; none if there is no file. Lines that are cut are left out.
     """
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return []
         with open(path, "rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - READ_BYTES, 0))
             lines = file.read().split(b"\n")
@@ -126,7 +134,7 @@ def read_calls(path: Path) -> list[Span]:
     calls: list[Span] = []
     for line in lines:
         try:
-            event = json.loads(line.removeprefix(b","))
+            event = parse_json(line.removeprefix(b","))
             if begins_run(event):
                 calls = []
             elif (span := span_of(event)) and span.track in ROLES and not span.aside:

@@ -5,6 +5,7 @@ With several runs, their curves in one page.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,14 +37,30 @@ def main(argv: Sequence[str]) -> None:
     runs = [read_run(path) for path in paths]
     advice = run_advice(paths[0]) if len(paths) == 1 else []
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
+    if arguments.output is None and output.exists() and not output.is_file():
+        raise UserError(f"{output} is no file: name another with -o")
     cli.check_writable("-o", output)
-    made = page(runs, advice)
+    # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
+    made = page(runs, advice).encode("utf-8", "backslashreplace")
     try:
-        # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
-        output.write_text(made, encoding="utf-8", errors="backslashreplace")
+        _write(Path(os.path.realpath(output)), made)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(output)
+
+
+def _write(place: Path, made: bytes) -> None:
+    """All of the page or nothing; into what is no file, as a pipe, as it is."""
+    if place.exists() and not place.is_file():
+        place.write_bytes(made)
+        return
+    partial = place.with_name(f".{place.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.write_bytes(made)
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

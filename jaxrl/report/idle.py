@@ -89,7 +89,7 @@ def understand(events: Iterable[JsonObject]) -> Activity:
         spans.setdefault(span.track, []).append(span)
     for own in spans.values():
         own.sort(key=lambda span: span.start)
-    sessions = sorted(int(event.get("ts", 0)) for event in events if begins_run(event))
+    sessions = sorted(int(event["ts"]) for event in events if begins_run(event))
     updates = [span for span in spans.get("actor", ()) if span.name == "update"]
     pools = _use(spans, sessions or [0])
     mine = {track for pool in pools for track in pool.tracks}

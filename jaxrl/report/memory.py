@@ -18,7 +18,7 @@ def memory_pools(run: RunFiles) -> list[JsonObject]:
         | {
             "device_text": _device_text(pool),
             "parts": _parts(run.plan, number, pool["moment"]),
-            "measured": _measured(run, pool["roles"]),
+            "measured": _measured(run, pool["roles"]) if pool["peak"] else None,
         }
         for number, pool in enumerate(run.plan["pools"])
     ]

@@ -7,22 +7,28 @@ one: a file that is not there and a line that is cut make it shorter, and it say
 from __future__ import annotations
 
 import fcntl
-import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE
 from jaxrl.errors import UserError
-from jaxrl.plan.record import PLAN_DATA_FILE
-from jaxrl.process.plain import JsonObject
+from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
+from jaxrl.process.plain import JsonObject, parse_json, read_file
+from jaxrl.profile.stages import StageTable
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 from jaxrl.telemetry.trackers import flat
 from jaxrl.types import Row
+
+LARGEST = 1e100
+"""Of a value in a row: sums of larger ones are not finite."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,14 @@ def read_run(path: Path) -> RunFiles:
             f"{path} holds no run: neither {CONFIG_FILE} nor {METRICS_FILE} is in it; {usage}"
         )
     notes: list[str] = []
-    rows = [row for row in _lines(path / METRICS_FILE, notes) if isinstance(row.get("step"), int)]
-    samples = _lines(path / SAMPLES_FILE, notes)
     return RunFiles(
         path=path,
         config=_config(path / CONFIG_FILE, notes),
-        rows=tuple(
-            {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
-            for row in rows
-        ),
-        samples=tuple(sample for sample in samples if isinstance(sample.get("step"), int)),
-        events=tuple(_lines(path / TIMELINE_FILE, notes)),
-        plan=_document(path / PLAN_DATA_FILE, notes),
-        stages=_document(path / PROFILE_DIR / STAGES_FILE, notes),
+        rows=tuple(_lines(path / METRICS_FILE, notes, _row)),
+        samples=tuple(_lines(path / SAMPLES_FILE, notes, _sample)),
+        events=tuple(_lines(path / TIMELINE_FILE, notes, lambda event: event)),
+        plan=_document(path / PLAN_DATA_FILE, notes, read_plan),
+        stages=_document(path / PROFILE_DIR / STAGES_FILE, notes, StageTable.read),
         sessions=tuple(sessions(path)),
         running=_locked(path / LOCK),
         notes=tuple(notes),
@@ -98,7 +99,7 @@ def _config(path: Path, notes: list[str]) -> JsonObject:
 
 def _text(path: Path, notes: list[str]) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file(path).decode(errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -106,9 +107,14 @@ def _text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _lines(path: Path, notes: list[str]) -> list[JsonObject]:
+def _lines(
+    path: Path, notes: list[str], checked: Callable[[JsonObject], JsonObject]
+) -> list[JsonObject]:
     """The objects of a file with one a line. Every whole line ends with a newline; those of the
     timeline begin with a comma, between lines of brackets.
+
+    Args:
+        checked: gives what is used of an object; raises ValueError for one that nobody wrote so.
     """
     found, broken = [], 0
     for line in _text(path, notes).split("\n")[:-1]:
@@ -116,27 +122,55 @@ def _lines(path: Path, notes: list[str]) -> list[JsonObject]:
         if text in ("", "[", "]"):
             continue
         with suppress(ValueError):
-            if isinstance(value := json.loads(text), dict):
-                found.append(value)
+            if isinstance(value := parse_json(text), dict):
+                found.append(checked(value))
                 continue
         broken += 1
     if broken:
-        notes.append(f"{path.name}: {broken} lines are no JSON objects, and left out")
+        notes.append(f"{path.name}: {broken} lines are not as a run writes them, and left out")
     return found
 
 
-def _document(path: Path, notes: list[str]) -> JsonObject | None:
+def _row(row: JsonObject) -> JsonObject:
+    kept = {k: v for k, v in row.items() if v is None or isinstance(v, int | float)}
+    if type(row.get("step")) is not int or any(abs(v or 0) > LARGEST for v in kept.values()):
+        raise ValueError("no row of a run")
+    return kept
+
+
+def _sample(sample: JsonObject) -> JsonObject:
+    _Sample.model_validate(sample, strict=True)
+    return sample
+
+
+class _Sample(BaseModel):
+    """What the page shows of a sample."""
+
+    step: int
+    prompt: str | None = None
+    completion: str | None = None
+    answer: str | None = None
+    score: float | None = None
+    reward: float | None = None
+    tokens: int | None = None
+    finish_reason: str | None = None
+    agreement: float | None = None
+
+
+def _document(path: Path, notes: list[str], read: Callable[[str], JsonObject]) -> JsonObject | None:
     """The value of a JSON file; None where there is none."""
     text = _text(path, notes)
     try:
-        return json.loads(text) if text else None
+        return read(text) if text else None
     except ValueError:
-        notes.append(f"{path.name}: no JSON, and left out")
+        notes.append(f"{path.name}: not as a run writes it, and left out")
         return None
 
 
 def _locked(path: Path) -> bool:
     """Whether another process holds the lock; it is taken and given back at once."""
+    if not path.is_file():
+        return False
     try:
         with open(path, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

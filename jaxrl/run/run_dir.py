@@ -22,7 +22,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.plain import JsonObject, parse_json, read_file
 from jaxrl.telemetry.metrics import METRICS_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
@@ -52,6 +52,7 @@ class RunDir:
         """A file in the folder: all of it, or what was there before. Raises UserError."""
         partial = self.path / f".{name}.partial"
         try:
+            partial.unlink(missing_ok=True)  # what is there may be a link
             partial.write_text(text, encoding="utf-8")
             partial.replace(self.path / name)
         except OSError as error:
@@ -84,10 +85,17 @@ class RunDir:
 def sessions(path: Path) -> list[JsonObject]:
     """Of the run in a folder, as far as its file can be read."""
     found = []
-    with suppress(OSError, ValueError):
-        for line in (path / SESSIONS_FILE).read_text(encoding="utf-8").splitlines():
-            found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+    with suppress(OSError):
+        for line in read_file(path / SESSIONS_FILE).splitlines():
+            with suppress(ValueError):
+                found.append(parse_json(line))
+    return [
+        one
+        for one in found
+        if isinstance(one, dict)
+        and type(one.get("step")) is int
+        and isinstance(one.get("mesh"), str)
+    ]
 
 
 def meshes(used: Sequence[JsonObject]) -> str:
@@ -209,7 +217,8 @@ class Lock:
         return True
 
     def _take(self) -> IO[str]:
-        file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - closed by its owner
+        # The file is cut below: one that a link leads to is not ours.
+        file = open(self.path, "a+", encoding="utf-8", opener=_without_links)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -222,6 +231,10 @@ class Lock:
             file.write(f"pid {os.getpid()} on {socket.gethostname()}")
             file.flush()
         return file
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class _Held(Exception):
@@ -240,9 +253,11 @@ def recorded_config(config: Config) -> JsonObject:
 
 def _written_config(path: Path) -> JsonObject | None:
     # The newest checkpoint's says what was trained; the folder's own may be of an attempt since.
-    places = [*(folder / store.CONFIG for folder in store.folders(path)[:1]), path / CONFIG_FILE]
-    written = next((place for place in places if place.is_file()), None)
-    return None if written is None else yaml_text.read_mapping(written)
+    for folder in store.folders(path):
+        with suppress(UserError):  # damaged, as `store.newest` will find
+            return yaml_text.read_mapping(folder / store.CONFIG)
+    written = path / CONFIG_FILE
+    return yaml_text.read_mapping(written) if written.is_file() else None
 
 
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ HELD = 10_000
 def move_aside(path: Path) -> Path:
     """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
     number, aside = 1, path.with_name(f"{path.name}.damaged")
-    while aside.exists():
+    while os.path.lexists(aside):
         number += 1
         aside = path.with_name(f"{path.name}.damaged-{number}")
     try:
@@ -64,8 +65,8 @@ class LineFile:
         self._torn = False
         """Whether something may follow the lines that count."""
         self._size = 0
-        if self._path.is_dir():
-            notify(f"{path} is a folder, no file of a run; it is now {move_aside(self._path)}")
+        if _is_no_file(self._path):
+            notify(f"{path} is no file of a run; it is now {move_aside(self._path)}")
         try:
             if keep is not None:
                 with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -221,6 +222,19 @@ class LineFile:
             size = sum(map(len, kept)) + _copy(old, new, old.tell(), self._size)
         _write_all(new, self._tail)
         return size
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether there is something in the place of a file: a folder, a pipe, which would be waited
+    for, or a link that leads nowhere."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return path.is_symlink() and not Path(os.path.realpath(path)).parent.is_dir()
+    except PermissionError:
+        return False
+    except OSError:  # a link to itself
+        return True
 
 
 def _encoded(line: str) -> bytes:

@@ -22,11 +22,11 @@ from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
+from jaxrl.process.plain import JsonObject, finite, parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
 
 if TYPE_CHECKING:
-    from jaxrl.process.plain import JsonObject
     from jaxrl.types import Completion, Prompt
 
 METRICS_FILE = "metrics.jsonl"
@@ -406,10 +406,10 @@ class MetricsWriter(JsonLines):
 
 def _parse(path: Path, number: int, line: str | bytes) -> JsonObject:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise UserError(f"{path}, line {number}: no object with a step")
     return row
 
@@ -418,6 +418,8 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
     """Rows of a run directory or of its ``metrics.jsonl``; a torn last line is left out."""
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file")
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             # Every whole line ends with a newline; what follows the last one is torn (or empty).
@@ -427,6 +429,14 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: no {METRICS_FILE} of a run") from error
+
+
+def _finite_fields(sample: Sample) -> JsonObject:
+    """The fields of a sample; null for a number that is not finite, as in rows."""
+    return {
+        name: finite(value) if isinstance(value, float) else value
+        for name, value in dataclasses.asdict(sample).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -510,7 +520,7 @@ class SamplesWriter(JsonLines):
     """
 
     def write(self, samples: Sequence[Sample]) -> None:
-        self.append([json.dumps(dataclasses.asdict(s), ensure_ascii=False) for s in samples])
+        self.append([json.dumps(_finite_fields(s), ensure_ascii=False) for s in samples])
 
 
 def markdown() -> str:

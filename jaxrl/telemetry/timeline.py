@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Self
 
+from jaxrl.process.plain import parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
 from jaxrl.telemetry.lines import LineFile
@@ -269,7 +270,7 @@ def _is_needed_later(line: bytes) -> bool:
 def _end_us(line: bytes) -> int | None:
     """The microsecond at which the event of a line ended; None where it is cut or timeless."""
     try:
-        event = json.loads(line.removeprefix(b","))
+        event = parse_json(line.removeprefix(b","))
         return int(event["ts"]) + int(event.get("dur", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

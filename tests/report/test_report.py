@@ -232,8 +232,8 @@ def test_broken_lines_are_left_out_and_told(run: Path, tmp_path: Path) -> None:
     files = read_run(path)
     assert files.rows == ({"step": 1, "loss": 2},) and files.plan is None
     assert files.notes == (
-        "metrics.jsonl: 2 lines are no JSON objects, and left out",
-        "plan.json: no JSON, and left out",
+        "metrics.jsonl: 3 lines are not as a run writes them, and left out",
+        "plan.json: not as a run writes it, and left out",
     )
 
 
