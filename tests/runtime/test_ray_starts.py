@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
 import ray_roles  # noqa: E402
 
 from jaxrl.config.settings import RayConfig  # noqa: E402
 from jaxrl.errors import RunError  # noqa: E402
-from jaxrl.runtime.ray import own  # noqa: E402
+from jaxrl.runtime.ray import own, ray  # noqa: E402
+from jaxrl.runtime.ray import worker_group as group_module  # noqa: E402
 from jaxrl.runtime.ray.connect import join  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import RunLost  # noqa: E402
@@ -162,3 +164,27 @@ def test_a_cluster_outlives_the_signals_that_ask_a_run_to_end(number):
         _, alive = psutil.wait_procs(others, timeout=10)
         assert not alive
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= mine
+
+
+def test_the_end_of_a_run_waits_for_ray_no_longer_than_it_may(tmp_path, monkeypatch):
+    """A daemon that is ended while the workers are stopped is still there when that begins."""
+    make = partial(ray_roles.make, str(tmp_path))
+    worker_group = RayWorkerGroup(
+        RayConfig(), parse("actor=1"), make, lambda text: None, startup_s=60, roles=("actor",)
+    )
+    worker_group.start()
+    daemons = [psutil.Process(process.pid) for process in own._daemons().values()]
+    [worker] = [psutil.Process(state.pid) for state in worker_group.states()]
+    over = threading.Event()
+    monkeypatch.setattr(group_module, "kill", lambda pools: over.wait(120))
+    monkeypatch.setattr(group_module, "END_S", 1.0)
+    begun = time.monotonic()
+    worker_group.stop()
+    assert time.monotonic() - begun < 30 and not ray.is_initialized()
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "bounded:_end":
+            thread.join(60)
+    assert not ray.is_initialized()  # Ray starts a cluster for whoever calls it without one
+    _, alive = psutil.wait_procs([worker, *daemons], timeout=10)
+    assert not alive

@@ -30,6 +30,8 @@ from jaxrl.errors import UserError
 # actor without one must not lose what its host has.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A thread that still calls Ray when the run has left its cluster must not start another.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 try:
     import ray  # noqa: F401

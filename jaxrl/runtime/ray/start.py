@@ -164,7 +164,7 @@ class Starter:
 
     def release(self) -> None:
         """Gives the cluster its bundles back."""
-        if self._group is not None:
+        if self._group is not None and ray.is_initialized():
             with suppress(Exception):
                 remove_placement_group(self._group)
 
