@@ -47,7 +47,7 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
         prompt=prompt,
         completion=completion if given is None else given,
         tools=_tools(row, keys, where),
-        turns=turns if any("tool_calls" in turn for turn in turns) or len(turns) > 1 else (),
+        turns=turns,
         answer=_field(row, keys.answer, where, numbers=True),
         columns={key: value for key, value in row.items() if key not in known},
     )
@@ -151,21 +151,11 @@ def _turn(message: JsonObject) -> Message:
     """A message as chat templates take it."""
     # In a table every message has the fields of all: a null is as good as absent.
     turn = {key: value for key, value in message.items() if value is not None}
-    if turn.get("tool_calls"):
-        turn |= {"tool_calls": [_call(call) for call in turn["tool_calls"]]}
+    if "tool_calls" in turn:
         turn.setdefault("content", "")
+        if not turn["tool_calls"]:  # exports of OpenAI's API have the empty list in each message
+            del turn["tool_calls"]
     return turn
-
-
-def _call(call: object) -> object:
-    """A tool call, whose arguments some write as the text of a JSON object."""
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _call(call["function"])}
-    with suppress(ValueError):
-        return call | {"arguments": json.loads(call.get("arguments", ""))}
-    return call
 
 
 def _field(row: Mapping[str, object], key: str, where: str, numbers: bool = False) -> str | None:

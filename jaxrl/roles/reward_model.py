@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import Tokenizer, as_messages, has_template, load_tokenizer, render_chat
+from jaxrl.data.chat_template import has_template
+from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_text, load_tokenizer, render_chat
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
 from jaxrl.formats.places import find_folder, open_tensors
@@ -129,13 +130,6 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int,
         )
     with about("the reward model"):
         return render_chat(tokenizer, messages, add_generation_prompt=False)
-
-
-def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
-    tokens = tuple(tokenizer(text)["input_ids"])
-    bos = tokenizer.bos_token_id
-    return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
 
 
 class RewardScorer:
