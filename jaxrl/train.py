@@ -66,7 +66,8 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
 
     config, given = bind(config, rewards)
     plan = plan_run(config, dry=True)
-    return replace(plan, refusals=refusals(plan.config, given))
+    notes = [*plan.notes]
+    return replace(plan, refusals=refusals(plan.config, given, notes.append), notes=tuple(notes))
 
 
 def train(
@@ -108,7 +109,7 @@ def print_plan(config: Config) -> None:
 
     plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(plan.config, {})]
+    found = [*plan.misfit, *refusals(plan.config, {}, print)]
     if found:
         raise UserError("\n".join(found))
 

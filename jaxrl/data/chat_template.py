@@ -146,7 +146,9 @@ def split(
     begins = starts[0] + len(pieces[0].text)
     for at, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" and not _shows_content(chat, at):
-            left_out = f"message {at}: the chat template does not render messages of {message['role']}"
+            left_out = (
+                f"message {at}: the chat template does not render messages of {message['role']}"
+            )
             if at > first:
                 raise Refused(left_out)
             chat.notes.append(("messages", f"{left_out}: the prompt is without it"))
@@ -228,9 +230,9 @@ class _Chat:
         return [(start, self._end(at, start, limit))]
 
     def _content(self, at: int) -> tuple[int, int] | None:
-        """Where the content of a message begins and ends in the text."""
+        """Where the content of a message begins and ends in the text; None: it is not there."""
         probes = self._probed(at, whole=True)
-        if not probes:
+        if not probes or probes[0] == probes[1]:
             return None
         reverse = [one[::-1] for one in (self.text, *probes)]
         begins = len(os.path.commonprefix([self.text, *probes]))
@@ -350,9 +352,7 @@ def _marked(
     return spans
 
 
-def _not_rendered(
-    chat: _Chat, learned: Sequence[int], text: str
-) -> list[tuple[str, str]]:
+def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
     """What the learned turns have and the template does not show, as (kind, text). Raises UserError
     for tool calls: a turn would be learned that does something else."""
     notes = []
@@ -424,9 +424,7 @@ def _shows_content(chat: _Chat, at: int) -> bool:
     return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
 
 
-def shows_tools(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]
-) -> bool:
+def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
     """Whether the template shows tools in the prompt that messages make."""
     text = render(tokenizer, messages, True, tools)
     names = [(tool.get("function") or tool).get("name") for tool in tools]
@@ -452,7 +450,9 @@ def in_form(
         return list(messages)
     plain = [_with_arguments(message, _filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
-    texts = [_with_arguments(message, lambda value: _as_text(_as_object(value))) for message in plain]
+    texts = [
+        _with_arguments(message, lambda value: _as_text(_as_object(value))) for message in plain
+    ]
 
     def tried(form: Sequence[Message]) -> str | None:
         try:

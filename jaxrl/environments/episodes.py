@@ -64,7 +64,7 @@ class Episodes:
         most = config.batch_size * config.group_size
         self.pool = pool_of(config, e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most))
         self.source = self.pool.source
-        self._batches = itertools.count()
+        self._batches, self._tools_checked = itertools.count(), False
         self._last: EpisodeBatch | None = None
 
     def begin(
@@ -126,6 +126,14 @@ class Episodes:
             own = prompt.columns.get("tools")
             tools = (*(own if isinstance(own, tuple) else ()), *facts.tools)
             tokens = encode_prompt(self.tokenizer, given, tools)
+            if facts.tools and messages and not self._tools_checked:
+                self._tools_checked = True
+                if not shows_tools(self.tokenizer, messages, tools):
+                    self.notify(
+                        f"{KEY}: the chat template does not show the tools of {self.source.text}:"
+                        " prompts are without them. Give the model a template that shows tools, or"
+                        " write them into data.system_prompt"
+                    )
         except UserError as error:
             raise UserError(f"{KEY}: {self.source.text}, prompt {prompt.id}: {error}") from error
         most = self.config.max_prompt_tokens

@@ -161,7 +161,14 @@ class Job(Setup):
             )
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
-        return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]
+        held_out = held_out_notes(self.config, self.held_out, self.judge)
+        return [first, *held_out, *self.row_notes, *self.notes]
+
+    @property
+    def row_notes(self) -> list[str]:
+        """What the chat template does with rows that were looked at so far, the first of each
+        kind."""
+        return list(self.train.noted.values())
 
 
 def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
@@ -186,7 +193,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     evaluated = config.eval.teacher and not config.teacher_gets_feedback
     read = encode if evaluated else replace(encode, teacher=None)
     held_out = held_out_sets(config, read)
-    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+    prompts = [prompt.to_sample for prompt in train.batch(0)]
+    prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = []
     if aligner is not None:
         common = int((aligner.to_teacher >= 0).sum())
@@ -340,15 +348,16 @@ def check_weights(job: Job) -> None:
         open_reward(job.config.reward.model)
 
 
-def check_job(config: Config, given: Mapping[str, bytes]) -> None:
-    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
+def check_job(config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]) -> None:
+    """Raises the UserError that `make_job` would; `notify` gets what it notes about rows. Of models that have no weights here, as in a plan
     for another machine, only `config.json` is known, and data on a hub may not have been fetched:
     then the models, the data that are here and the reward functions are checked each alone.
     """
     described = bool(without_weights(config))
     here = {each[0]: _here(*each) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
-        make_job(config, given)
+        for note in make_job(config, given).row_notes:
+            notify(note)
         return
     if not described:
         _models(config)

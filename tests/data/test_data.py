@@ -323,15 +323,22 @@ def test_completion_where_the_template_rewrites_the_prompt():
     strange = "{{ messages|length }}" + CHATML
     tokenizer = tiny_tokenizer(template=strange)
     messages = [{"role": "user", "content": "a"}]
-    assert encode_completion(tokenizer, messages, "b", [EOS]).completion == (*ids(tokenizer, "b"), EOS)
+    assert encode_completion(tokenizer, messages, "b", [EOS]).completion == (
+        *ids(tokenizer, "b"),
+        EOS,
+    )
 
 
 def test_eos_is_the_first_that_generation_would_stop_at():
     end, im_end = ids(TINY, "<|endoftext|><|im_end|>")
     messages = [{"role": "user", "content": "a"}]
     # The template's end of turn does not end a completion here: what does is added.
-    assert encode_completion(TINY, messages, "b", [end]).completion == ids(TINY, "b<|im_end|>\n<|endoftext|>")
-    assert encode_completion(TINY, messages, "b", [end, im_end]).completion == ids(TINY, "b<|im_end|>")
+    assert encode_completion(TINY, messages, "b", [end]).completion == ids(
+        TINY, "b<|im_end|>\n<|endoftext|>"
+    )
+    assert encode_completion(TINY, messages, "b", [end, im_end]).completion == ids(
+        TINY, "b<|im_end|>"
+    )
     with pytest.raises(UserError, match="need an EOS"):
         encode_completion(TINY, messages, "b", [])
 

@@ -161,7 +161,9 @@ def check_marks(
     for start, _ in borders:
         before = {i for i in range(max(0, start - 60), start) if i in marked - learned}
         assert bare({i for i in before if i > start - 40}) in heads or True
-    assert set(bare(marked - learned).replace("assistant", "").replace("model", "").split()) == set()
+    assert (
+        set(bare(marked - learned).replace("assistant", "").replace("model", "").split()) == set()
+    )
 
 
 def run(names: Sequence[str], turns: str) -> Counter[str]:

@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-_SPECIAL = re.compile(r"<[|｜][^<>'\"{}\s]{1,40}[|｜]>|<\|?/?[a-z_]{2,30}\|?>|<[A-Z_/]{2,30}>|\[/?[A-Z_]{3,30}\]")
+_SPECIAL = re.compile(
+    r"<[|｜][^<>'\"{}\s]{1,40}[|｜]>|<\|?/?[a-z_]{2,30}\|?>|<[A-Z_/]{2,30}>|\[/?[A-Z_]{3,30}\]"
+)
 _PARTS = ("idefics3", "llava_next", "smolvlm")
 """Templates of models with images, which take no content that is text."""
 
@@ -37,7 +39,9 @@ def tokenizer_of(name: str) -> Any:
     inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("Ċ", "Ċ")]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    special = sorted({*_SPECIAL.findall(template), "<|bos|>", "<|eos|>", "<|pad|>", "<think>", "</think>"})
+    special = sorted(
+        {*_SPECIAL.findall(template), "<|bos|>", "<|eos|>", "<|pad|>", "<think>", "</think>"}
+    )
     plain = ("think", "tool", "function", "parameter", "arg_")
     inner.add_special_tokens(
         [AddedToken(one, special=not any(word in one for word in plain)) for one in special]
@@ -72,14 +76,23 @@ TOOL = {
     "function": {
         "name": "look",
         "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "where"}},
+            "required": ["city"],
+        },
     },
 }
 ASK: dict[str, Any] = {"role": "user", "content": "2+2?"}
 MORE: dict[str, Any] = {"role": "user", "content": "and\n\nthen?"}
 FOUR: dict[str, Any] = {"role": "assistant", "content": "four"}
 LAST: dict[str, Any] = {"role": "assistant", "content": "the end"}
-RAIN: dict[str, Any] = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "rain"}
+RAIN: dict[str, Any] = {
+    "role": "tool",
+    "name": "look",
+    "tool_call_id": "call00001",
+    "content": "rain",
+}
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
 OSLO = {"city": "Oslo", "days": 2, "deep": {"a": [1, None, True]}}
 CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
@@ -90,10 +103,18 @@ CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "line breaks": ([ASK, {"role": "assistant", "content": "\n\nfour\n\n"}], False),
     "thoughts": ([ASK, {**FOUR, "reasoning_content": "two and two"}], False),
     "thoughts twice": (
-        [ASK, {**FOUR, "reasoning_content": "two and two"}, MORE, {**LAST, "reasoning_content": "so"}],
+        [
+            ASK,
+            {**FOUR, "reasoning_content": "two and two"},
+            MORE,
+            {**LAST, "reasoning_content": "so"},
+        ],
         False,
     ),
-    "think in content": ([ASK, {**FOUR, "content": "<think>\ntwo and two\n</think>\n\nfour"}], False),
+    "think in content": (
+        [ASK, {**FOUR, "content": "<think>\ntwo and two\n</think>\n\nfour"}],
+        False,
+    ),
     "call": ([ASK, call(OSLO)], True),
     "call and text": ([ASK, call(OSLO, "I look.")], True),
     "call and thoughts": ([ASK, call(OSLO, reasoning_content="where")], True),
@@ -107,7 +128,10 @@ CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "call as other text": ([ASK, call('{"t":1.50}'), RAIN, LAST], True),
     "thinking": ([ASK, {**FOUR, "thinking": "two\n\nand two"}], False),
     "spaces": ([ASK, {**FOUR, "content": " four "}], False),
-    "break first": ([ASK, {**FOUR, "content": "\nfour"}, MORE, {**LAST, "content": "\n\n\nend"}], False),
+    "break first": (
+        [ASK, {**FOUR, "content": "\nfour"}, MORE, {**LAST, "content": "\n\n\nend"}],
+        False,
+    ),
     "empty": ([ASK, {**FOUR, "content": ""}, MORE, LAST], False),
     "same": ([ASK, FOUR, ASK, FOUR, ASK, FOUR], False),
     "think in both": (
