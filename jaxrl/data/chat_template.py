@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
+from functools import partial
 from typing import Any
 
 from jaxrl.data.example import Message
-from jaxrl.data.template_limits import limited, program
+from jaxrl.data.template_limits import limits, program
 from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
 
@@ -23,24 +24,30 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("Q", "Z")
 """Contents that stand in for a turn's, to see where the template puts it. They differ from their
 first to their last character, and no template writes them between two turns."""
+_LONGEST_FORM = 1000
+"""Characters of a form of dates (`%d %B %Y`) in a template."""
 _NO_BORDERS = (
     "where this turn of the assistant ends cannot be told from the chat template's text; set"
     " data.completion_turns=last, or give the model a template that marks what is learned with"
     " {% generation %}"
 )
-_today: date | None = None
 
 
-def set_date(day: date | None) -> None:
-    """Fixes the date that templates of this process show (`strftime_now`): the one on which the run
-    began. None: the date of each rendering."""
-    global _today
-    _today = day
+def dated(tokenizer: Any, day: str | None) -> Any:
+    """Returns the tokenizer, whose chat template shows this date (`strftime_now`) from now on, also
+    in processes that it is sent to.
+
+    Args:
+        day: YYYY-MM-DD; None: the day of each rendering.
+    """
+    if tokenizer is not None:
+        tokenizer.chat_date = day
+    return tokenizer
 
 
-def chat_date() -> date:
-    """The date that templates show."""
-    return _today or date.today()
+def today() -> str:
+    """The date as `dated` takes it."""
+    return date.today().isoformat()
 
 
 class Refused(UserError):
@@ -363,7 +370,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 f"message {at}: the chat template does not render `tool_calls`: write the calls as"
                 " text, in the `content` of their message"
             )
-        for field, thought, content in _thoughts(message):
+        for field, thought in _thoughts(message):
             shown = thought in text or (field != "content" and _shows(chat, at, THOUGHTS))
             if not shown:
                 where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
@@ -396,18 +403,13 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
     return notes
 
 
-def _thoughts(message: Message) -> list[tuple[str, str, str]]:
-    """(field, thought, rest of the content) of what a message says in thoughts."""
-    found = []
+def _thoughts(message: Message) -> list[tuple[str, str]]:
+    """(field, thought) of what a message says in thoughts."""
     field = next((name for name in THOUGHTS if message.get(name)), None)
-    content = message.get("content") or ""
-    if field is not None and str(message[field]).strip():
-        found.append((field, str(message[field]).strip(), content))
-    before, end, rest = content.partition("</think>")
-    thought = before.partition("<think>")[2].strip() if "<think>" in before else before.strip()
-    if end and thought:
-        found.append(("content", thought, rest))
-    return found
+    found = [] if field is None else [(field, str(message[field]).strip())]
+    before, end, _ = (message.get("content") or "").partition("</think>")
+    found += [("content", before.rpartition("<think>")[2].strip())] if end else []
+    return [(field, thought) for field, thought in found if thought]
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
@@ -511,9 +513,9 @@ def _printed_by_python(text: str, messages: Sequence[Message]) -> bool:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, Mapping) else {}
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, dict | list) and arguments and str(arguments) in text:
-                if str(arguments) != _as_text(arguments):
-                    return True
+            written = isinstance(arguments, dict | list) and str(arguments) in text
+            if written and str(arguments) != _as_text(arguments):
+                return True
     return False
 
 
@@ -536,9 +538,10 @@ def _rendered(
         raise UserError("the chat has no messages")
     blocks: list[str] = []
     marks: list[tuple[int, int]] = []
+    day = getattr(tokenizer, "chat_date", None) or today()
     try:
         template = program(tokenizer.get_chat_template(tools=list(tools) or None))
-        with limited(), template.environment.activate_tracker(blocks, marks):
+        with limits(), template.environment.activate_tracker(blocks, marks):
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,
@@ -546,7 +549,7 @@ def _rendered(
                     "tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": generation,
-                    "strftime_now": _strftime,
+                    "strftime_now": partial(_strftime, day),
                 }
             ):
                 blocks.append(block)
@@ -567,8 +570,8 @@ def _as_templates_read(message: Message) -> JsonObject:
     return turn
 
 
-def _strftime(form: str) -> str:
-    """What `strftime_now` of templates gives."""
-    if len(form) > 1000:
-        raise UserError(f"a date in a form of {len(form)} characters")
-    return chat_date().strftime(form)
+def _strftime(day: str, form: str) -> str:
+    """What `strftime_now` of templates gives: a date, at midnight."""
+    if len(form) > _LONGEST_FORM:
+        raise ValueError(f"a date in a form of {len(form)} characters")
+    return datetime.fromisoformat(day).strftime(form)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
@@ -25,6 +27,7 @@ PromptLike = str | Sequence[int] | Sequence[Message]
 _BORDERS = ("\n", "0", "|", "x")
 """Texts that a text is tokenised behind where its first token must not begin with a space that is
 not there."""
+_MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
 
@@ -52,11 +55,46 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     from transformers import AutoTokenizer  # takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(
-            str(place), local_files_only=True, trust_remote_code=False
-        )
+        with _panics("cannot be read"):
+            loaded = AutoTokenizer.from_pretrained(
+                str(place), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # whatever the readers of transformers raise, Exception included
         raise UserError(f"tokenizer: {path}: cannot be read: {_one_line(error)}") from error
+    growth = _growth(loaded)
+    if growth > _MOST_GROWTH:
+        raise UserError(
+            f"tokenizer: {path}: its normalizer makes a text up to {growth:.3g} times as long; at"
+            f" most {_MOST_GROWTH} times are allowed: is tokenizer.json damaged?"
+        )
+    return loaded
+
+
+def _growth(tokenizer: Tokenizer) -> float:
+    """How many times as long the normalizer may make a text by what it replaces."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = [] if backend is None else [json.loads(backend.to_str()).get("normalizer")]
+    growth = 1.0
+    while steps:
+        step = steps.pop() or {}
+        steps += step.get("normalizers", ())
+        if step.get("type") == "Replace":
+            # A regular expression may match one character, or between any two.
+            short = len(step["pattern"].get("String", "")) or 1
+            growth *= max(1.0, len(step["content"]) / short)
+    return growth
+
+
+@contextmanager
+def _panics(what: str) -> Iterator[None]:
+    """Raises UserError where the Rust code of a tokenizer panics, which is no Exception in Python:
+    at a regular expression that backtracks without end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer {what}: {_one_line(error)}") from error
 
 
 def encode_prompt(
@@ -324,7 +362,8 @@ def render_chat(
 def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
     """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
     tokenizer = _need(tokenizer, "text")
-    tokens = tuple(tokenizer(text)["input_ids"])
+    with _panics(f"cannot split {short(repr(text))}"):
+        tokens = tuple(tokenizer(text)["input_ids"])
     bos = tokenizer.bos_token_id
     return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
 
@@ -332,15 +371,14 @@ def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
     """Tokens of a text to continue: special tokens may be put before it, but no EOS after it."""
     tokens = encode_text(tokenizer, text)
-    if tokenizer is not None and tokens and tokens[-1] == tokenizer.eos_token_id:
-        if _ids(tokenizer, text)[-1:] != tokens[-1:]:
-            return tokens[:-1]
-    return tokens
+    added = tokens[-1:] == (_need(tokenizer, "text").eos_token_id,)
+    return tokens[:-1] if added and _ids(tokenizer, text)[-1:] != tokens[-1:] else tokens
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Tokens of a text as it is, special ones that it spells included."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    with _panics(f"cannot split {short(repr(text))}"):
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @lru_cache(16)
@@ -401,5 +439,5 @@ def _first_difference(student: str, teacher: str) -> str:
     return f"from character {at} on, student {ours!r}, teacher {theirs!r}"
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl.data.example import Message
 from jaxrl.data.chat_template import has_template
+from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import Tokenizer, as_messages, encode_text, load_tokenizer, render_chat
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights

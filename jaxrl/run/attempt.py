@@ -40,6 +40,7 @@ from jaxrl.run.run_dir import (
     meshes,
     open_run_dir,
     sessions,
+    with_date,
 )
 from jaxrl.runtime.registry import registered
 from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
@@ -58,6 +59,7 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
         dry: make the plan even if the run's data cannot be found.
     """
     config, notes = with_commits(config, dry)
+    config = with_date(config)
     plan = make_plan(config, needed_roles(config), devices_for(config))
     return replace(plan, notes=(*notes, *plan.notes))
 

@@ -283,14 +283,15 @@ def _models(config: Config) -> _Models:
     teachers = {
         name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
     }
-    tokenizer = tokenizer_of(student)
+    tokenizer = tokenizer_of(student, config.data.chat_date)
     eos_ids = end_ids(student, tokenizer)
     vocab_size = student.config.vocab_size
     cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
     described: dict[str, ModelSource | ScoreCache] = dict(teachers)
     if not teachers and cache is not None:
         described["teacher"] = cache
-    theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
+    day = config.data.chat_date
+    theirs = {name: tokenizer_of(teacher, day) for name, teacher in described.items()}
     own = theirs["teacher"] if config.teacher.tokenizer == "own" else None
     aligner: Aligner | None = None
     for name, teacher in described.items():
@@ -349,9 +350,12 @@ def check_weights(job: Job) -> None:
 
 
 def check_job(config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]) -> None:
-    """Raises the UserError that `make_job` would; `notify` gets what it notes about rows. Of models that have no weights here, as in a plan
+    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
     for another machine, only `config.json` is known, and data on a hub may not have been fetched:
     then the models, the data that are here and the reward functions are checked each alone.
+
+    Args:
+        notify: gets what is noted of the rows of data.
     """
     described = bool(without_weights(config))
     here = {each[0]: _here(*each) for each in _data_sources(config)}

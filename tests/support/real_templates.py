@@ -1,4 +1,4 @@
-"""The chat templates of the model families that the package trl ships, read where it is installed."""
+"""The chat templates of the model families that the package trl brings, where it is installed."""
 
 from __future__ import annotations
 
