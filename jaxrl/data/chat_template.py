@@ -50,13 +50,13 @@ def today() -> str:
     return date.today().isoformat()
 
 
-class Refused(UserError):
+class Unrendered(UserError):
     """A chat that the template refuses, leaves messages out of, or in whose text the turns cannot
     be told apart."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChatPiece:
     """A part of a chat's text after the prompt."""
 
     text: str
@@ -70,7 +70,7 @@ class Split:
     """The text of a chat, cut where what is learned begins and ends."""
 
     prompt: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChatPiece, ...]
     """What follows the prompt; joined, they are the rest of the template's text."""
     generation: bool
     """Whether the prompt is the template's generation prompt, with which sampling begins."""
@@ -126,7 +126,7 @@ def split(
 
     Raises:
         UserError: no template; tool calls of a learned turn that are not rendered.
-        Refused: a template that refuses the chat, leaves out messages after the prompt, or in whose
+        Unrendered: a template that refuses the chat, leaves out messages after the prompt, or in whose
             text the turns cannot be told apart.
     """
     messages = in_form(tokenizer, messages, False, tools)
@@ -134,7 +134,7 @@ def split(
     chat = _Chat(tokenizer, messages, tools, text, tuple(ends))
     learned = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     starts = [chat.start(at) for at in learned]
-    pieces: list[Piece] = []
+    pieces: list[ChatPiece] = []
     at = starts[0]
     for message, start, limit in zip(learned, starts, [*starts[1:], len(text)], strict=True):
         spans = chat.spans(message, start, limit)
@@ -142,14 +142,14 @@ def split(
             spans = _marked(marks, start, spans[-1][1], chat)
         for begin, stop in spans:
             if begin < at:
-                raise Refused(f"message {message}: {_NO_BORDERS}")
-            pieces.append(Piece(text[at:begin], False, message))
-            pieces.append(Piece(text[begin:stop], True, message))
+                raise Unrendered(f"message {message}: {_NO_BORDERS}")
+            pieces.append(ChatPiece(text[at:begin], False, message))
+            pieces.append(ChatPiece(text[begin:stop], True, message))
             at = stop
     if not pieces:
         raise UserError("the chat template marks nothing of the assistant's turns to be learned")
     if at < len(text):
-        pieces.append(Piece(text[at:], False, len(messages)))
+        pieces.append(ChatPiece(text[at:], False, len(messages)))
     begins = starts[0] + len(pieces[0].text)
     for at, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" and not _shows_content(chat, at):
@@ -157,7 +157,7 @@ def split(
                 f"message {at}: the chat template does not render messages of {message['role']}"
             )
             if at > first:
-                raise Refused(left_out)
+                raise Unrendered(left_out)
             chat.notes.append(("messages", f"{left_out}: the prompt is without it"))
     notes = [*chat.notes, *_not_rendered(chat, learned, text[begins:])]
     return Split(
@@ -279,7 +279,7 @@ class _Chat:
         found = [start + turn.index(end) + len(end) for end in self.ends if end in turn]
         if found:
             return min(found)
-        raise Refused(f"message {at}: {_NO_BORDERS}")
+        raise Unrendered(f"message {at}: {_NO_BORDERS}")
 
     def _ends_with_token(self, text: str) -> bool:
         return any(text.endswith(token) for token in self.special)
@@ -556,7 +556,7 @@ def _rendered(
     except Exception as error:  # a template is a program that comes with the model
         roles = ", ".join(str(message.get("role")) for message in messages)
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise Refused(f"the chat template refuses messages of {roles}: {why}") from error
+        raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
     return "".join(blocks), tuple(marks)
 
 

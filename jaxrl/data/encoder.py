@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from jaxrl.config import template
-from jaxrl.data.chat_template import Refused, has_template, shows_tools
+from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
 from jaxrl.data.example import Example, Message
 from jaxrl.data.feedback import LATE, filled
 from jaxrl.data.rows import listed
@@ -259,7 +259,7 @@ class PromptEncoder:
             completion = str(example.completion)
         try:
             found = encode_completion(self.tokenizer, prompt, completion, eos_ids, example.tools)
-        except Refused:
+        except Unrendered:
             if len(example.turns) < 2:
                 raise
             found = self._turn_by_turn(example, prompt, eos_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def first_messages(result: object) -> tuple[Message, ...] | str:
 
 
 def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
-    """Chat messages with texts `role` and `content`, as plain dicts."""
+    """Chat messages with texts `role` and `content`, as plain dicts with all of their fields."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
         raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
     found = []
@@ -85,7 +86,13 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
                 f" {', '.join(roles)}"
             )
         _check_text(str(texts[1]), method)
-        found.append({"role": str(texts[0]), "content": str(texts[1])})
+        try:
+            fields = json.loads(json.dumps(dict(fields), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"`{method}` returned the message {shown(message)}: its fields must be JSON: {error}"
+            ) from error
+        found.append(fields | {"role": str(texts[0]), "content": str(texts[1])})
     return tuple(found)
 
 

@@ -59,8 +59,8 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
         dry: make the plan even if the run's data cannot be found.
     """
     config, notes = with_commits(config, dry)
-    config = with_date(config)
-    plan = make_plan(config, needed_roles(config), devices_for(config))
+    visible = devices_for(config)
+    plan = make_plan(with_date(config), needed_roles(config), visible)
     return replace(plan, notes=(*notes, *plan.notes))
 
 
