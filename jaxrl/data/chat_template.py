@@ -126,8 +126,8 @@ def split(
 
     Raises:
         UserError: no template; tool calls of a learned turn that are not rendered.
-        Unrendered: a template that refuses the chat, leaves out messages after the prompt, or in whose
-            text the turns cannot be told apart.
+        Unrendered: a template that refuses the chat, leaves out messages after the prompt, or in
+            whose text the turns cannot be told apart.
     """
     messages = in_form(tokenizer, messages, False, tools)
     text, marks = _rendered(tokenizer, messages, False, tools)
@@ -151,12 +151,12 @@ def split(
     if at < len(text):
         pieces.append(ChatPiece(text[at:], False, len(messages)))
     begins = starts[0] + len(pieces[0].text)
-    for at, message in enumerate(messages[:-1]):
-        if message["role"] != "assistant" and not _shows_content(chat, at):
+    for number, one in enumerate(messages[:-1]):
+        if one["role"] != "assistant" and not _shows_content(chat, number):
             left_out = (
-                f"message {at}: the chat template does not render messages of {message['role']}"
+                f"message {number}: the chat template does not render messages of {one['role']}"
             )
-            if at > first:
+            if number > first:
                 raise Unrendered(left_out)
             chat.notes.append(("messages", f"{left_out}: the prompt is without it"))
     notes = [*chat.notes, *_not_rendered(chat, learned, text[begins:])]

@@ -14,7 +14,7 @@ from functools import lru_cache, wraps
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
-from jinja2 import Template, TemplateRuntimeError
+from jinja2 import TemplateRuntimeError
 
 TEMPLATE_LINES = 5_000_000
 """Lines of Python, of the template and of what it calls. A chat of a thousand turns takes a fifth
@@ -30,8 +30,8 @@ _ANY_NUMBER = ("default", "d")
 
 
 @lru_cache(64)
-def program(template: str) -> Template:
-    """The compiled template, in the sandbox that transformers has for chat templates, limited."""
+def program(template: str) -> Any:
+    """The compiled jinja template, in the sandbox that transformers has for chat templates, limited."""
     from transformers.utils import chat_template_utils  # seconds
 
     # What is constant in a template is not worked out before the limits hold.
@@ -60,8 +60,7 @@ def program(template: str) -> Template:
     limited.intercepted_binops = frozenset(("*", "+", "**", "%"))
     limited.call_binop, limited.call = bounded_operate, bounded_call
     limited.filters = {name: _bounded(name, each) for name, each in shared.filters.items()}
-    made: Template = limited.from_string(template)
-    return made
+    return limited.from_string(template)
 
 
 @contextmanager

@@ -90,7 +90,8 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
             fields = json.loads(json.dumps(dict(fields), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"`{method}` returned the message {shown(message)}: its fields must be JSON: {error}"
+                f"`{method}` returned the message {shown(message)}, whose fields are not JSON:"
+                f" {error}"
             ) from error
         found.append(fields | {"role": str(texts[0]), "content": str(texts[1])})
     return tuple(found)

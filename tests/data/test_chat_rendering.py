@@ -129,7 +129,8 @@ def test_a_completion_that_is_a_text_is_a_turn() -> None:
 
 FORMS = {
     "objects": "c.function.arguments | tojson",
-    "both": "c.function.arguments if c.function.arguments is string else (c.function.arguments | tojson)",
+    "both": "c.function.arguments if c.function.arguments is string"
+    " else (c.function.arguments | tojson)",
     "texts": "c.function.arguments",
     "printed": "c.function.arguments | string",
     "items": "c.function.arguments.items() | list | tojson",
@@ -284,7 +285,7 @@ def test_fields_of_messages_reach_the_template_between_turns() -> None:
         assert "rainlookc1<|im_end|>" in spelt(
             tokenizer, (*prompt.tokens, *(prompt.completion or ()))
         )
-    with pytest.raises(UserError, match="its fields must be JSON"):
+    with pytest.raises(UserError, match="whose fields are not JSON"):
         observed({"messages": [{**message, "x": object()}]})
 
 
@@ -318,21 +319,22 @@ def test_the_date_of_a_template_is_the_tokenizers(monkeypatch: pytest.MonkeyPatc
     assert render(tokenizer, [ASK]).startswith("03 Feb 2026 00:00\n")
 
 
+GROWS = "{% set n = namespace(x=A) %}{% for i in range(60) %}{% set n.x = B %}{% endfor %}"
 HOSTILE = {
     "lipsum": "{{ lipsum(n=100000000) }}",
     "date": "{{ strftime_now('%c' * 10**7) }}",
     "sort": "{{ ('ba' * 10**7) | sort }}",
-    "batch": "{% for x in ('ba' * 10**6) | batch(2) %}{% for y in range(9999) %}{% endfor %}{% endfor %}",
+    "batch": "{% for x in ('ba' * 10**6) | batch(2) %}{% for y in x %}{% endfor %}{% endfor %}",
     "loops": "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
     "times": "{{ 10**12 * 'a' }}",
     "list": "{{ [1] * 10**12 }}",
-    "power": "{% set n = namespace(x=10) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "power": GROWS.replace("A", "10").replace("B", "n.x * n.x"),
     "method": "{{ 'a'.center(10**11) }}",
     "filter": "{{ 'a' | center(10**11) }}",
     "percent": "{{ '%1000000000000d' % 1 }}",
     "format": "{{ '{:1000000000000}'.format(1) }}",
-    "doubled": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "added": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubled": GROWS.replace("A", "'ab'").replace("B", "n.x ~ n.x"),
+    "added": GROWS.replace("A", "'ab'").replace("B", "n.x + n.x"),
     "replaced": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
     "joined": "{{ ('a' * 100000) | map('replace', 'a', 'b' * 100000) | join }}",
     "round": "{{ 1.5 | round(10**9) }}",

@@ -142,11 +142,9 @@ def check_marks(
         raise AssertionError("another text with marks")
     marked = {i for start, stop in marks for i in range(start, stop)}
     learned, at = set[int](), len(begin)
-    borders = []
     for trains, part in parts:
         if trains:
             learned |= set(range(at, at + len(part)))
-            borders.append((at, at + len(part)))
         at += len(part)
     added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
 
@@ -157,13 +155,9 @@ def check_marks(
         return found.strip()
 
     assert not bare(learned - marked), "more than the marks but for end tokens"
-    heads = {"assistant", "model", "assistant to=user", ""}
-    for start, _ in borders:
-        before = {i for i in range(max(0, start - 60), start) if i in marked - learned}
-        assert bare({i for i in before if i > start - 40}) in heads or True
-    assert (
-        set(bare(marked - learned).replace("assistant", "").replace("model", "").split()) == set()
-    )
+    # Some templates mark the role's name in the header, which is of the generation prompt.
+    headers = bare(marked - learned).replace("assistant", "").replace("model", "")
+    assert not headers.strip(), f"marked, and not learned: {headers!r}"
 
 
 def run(names: Sequence[str], turns: str) -> Counter[str]:
