@@ -71,7 +71,8 @@ def dry_run(config: Given, rewards: Sequence[Callable[..., object]] = ()) -> Pla
 
     config, given = bind(Config.of(config), rewards)
     plan = plan_run(config, dry=True)
-    return replace(plan, refusals=refusals(plan.config, given))
+    notes = [*plan.notes]
+    return replace(plan, refusals=refusals(plan.config, given, notes.append), notes=tuple(notes))
 
 
 def train(
@@ -115,7 +116,7 @@ def print_plan(config: Config) -> None:
 
     plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(plan.config, {})]
+    found = [*plan.misfit, *refusals(plan.config, {}, print)]
     if found:
         raise UserError("\n".join(found))
 

@@ -12,7 +12,7 @@ C + j - 1`` predicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -64,6 +64,16 @@ class Prompt:
     (`data.feedback`)."""
     turns: tuple[Turn, ...] = ()
     """The parts of `completion`, where it has several turns of the assistant."""
+    sampling_tokens: tuple[int, ...] | None = None
+    """The prompt to sample from, where the data's completion does not continue it (a chat template
+    whose generation prompt opens thoughts that the completion does not have); None: `tokens`."""
+
+    @property
+    def to_sample(self) -> Prompt:
+        """The prompt whose `tokens` are sampled from."""
+        if self.sampling_tokens is None:
+            return self
+        return replace(self, tokens=self.sampling_tokens, sampling_tokens=None)
 
 
 @dataclass(frozen=True)

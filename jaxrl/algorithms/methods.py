@@ -134,6 +134,15 @@ def on_policy(config: Config, index: int) -> bool:
     return bool(coin < config.distill.on_policy_fraction)
 
 
+def holds_samples(config: Config, index: int) -> bool:
+    """Whether batch `index` holds samples, of the policy or the teacher, and not completions of the
+    data."""
+    method = method_of(config)
+    if not method.reads_completions(config):
+        return True
+    return method.samples_policy(config) and on_policy(config, index)
+
+
 def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
     """The student's samples or, depending on the coin flip, the teacher's (seq_kd) or the data's
     completions."""

@@ -54,11 +54,11 @@ class Sources:
         """Completions of batch `index` by the policy; a further attempt samples other prompts, with
         random numbers of its own.
         """
-        prompts = self.prompts(index + attempt * REFILL_OFFSET)
+        prompts = _to_sample(self.prompts(index + attempt * REFILL_OFFSET))
         return self.call("rollout", RolloutRole.generate, prompts, step=index, attempt=attempt)
 
     def teacher_samples(self, index: int) -> Future[Rollout]:
-        prompts = self.prompts(index)
+        prompts = _to_sample(self.prompts(index))
         if self.stored is None:
             return self.call("teacher", TeacherRole.generate, prompts, step=index)
         return done_future(
@@ -96,3 +96,7 @@ class Sources:
         return [
             self.call(role, score, rollout, part=part, parts=parts, **more) for part in range(parts)
         ]
+
+
+def _to_sample(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [prompt.to_sample for prompt in prompts]

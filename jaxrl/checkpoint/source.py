@@ -20,7 +20,9 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
+from jaxrl.config import yaml_text
 from jaxrl.config.schema import Config
+from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
@@ -33,7 +35,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.quantised import Quantisation
-from jaxrl.process.plain import Keywords
+from jaxrl.process.plain import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.types import Array
 
@@ -41,6 +43,12 @@ BUILTIN = ("teacher", "student", "student_moe")
 """Checkpoints in the package, as `builtin:NAME`."""
 FINAL = "final"
 """Folder of a run directory that holds the trained model."""
+
+
+def chat_date_of(config: JsonObject) -> str | None:
+    """`data.chat_date` of the config that a run wrote."""
+    data = config.get("data")
+    return data.get("chat_date") if isinstance(data, dict) else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,15 @@ class ModelSource:
     def ending_at(self, ids: tuple[int, ...]) -> ModelSource:
         """Returns the same model whose completions end at any of these tokens."""
         return replace(self, config=replace(self.config, eos_ids=ids))
+
+    @property
+    def run_config(self) -> Path | None:
+        """The config of the run that wrote this model; None where no run did."""
+        place = self.path.resolve()
+        folder = place.parent if place.name == FINAL else place
+        if folder == place and not (place / store.MANIFEST).is_file():
+            return None
+        return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
 
     def for_length(self, tokens: int) -> ModelSource:
         """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
@@ -371,9 +388,13 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The transformers tokenizer; None where the checkpoint has none."""
-        path = self.source.tokenizer_path
-        return None if path is None else load_tokenizer(path)
+        """The transformers tokenizer, whose chat template shows the date of the model's run, if a
+        run made it; None where the checkpoint has none."""
+        path, run = self.source.tokenizer_path, self.source.run_config
+        if path is None:
+            return None
+        day = None if run is None else chat_date_of(yaml_text.read_mapping(run))
+        return dated(load_tokenizer(path), day)
 
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]

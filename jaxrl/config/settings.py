@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -25,6 +26,14 @@ from jaxrl.config.section import (
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.plain import Keywords
+
+
+def _day(value: object) -> object:
+    """Checks a date."""
+    try:
+        return None if value is None else date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"a date is needed, as in 2026-03-31, got {value!r}") from None
 
 
 def _named_sets(value: object) -> object:
@@ -92,6 +101,10 @@ class DataConfig(Section):
     chat: Literal["auto", "raw"] = "auto"
     """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text
     prompts stay as they are."""
+    chat_date: Annotated[str | None, BeforeValidator(_day)] = None
+    """Date, as 2026-03-31, that chat templates show which tell the model the date (`strftime_now`).
+    null: that of the day on which the run begins, which its `config.yaml` then has, so that it
+    resumes with the same prompts."""
     system_prompt: str | None = None
     """System message put before every chat prompt that has none. null: none."""
     few_shot: Annotated[Words, Field(min_length=1)] | None = None

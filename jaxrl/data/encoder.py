@@ -5,27 +5,29 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from jaxrl.config import template
+from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
 from jaxrl.data.example import Example, Message
 from jaxrl.data.feedback import LATE, filled
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
+    Encoded,
     Tokenizer,
     as_messages,
     check_rows,
     encode_completion,
     encode_prompt,
-    has_template,
     tokens_without_row,
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
+from jaxrl.process.plain import JsonObject
 from jaxrl.types import Prompt, Turn
 
 Chat = Literal["auto", "raw"]
@@ -131,6 +133,9 @@ class PromptEncoder:
     rows: int | None = None
     """Rows of the embedding that reads the tokens: rows of data with others are refused. None:
     those of the tokenizer."""
+    noted: dict[str, str] = field(default_factory=dict, compare=False)
+    """What the chat template does with a row that its user should know, the first row of each kind:
+    kind -> text. `data.stream` puts the place of the row before it."""
 
     def __post_init__(self) -> None:
         if self.tokenizer is None:
@@ -198,19 +203,29 @@ class PromptEncoder:
         if self.teacher is not None and self.teacher.is_late:
             late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
+        if messages and example.tools:
+            self._check_tools(messages, example.tools)
         columns = {**example.columns, "messages": messages} if messages else example.columns
         columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
-        completion, turns = self._completion(example, prompt)
+        completion, turns, sampled = None, (), None
+        if example.completion is not None:
+            found = self._completion(example, prompt)
+            if len(found.prompt) > self.max_prompt_tokens:
+                return None
+            completion = found.completion[: self.max_new_tokens]
+            turns = cut_turns(found.turns, self.max_new_tokens) if len(found.turns) > 1 else ()
+            tokens, sampled = found.prompt, None if found.prompt == tokens else tokens
         if self.lacks_rows:
             assert self.rows is not None
-            for name, read in (("prompt", tokens), ("completion", completion or ())):
-                check_rows(self.tokenizer, self.rows, read, f"the {name}")
+            for name, read in (("prompt", (*tokens, *(sampled or ()))), ("completion", completion)):
+                check_rows(self.tokenizer, self.rows, read or (), f"the {name}")
         return Prompt(
             prompt_id,
             tokens,
             text,
             completion,
+            sampling_tokens=sampled,
             turns=turns,
             answer=example.answer,
             columns=columns,
@@ -249,34 +264,61 @@ class PromptEncoder:
         )
         return _without(example, start)
 
-    def _completion(
-        self, example: Example, prompt: str | tuple[Message, ...]
-    ) -> tuple[tuple[int, ...] | None, tuple[Turn, ...]]:
-        """Tokens of the completion, and the parts of one of several turns."""
-        if example.completion is None:
-            return None, ()
+    def _completion(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
+        """The prompt with the completion that the row has."""
         own = self.tokenizer.eos_token_id
         eos_ids = self.eos_ids or (() if own is None else (own,))
-        first = example.turns[0] if example.turns else example.completion
-        tokens = encode_completion(self.tokenizer, prompt, first, eos_ids, example.tools)
-        parts = [Turn("assistant", len(tokens), example.completion)]
-        heard: list[Message] = []
-        for turn in example.turns[1:]:
+        completion: str | tuple[Message, ...] = example.turns
+        if not completion or isinstance(prompt, str):
+            completion = str(example.completion)
+        try:
+            found = encode_completion(self.tokenizer, prompt, completion, eos_ids, example.tools)
+        except Unrendered:
+            if len(example.turns) < 2:
+                raise
+            found = self._turn_by_turn(example, prompt, eos_ids)
+        for kind, text in found.notes:
+            self._note(kind, text)
+        return found
+
+    def _turn_by_turn(
+        self, example: Example, prompt: str | tuple[Message, ...], eos_ids: tuple[int, ...]
+    ) -> Encoded:
+        """The tokens of a chat that the template does not take as a whole, as an episode has them:
+        what follows a turn is rendered behind that turn alone."""
+        first, *turns = example.turns
+        found = encode_completion(self.tokenizer, prompt, (first,), eos_ids, example.tools)
+        tokens, parts, heard = found.completion, [*found.turns], list[Message]()
+        for turn in turns:
             if turn["role"] != "assistant":
                 heard.append(turn)
                 continue
             between = self._encode_turns.after(heard, eos=tokens[-1], chat=True)
             said = "\n".join(message["content"] for message in heard)
-            written = encode_completion(self.tokenizer, _user("?"), turn, eos_ids)
+            written = encode_completion(self.tokenizer, _user("?"), (turn,), eos_ids)
             parts.append(Turn("environment", len(between), said))
-            parts.append(Turn("assistant", len(written), turn["content"]))
-            tokens, heard = (*tokens, *between, *written), []
-        most = self.max_new_tokens
-        return tokens[:most], cut_turns(parts, most) if example.turns else ()
+            parts += written.turns
+            tokens, heard = (*tokens, *between, *written.completion), []
+        return replace(found, completion=tokens, turns=tuple(parts))
 
     @cached_property
     def _encode_turns(self) -> TurnEncoder:
-        return TurnEncoder(self.tokenizer)
+        return TurnEncoder(self.tokenizer, lambda text: self._note("roles", text))
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> None:
+        """Says once where the chat template shows no tools."""
+        if "tools" not in self.noted and not shows_tools(self.tokenizer, messages, tools):
+            self._note(
+                "tools",
+                "the chat template does not show `tools`: prompts are without them. Give the model"
+                " a template that shows tools, write them into the system message, or unset"
+                " data.tools_key",
+            )
+
+    def _note(self, kind: str, text: str) -> None:
+        """Keeps what the user should know, the first time of each kind."""
+        if kind not in self.noted:
+            self.noted[kind] = text
 
     @cached_property
     def _turns_before(self) -> tuple[Message, ...]:

@@ -60,13 +60,12 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     """A row, of values that JSON has (`plain`), as an example; `where` begins error messages."""
     prompt, turns = _prompt(row, keys, where)
     text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
-    bare = len(turns) == 1 and turns[0].keys() <= {"role", "content"}
     known = {keys.prompt, keys.messages, keys.completion, keys.answer}
     return Example(
         prompt=prompt,
         completion=text,
         tools=_tools(row, keys, where),
-        turns=() if bare else turns,
+        turns=turns,
         answer=_answer(row, keys, where),
         columns={name: _without_nulls(value) for name, value in row.items() if name not in known},
     )
@@ -276,7 +275,7 @@ def _message(given: object, place: str) -> Message:
     if not all(isinstance(call, dict) for call in calls):
         raise UserError(f"{place}: `tool_calls` must be a list of objects: {str(calls)[:80]}")
     if calls:
-        message["tool_calls"] = [_call(_fields(call)) for call in calls]
+        message["tool_calls"] = [_fields(call) for call in calls]
         message.setdefault("content", "")
     if isinstance(message.get("content"), list):
         message["content"] = _joined(message["content"], place)
@@ -326,17 +325,6 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
             f" {kind(given)}"
         )
     return tuple(_without_nulls(tool, MAY_BE_NULL) for tool in tools)
-
-
-def _call(call: object) -> object:
-    """A tool call, whose arguments some write as the text of a JSON object."""
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _call(call["function"])}
-    with suppress(ValueError, TypeError):
-        return call | {"arguments": json.loads(call.get("arguments", ""))}
-    return call
 
 
 def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:

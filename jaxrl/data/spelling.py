@@ -114,8 +114,22 @@ class Spelling:
         """Tokens of texts that continue a sequence. What reads like a special token is text."""
         if not texts:
             return []
-        if self._adds_space:  # then the one that a text begins with is not another
-            texts = [text.removeprefix(" ") for text in texts]
+        if not self._adds_space:
+            return self._encode(texts)
+        # The space that is put before each text is its own, where it begins with one; else the
+        # text is tokenised behind a line break, which is a token by itself.
+        (border,) = self._encode(["\n"])
+        given = [text[1:] if text.startswith(" ") else "\n" + text for text in texts]
+        found = []
+        for text, ids in zip(texts, self._encode(given), strict=True):
+            behind = not text.startswith(" ")
+            if behind and ids[: len(border)] != border:  # a token of several line breaks
+                (ids,) = self._encode([text])
+                behind = False
+            found.append(ids[len(border) :] if behind else ids)
+        return found
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self.tokenizer(
             list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
         )

@@ -63,6 +63,8 @@ class PromptStream:
         """
         self._source, self._encoder = source, encoder
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        self.notify: Callable[[str], None] | None = None
+        """Gets what is noted of rows from now on."""
         self._weights = None if weights is None else tuple(weights)
         parts, cut = _usable_rows(source, encoder)
         self._rows = np.concatenate(parts)
@@ -76,6 +78,12 @@ class PromptStream:
         self._order: Passes | Mixture = Passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
             self._order = self._mixture(parts, self._weights)
+
+    @property
+    def noted(self) -> Mapping[str, str]:
+        """What the chat template does with rows that the user should know, by kind: of each the
+        first row that was encoded."""
+        return self._encoder.noted
 
     @property
     def teacher_limit(self) -> str:
@@ -185,8 +193,12 @@ class PromptStream:
         part, row = self._source.locate(self._order.row(position))
         for step in range(min(_TRIES, len(part))):
             at = (row + step) % len(part)
-            with _placed(part, at, LABEL):
+            known = len(self.noted)
+            with _placed(part, at, LABEL, self._encoder):
                 prompt = self._encoder.encode(part[at], position, not part.procedural)
+            if self.notify is not None:
+                for note in list(self.noted.values())[known:]:
+                    self.notify(note)
             if prompt is not None:
                 return prompt
         raise UserError(
@@ -268,13 +280,13 @@ def eval_set(
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
     for part, row in _in_turn(source.parts):
-        with _placed(part, row, label):
+        with _placed(part, row, label, encoder):
             example = part[row]
             prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
         if prompt is None or (part.procedural and prompt.tokens in seen):
             dropped += 1
             continue
-        prompts.append(prompt)
+        prompts.append(prompt.to_sample)
         seen.add(prompt.tokens)
         cut += encoder.fit(example, not part.procedural) == "cut"
         if len(prompts) == count:
@@ -303,7 +315,7 @@ def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarra
     for part in source.parts:
         usable = np.ones(len(part), bool)
         for row in () if part.procedural else range(len(part)):
-            with _placed(part, row, LABEL):
+            with _placed(part, row, LABEL, encoder):
                 fit = encoder.fit(part[row])
                 if encoder.lacks_rows:  # told before the first step, not when the row's turn comes
                     encoder.encode(part[row], row)
@@ -315,10 +327,14 @@ def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarra
 
 
 @contextmanager
-def _placed(part: Part, row: int, label: str) -> Iterator[None]:
-    """Puts the place of a row before the message of what is wrong with it."""
+def _placed(part: Part, row: int, label: str, encoder: PromptEncoder) -> Iterator[None]:
+    """Puts the place of a row before the message of what is wrong with it, and before what the
+    encoder notes of it."""
+    known = set(encoder.noted)
     try:
         yield
+        for kind in encoder.noted.keys() - known:
+            encoder.noted[kind] = f"{label}: {part.where(row)}: {encoder.noted[kind]}"
     except UserError as error:
         if str(error).startswith(f"{label}: "):  # the reader of the file names it already
             raise

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateRuntimeError
-
+from jaxrl.data import chat_template
+from jaxrl.data.chat_template import has_template, render
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.process.plain import JsonObject
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, Turn
 
 Tokenizer = Any
 """A transformers `PreTrainedTokenizerBase`; Any, because transformers takes seconds to import."""
 PromptLike = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
-TEMPLATE_LINES = 1_000_000
-"""A chat of a thousand turns takes a tenth of it."""
+_BORDERS = ("\n", "0", "|", "x")
+"""Texts that a text is tokenised behind where its first token must not begin with a space that is
+not there."""
+_MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
 
@@ -51,16 +55,46 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     from transformers import AutoTokenizer  # takes seconds
 
     try:
-        return AutoTokenizer.from_pretrained(
-            str(place), local_files_only=True, trust_remote_code=False
-        )
+        with _panics("cannot be read"):
+            loaded = AutoTokenizer.from_pretrained(
+                str(place), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # whatever the readers of transformers raise, Exception included
         raise UserError(f"tokenizer: {path}: cannot be read: {_one_line(error)}") from error
+    growth = _growth(loaded)
+    if growth > _MOST_GROWTH:
+        raise UserError(
+            f"tokenizer: {path}: its normalizer makes a text up to {growth:.3g} times as long; at"
+            f" most {_MOST_GROWTH} times are allowed: is tokenizer.json damaged?"
+        )
+    return loaded
 
 
-def has_template(tokenizer: Tokenizer | None) -> bool:
-    """Whether chat messages can be rendered."""
-    return tokenizer is not None and bool(tokenizer.chat_template)
+def _growth(tokenizer: Tokenizer) -> float:
+    """How many times as long the normalizer may make a text by what it replaces."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = [] if backend is None else [json.loads(backend.to_str()).get("normalizer")]
+    growth = 1.0
+    while steps:
+        step = steps.pop() or {}
+        steps += step.get("normalizers", ())
+        if step.get("type") == "Replace":
+            # A regular expression may match one character, or between any two.
+            short = len(step["pattern"].get("String", "")) or 1
+            growth *= max(1.0, len(step["content"]) / short)
+    return growth
+
+
+@contextmanager
+def _panics(what: str) -> Iterator[None]:
+    """Raises UserError where the Rust code of a tokenizer panics, which is no Exception in Python:
+    at a regular expression that backtracks without end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer {what}: {_one_line(error)}") from error
 
 
 def encode_prompt(
@@ -76,7 +110,7 @@ def encode_prompt(
     """
     messages = as_messages(prompt)
     if messages is not None:
-        tokens = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools)
+        tokens = render_chat(tokenizer, messages, True, tools)
     elif isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt)
     else:
@@ -86,53 +120,107 @@ def encode_prompt(
     return tokens
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt with the completion that the data have."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    """EOS last."""
+    turns: tuple[Turn, ...]
+    """The parts of the completion, in order; they have all of its tokens between them."""
+    generation: bool
+    """Whether `prompt` is what sampling begins with."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(kind, text): what the user should know about how the chat template renders the chat."""
+
+
 def encode_completion(
     tokenizer: Tokenizer,
     prompt: PromptLike,
-    completion: str | Message,
+    completion: str | Sequence[Message],
     eos_ids: Sequence[int],
     tools: Sequence[JsonObject] = (),
-) -> tuple[int, ...]:
-    """Tokens that follow `encode_prompt(tokenizer, prompt, tools)` in a sequence of both, EOS
-    last.
+) -> Encoded:
+    """Returns the tokens of a prompt and of the completion that the data have for it.
 
-    They are what the whole sequence has beyond the prompt, up to the first EOS: as sampling would
-    give them. Where the whole does not begin with the prompt's tokens (a merge across the border, a
-    template that rewrites earlier turns), the completion is tokenised on its own.
+    Their text is that of the whole: of a chat the template's (`data.chat_template.split`), up to
+    the EOS that ends the last turn.
 
     Args:
-        completion: text; after a chat it may also be the message itself.
+        completion: text, which after a chat is a turn of the assistant; or, after a chat, the
+            messages themselves, of which those of the assistant are learned, the first and the last
+            among them.
         eos_ids: what ends a completion; where none follows it, the tokenizer's own or else the
             first is added.
+
+    Raises:
+        UserError: no EOS, or a chat template that refuses the chat or leaves out its tool calls.
     """
     if not eos_ids:
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    head, messages = encode_prompt(tokenizer, prompt, tools), as_messages(prompt)
-    text: str = completion if isinstance(completion, str) else completion["content"]
-    if messages is not None:
-        turn = {"role": "assistant", "content": text}
-        whole = render_chat(tokenizer, [*messages, turn], False, tools)
-        if not isinstance(completion, str) and "tool_calls" in completion:
-            without, calls = whole, [*messages, completion]
-            whole = render_chat(tokenizer, calls, False, tools)
-            if whole == without or whole[: len(head)] != head:
-                raise UserError(
-                    "the chat template does not render `tool_calls` after the prompt: write the"
-                    " calls as text, in the `content` of their message"
-                )
+    messages = as_messages(prompt)
+    if messages is None:
+        assert isinstance(completion, str), "messages follow messages"
+        head = encode_prompt(tokenizer, prompt)
+        whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
+        merged = not whole or whole[: len(head)] != head
+        tokens = encode_after(tokenizer, completion) if merged else whole[len(head) :]
+        tokens = _ended(tokenizer, tokens, eos_ids)
+        return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),), True)
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    chat = [*messages, *completion]
+    several = sum(message["role"] == "assistant" for message in completion) > 1
+    ends = [_spelt(tokenizer, [end]) for end in eos_ids]
+    split = chat_template.split(tokenizer, chat, len(messages), ends, tools, marked=several)
+    text, last, spaced = split.prompt, len(chat) - 1, adds_space(tokenizer)
+    found: tuple[int, ...] = ()
+    turns: list[Turn] = []
+    said, ending = len(messages), False  # what no turn has spoken for yet; within the last turn
+    for piece in split.pieces:
+        # Behind a turn that ended, as `data.turns` makes the tokens of an episode.
+        tokens = encode_after(tokenizer, piece.text, "" if turns and not spaced else text)
+        text += piece.text
+        ending |= piece.learned and piece.message == last
+        ended = next((n + 1 for n, one in enumerate(tokens) if ending and one in eos_ids), None)
+        tokens = tokens[:ended]
+        if piece.learned:
+            content, said = chat[piece.message].get("content") or "", piece.message + 1
+        else:
+            heard = list(takewhile(lambda one: one["role"] != "assistant", chat[said:]))
+            content, said = "\n".join(one.get("content") or "" for one in heard), said + len(heard)
+        turns.append(Turn("assistant" if piece.learned else "environment", len(tokens), content))
+        found += tokens
+        if ended is not None:
+            break
     else:
-        whole = _encode_text(tokenizer, prompt + text) if isinstance(prompt, str) else ()
-    if whole[: len(head)] == head:
-        tokens = whole[len(head) :]
-    else:
-        tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    for at, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: at + 1]
-    own = tokenizer.eos_token_id
-    return (*tokens, own if own in eos_ids else eos_ids[0])
+        if turns[-1].role == "environment":  # what a template writes behind what it marks
+            found = found[: -turns.pop().tokens]
+        own = tokenizer.eos_token_id
+        found = (*found, own if own in eos_ids else eos_ids[0])
+        turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)
+    prompt_tokens = _ids(tokenizer, split.prompt)
+    return Encoded(prompt_tokens, found, tuple(turns), split.generation, split.notes)
+
+
+def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int, ...]:
+    """Tokens of a text that continues another one.
+
+    They are what both have beyond the tokens of the first. Where a token would span the border, the
+    text is tokenised on its own, without the space that SentencePiece puts before a text.
+
+    Args:
+        before: the text that it continues, or the end of it; "": any.
+    """
+    borders = _BORDERS if adds_space(tokenizer) else ()
+    for first in filter(None, (before, *borders)):
+        head, whole = _ids(tokenizer, first), _ids(tokenizer, first + text)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return _ids(tokenizer, text)
 
 
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
@@ -313,80 +401,48 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
-    """Tokens of messages by the tokenizer's chat template.
-
-    Raises:
-        UserError: no tokenizer, no template, or one that refuses the messages or does not end.
-    """
-    return tuple(_rendered(tokenizer, messages, add_generation_prompt, tools, tokenize=True))
+    """Tokens of messages by the tokenizer's chat template. Raises UserError as `render` does."""
+    return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, tools))
 
 
-def render_text(tokenizer: Tokenizer | None, messages: Sequence[Message]) -> str:
-    """The text of which `render_chat` gives the tokens, up to where the assistant's turn begins.
-    Raises UserError as it does."""
-    return _rendered(tokenizer, messages, True, (), tokenize=False)
-
-
-def _rendered(
-    tokenizer: Tokenizer | None,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tools: Sequence[JsonObject],
-    tokenize: bool,
-) -> Any:
-    tokenizer = _need(tokenizer, "chat messages")
-    if not tokenizer.chat_template:
-        raise UserError(
-            "chat messages need a tokenizer with a chat template, this has none; give text prompts"
-        )
-    try:
-        with _limited_template():
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=tokenize,
-                return_dict=False,
-            )
-    except Exception as error:  # a template is a program that comes with the model
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise UserError(
-            f"the chat template refuses messages of {roles}: {_one_line(error)}"
-        ) from error
-
-
-@contextmanager
-def _limited_template() -> Iterator[None]:
-    """Ends a chat template that runs more than TEMPLATE_LINES lines of the Python that jinja makes
-    of it: its sandbox limits one loop, but not loops within loops."""
-    left, before = TEMPLATE_LINES, sys.gettrace()
-
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if left < 0:
-            raise TemplateRuntimeError(f"it does not end within {TEMPLATE_LINES} lines")
-        return count
-
-    def enter(frame: FrameType, *_: object) -> Any:
-        return count if frame.f_code.co_filename == "<template>" else None
-
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
+    """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
+    tokenizer = _need(tokenizer, "text")
+    with _panics(f"cannot split {short(repr(text))}"):
+        tokens = tuple(tokenizer(text)["input_ids"])
+    bos = tokenizer.bos_token_id
+    return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
 
 
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
     """Tokens of a text to continue: special tokens may be put before it, but no EOS after it."""
-    tokenizer = _need(tokenizer, "text")
-    tokens = tuple(tokenizer(text)["input_ids"])
-    if tokens and tokens[-1] == tokenizer.eos_token_id:
-        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not bare or bare[-1] != tokenizer.eos_token_id:
-            return tokens[:-1]
-    return tokens
+    tokens = encode_text(tokenizer, text)
+    added = tokens[-1:] == (_need(tokenizer, "text").eos_token_id,)
+    return tokens[:-1] if added and _ids(tokenizer, text)[-1:] != tokens[-1:] else tokens
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Tokens of a text as it is, special ones that it spells included."""
+    with _panics(f"cannot split {short(repr(text))}"):
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(16)
+def adds_space(tokenizer: Tokenizer) -> bool:
+    """Whether a space is put before each text, as SentencePiece does."""
+    first = tokenizer.convert_ids_to_tokens(_ids(tokenizer, "x")[:1])
+    return bool(first) and str(first[0]).startswith("\u2581")
+
+
+def _ended(
+    tokenizer: Tokenizer, tokens: tuple[int, ...], eos_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """The tokens up to the first EOS; where there is none, it is added."""
+    for at, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: at + 1]
+    own = tokenizer.eos_token_id
+    return (*tokens, own if own in eos_ids else eos_ids[0])
 
 
 def _token_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
@@ -429,5 +485,5 @@ def _first_difference(student: str, teacher: str) -> str:
     return f"from character {at} on, student {ours!r}, teacher {theirs!r}"
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

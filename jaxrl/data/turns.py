@@ -8,12 +8,14 @@ that leave out earlier thoughts).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from jaxrl.data.chat_template import has_template, render, without_end
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import Tokenizer, has_template, render_text
+from jaxrl.data.tokenizer import Tokenizer, adds_space, encode_after
 from jaxrl.errors import UserError
 from jaxrl.types import Turn
 
@@ -56,25 +58,25 @@ class TurnEncoder:
         Raises:
             UserError: the chat template has no place for the messages.
         """
-        pairs = tuple((message["role"], message["content"]) for message in messages)
-        return self._kept(pairs, eos, chat and has_template(self._tokenizer))
+        key = json.dumps(list(map(dict, messages)), ensure_ascii=False)
+        return self._kept(key, eos, chat and has_template(self._tokenizer))
 
-    def _encoded(
-        self, pairs: tuple[tuple[str, str], ...], eos: int | None, chat: bool
-    ) -> tuple[int, ...]:
-        text = self._between(pairs, eos) if chat else "".join(content for _, content in pairs)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _between(self, pairs: tuple[tuple[str, str], ...], eos: int | None) -> str:
-        """The template's text after a turn of the model, up to its next one."""
-        roles = self._taken(tuple(role for role, _ in pairs))
-        contents = [content for _, content in pairs]
-        if len(roles) < len(contents):
-            contents = ["\n".join(contents)]
-        text = self._rest(roles, contents)
+    def _encoded(self, key: str, eos: int | None, chat: bool) -> tuple[int, ...]:
+        messages: list[Message] = json.loads(key)
+        if not chat:
+            return encode_after(self._tokenizer, "".join(one["content"] for one in messages))
         end = "" if eos is None else self._tokenizer.decode([eos], skip_special_tokens=False)
-        bare = text.lstrip()
-        return bare.removeprefix(end) if end and bare.startswith(end) else text
+        text = without_end(self._tokenizer, self._between(messages), end)
+        return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
+
+    def _between(self, messages: Sequence[Message]) -> str:
+        """The template's text after a turn of the model, up to its next one."""
+        roles = self._taken(tuple(message["role"] for message in messages))
+        if len(roles) < len(messages):
+            messages = [{"content": "\n".join(message["content"] for message in messages)}]
+        return self._rest(
+            [{**one, "role": role} for role, one in zip(roles, messages, strict=True)]
+        )
 
     def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """The roles in which the template takes messages of these after one of the assistant:
@@ -84,7 +86,9 @@ class TurnEncoder:
         for given in dict.fromkeys((roles, users, users[:1])):
             words = [f"OBSERVATION{number}" for number in range(len(given))]
             try:
-                if all(word in self._rest(given, words) for word in words):
+                pairs = zip(given, words, strict=True)
+                text = self._rest([{"role": role, "content": word} for role, word in pairs])
+                if all(word in text for word in words):
                     if given != roles:
                         self._notify(
                             f"the chat template has no place for messages of {', '.join(roles)}"
@@ -96,12 +100,10 @@ class TurnEncoder:
                 errors.append(str(error))
         raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
 
-    def _rest(self, roles: Sequence[str], contents: Sequence[str]) -> str:
+    def _rest(self, messages: Sequence[Message]) -> str:
         """What the template renders after an assistant's message that these follow."""
         mark = _MARK
-        while any(mark in content for content in contents):
+        while any(mark in message["content"] for message in messages):
             mark += "_"
         begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        pairs = zip(roles, contents, strict=True)
-        after = [{"role": role, "content": content} for role, content in pairs]
-        return render_text(self._tokenizer, [*begun, *after]).partition(mark)[2]
+        return render(self._tokenizer, [*begun, *messages], True).partition(mark)[2]

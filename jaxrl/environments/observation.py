@@ -74,7 +74,7 @@ def first_messages(result: object) -> tuple[Message, ...] | str:
 
 
 def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
-    """Chat messages with texts `role` and `content`, as they are in JSON."""
+    """Chat messages with texts `role` and `content`, as plain dicts with all of their fields."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
         raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
     found = []
@@ -93,7 +93,8 @@ def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tup
             )
         _check_text(str(texts[1]), method)
         try:
-            found.append(json.loads(json.dumps(dict(fields), ensure_ascii=False).encode()))
+            text = json.dumps(dict(fields), ensure_ascii=False, allow_nan=False)
+            found.append(json.loads(text.encode()))
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
                 f"`{method}` returned the message {shown(message)}, which is no JSON: {error}"

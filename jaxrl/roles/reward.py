@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.data.chat_template import dated
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import chat_of
 from jaxrl.models.batching import BATCH_TOKENS
@@ -50,14 +51,17 @@ class RewardModel:
         batch_tokens: int = BATCH_TOKENS,
         max_tokens: int | None = None,
         offload: bool = False,
+        chat_date: str | None = None,
     ):
         """
         Args:
             dtype, batch_tokens, max_tokens: as of `RewardScorer`.
             offload: the weights are on the host except during `score`.
+            chat_date: that its chat template shows (`data.chat_date`).
         """
         with phase(f"loads {source.name}"):
             scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
+            dated(scorer.tokenizer, chat_date)
         current().resident(
             "reward.params",
             *attribute(scorer, "params"),

@@ -19,12 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxrl.data.chat_template import has_template
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import (
     Tokenizer,
     as_messages,
     check_every_token,
-    has_template,
+    encode_text,
     load_tokenizer,
     render_chat,
 )
@@ -149,13 +150,6 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int,
         )
     with about("the reward model"):
         return render_chat(tokenizer, messages, add_generation_prompt=False)
-
-
-def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
-    tokens = tuple(tokenizer(text)["input_ids"])
-    bos = tokenizer.bos_token_id
-    return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
 
 
 class RewardScorer:

@@ -4,7 +4,7 @@ the newest checkpoint."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from jaxrl.run.run_dir import (
     meshes,
     open_run_dir,
     sessions,
+    with_date,
 )
 from jaxrl.runtime.registry import registered
 from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
@@ -58,22 +59,26 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
         dry: make the plan even if the run's data cannot be found.
     """
     config, notes = with_commits(config, dry)
-    plan = make_plan(config, needed_roles(config), devices_for(config))
+    visible = devices_for(config)
+    plan = make_plan(with_date(config), needed_roles(config), visible)
     return replace(plan, notes=(*notes, *plan.notes))
 
 
-def refusals(config: Config, given: Mapping[str, bytes]) -> tuple[str, ...]:
+def refusals(
+    config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]
+) -> tuple[str, ...]:
     """Errors that would stop the run before it reads a weight: in data, tokenizers, rewards,
     trackers or the run directory. Each check reports its first error only.
 
     Args:
         given: as in `run_config`.
+        notify: gets what the user should know about the rows of data.
     """
     found = []
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
-        partial(check_job, config, given),
+        partial(check_job, config, given, notify),
     ):
         try:
             check()
@@ -127,6 +132,7 @@ def run_config(
                 return run.path
             for text in (plan.text(), f"run directory: {run.path}", *job.data_notes()):
                 notify(text)
+            job.train.notify = notify
             with registered(run.path, ()) as registration:
                 _run_job(
                     RunContext(

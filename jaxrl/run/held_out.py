@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,7 +106,7 @@ def prepare(
     """
     base = _base(source, given)
     config = _config(source, base, overrides, mesh)
-    tokenizer = inputs.tokenizer_of(source)
+    tokenizer = inputs.tokenizer_of(source, config.data.chat_date)
     ends = inputs.end_ids(source, tokenizer)
     inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
     source = source.for_length(inputs.longest_sequence(config))
@@ -127,21 +126,12 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
     """The keys that the overrides go on top of."""
     if isinstance(config, Config):
         return config.model_dump(mode="json")
-    path = _run_config(source) if config is None else user_path(config)
+    path = source.run_config if config is None else user_path(config)
     if path is None:
         return {}
     mapping = config_base.read(path)
     config_keys.refuse_unknown(Config, mapping)
     return mapping
-
-
-def _run_config(source: ModelSource) -> Path | None:
-    """The config of the run that wrote this model; None where no run did."""
-    place = source.path.resolve()
-    folder = place.parent if place.name == FINAL else place
-    if folder == place and not (place / store.MANIFEST).is_file():
-        return None
-    return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
 
 
 def _step(source: ModelSource, base: JsonObject) -> int | None:

@@ -10,6 +10,7 @@ from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
+from jaxrl.data.chat_template import dated
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
@@ -23,11 +24,14 @@ from jaxrl.teacher.cache import ScoreCache
 TWICE = " (by default they are twice the student's)"
 
 
-def tokenizer_of(source: ModelSource | ScoreCache) -> Tokenizer:
-    """The transformers tokenizer; None where the checkpoint has none."""
-    return (
-        None if source.tokenizer_path is None else tokenizers.load_tokenizer(source.tokenizer_path)
-    )
+def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
+    """The transformers tokenizer; None where the checkpoint has none.
+
+    Args:
+        chat_date: that its chat template shows (`data.chat_date`).
+    """
+    path = source.tokenizer_path
+    return None if path is None else dated(tokenizers.load_tokenizer(path), chat_date)
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -169,7 +169,14 @@ class Job(Setup):
             )
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
-        return [first, *held_out_notes(self.config, self.held_out, self.judge), *self.notes]
+        held_out = held_out_notes(self.config, self.held_out, self.judge)
+        return [first, *held_out, *self.row_notes, *self.notes]
+
+    @property
+    def row_notes(self) -> list[str]:
+        """What the chat template does with rows that were looked at so far, the first of each
+        kind."""
+        return list(self.train.noted.values())
 
 
 def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
@@ -195,7 +202,8 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     evaluated = config.eval.teacher and not config.teacher_gets_feedback
     read = encode if evaluated else replace(encode, teacher=None)
     held_out = held_out_sets(config, read)
-    prompts = [*train.batch(0), *(prompt for one in held_out for prompt in one.prompts)]
+    prompts = [prompt.to_sample for prompt in train.batch(0)]
+    prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*found.notes]
     if aligner is not None:
         common = int((aligner.to_teacher >= 0).sum())
@@ -286,7 +294,7 @@ def _models(config: Config) -> _Models:
     teachers = {
         name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
     }
-    tokenizer = tokenizer_of(student)
+    tokenizer = tokenizer_of(student, config.data.chat_date)
     eos_ids, notes = end_ids(student, tokenizer), token_notes(config, student, tokenizer)
     student = student.ending_at(eos_ids)
     vocab_size = student.config.vocab_size
@@ -294,7 +302,8 @@ def _models(config: Config) -> _Models:
     described: dict[str, ModelSource | ScoreCache] = dict(teachers)
     if not teachers and cache is not None:
         described["teacher"] = cache
-    theirs = {name: tokenizer_of(teacher) for name, teacher in described.items()}
+    day = config.data.chat_date
+    theirs = {name: tokenizer_of(teacher, day) for name, teacher in described.items()}
     own = theirs["teacher"] if config.teacher.tokenizer == "own" else None
     aligner: Aligner | None = None
     for name, teacher in described.items():
@@ -354,15 +363,19 @@ def check_weights(job: Job) -> None:
         open_reward(job.config.reward.model)
 
 
-def check_job(config: Config, given: Mapping[str, bytes]) -> None:
+def check_job(config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]) -> None:
     """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
     for another machine, only `config.json` is known, and data on a hub may not have been fetched:
     then the models, the data that are here and the reward functions are checked each alone.
+
+    Args:
+        notify: gets what is noted of the rows of data.
     """
     described = bool(without_weights(config))
     here = {each[0]: _here(*each) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
-        make_job(config, given)
+        for note in make_job(config, given).row_notes:
+            notify(note)
         return
     if not described:
         _models(config)

@@ -436,6 +436,7 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
             config.batch_tokens,
             config.max_tokens or longest + TEMPLATE_TOKENS,
             setup.config.offload.frozen,
+            setup.config.data.chat_date,
         )
     return Reward(functions, model)
 

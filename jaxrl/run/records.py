@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from jaxrl.algorithms.methods import holds_samples
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import load_rollout
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -135,13 +136,14 @@ class Records:
         checkpoint, config, step = self._run.checkpoint, self._job.config, self._run.step
         if checkpoint is None:
             return None
-        rollouts = {
-            index: load_rollout(
-                checkpoint.path / store.rollout_file(index), self._job.train.batch(index), packing
-            )
-            for index in checkpoint.manifest.in_flight
-            if index < config.steps
-        }
+        rollouts = {}
+        for index in checkpoint.manifest.in_flight:
+            if index < config.steps:
+                prompts = self._job.train.batch(index)
+                if holds_samples(config, index):
+                    prompts = [prompt.to_sample for prompt in prompts]
+                path = checkpoint.path / store.rollout_file(index)
+                rollouts[index] = load_rollout(path, prompts, packing)
         due, row = bool(self._job.held_out) and evaluates(config, step), self._metrics.last
         # A disk that took the checkpoint and not the row has left nothing to complete.
         incomplete = row is not None and row["step"] == step and "eval/unjudged" not in row

@@ -15,11 +15,12 @@ from typing import IO
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
 from jaxrl.checkpoint.digest import changes
-from jaxrl.checkpoint.source import FINAL
+from jaxrl.checkpoint.source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.process.plain import JsonObject, parse_json, read_file
@@ -249,6 +250,16 @@ def recorded_config(config: Config) -> JsonObject:
     with suppress(UserError):
         return _written_config(config.run_path) or {}
     return {}
+
+
+def with_date(config: Config) -> Config:
+    """The config with the date that chat templates show: its own, that of the run which it resumes,
+    or today's."""
+    if config.data.chat_date is not None:
+        return config
+    recorded = recorded_config(config)
+    day = chat_date_of(recorded) if recorded else today()
+    return config.model_copy(update={"data": config.data.model_copy(update={"chat_date": day})})
 
 
 def _written_config(path: Path) -> JsonObject | None:

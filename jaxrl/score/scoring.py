@@ -110,6 +110,7 @@ class Scoring:
         stored: set[bytes] = set()
         tokens, each = 0, self.samples or 1
         for index, prompt in self.job.train.rows(self.batches):
+            prompt = prompt.to_sample if self.samples else prompt
             key = self.manifest.key(prompt.tokens, prompt.completion)
             if key in keys or key in stored:
                 continue
@@ -126,7 +127,7 @@ class Scoring:
         """The completions of a batch, and their scores on the host."""
         config, prompts = self.config, self.job.train.batch(index)
         if self.samples:
-            rollout = teacher.generate(prompts, index)
+            rollout = teacher.generate([prompt.to_sample for prompt in prompts], index)
         else:
             packing = self.setup.packing(target_of(self.mesh.devices.flat))
             rollout = data_rollout(prompts, decode=lambda tokens: "", **packing)

@@ -128,6 +128,7 @@ def _check_rows(config: Config, cache: ScoreCache, name: str, prompts: Iterator[
     """Raises UserError where scores are missing, with their number."""
     missing = total = 0
     first: Prompt | None = None
+    prompts = (one.to_sample if config.distill.seq_kd else one for one in prompts)
     while some := list(islice(prompts, AT_ONCE)):
         found = cache.has([cache.manifest.key(p.tokens, p.completion) for p in some])
         without = [prompt for prompt, there in zip(some, found, strict=True) if not there]

@@ -318,22 +318,29 @@ def test_completion_where_a_token_spans_the_border():
     eos = merging.eos_token_id
     assert len(merging("2=4")["input_ids"]) == 2
     assert encode_prompt(merging, "2=") == ids(merging, "2=")
-    assert encode_completion(merging, "2=", "4", [eos]) == (*ids(merging, "4"), eos)
+    assert encode_completion(merging, "2=", "4", [eos]).completion == (*ids(merging, "4"), eos)
 
 
 def test_completion_where_the_template_rewrites_the_prompt():
     strange = "{{ messages|length }}" + CHATML
     tokenizer = tiny_tokenizer(template=strange)
     messages = [{"role": "user", "content": "a"}]
-    assert encode_completion(tokenizer, messages, "b", [EOS]) == (*ids(tokenizer, "b"), EOS)
+    assert encode_completion(tokenizer, messages, "b", [EOS]).completion == (
+        *ids(tokenizer, "b"),
+        EOS,
+    )
 
 
 def test_eos_is_the_first_that_generation_would_stop_at():
     end, im_end = ids(TINY, "<|endoftext|><|im_end|>")
     messages = [{"role": "user", "content": "a"}]
     # The template's end of turn does not end a completion here: what does is added.
-    assert encode_completion(TINY, messages, "b", [end]) == ids(TINY, "b<|im_end|>\n<|endoftext|>")
-    assert encode_completion(TINY, messages, "b", [end, im_end]) == ids(TINY, "b<|im_end|>")
+    assert encode_completion(TINY, messages, "b", [end]).completion == ids(
+        TINY, "b<|im_end|>\n<|endoftext|>"
+    )
+    assert encode_completion(TINY, messages, "b", [end, im_end]).completion == ids(
+        TINY, "b<|im_end|>"
+    )
     with pytest.raises(UserError, match="need an EOS"):
         encode_completion(TINY, messages, "b", [])
 
@@ -343,7 +350,7 @@ def test_bos_is_put_before_text_and_eos_is_not_put_after():
     bos, eos = ids(tokenizer, "<|endoftext|><|im_end|>")
     assert tuple(tokenizer("a")["input_ids"]) == (bos, *ids(tokenizer, "a"), eos)
     assert encode_prompt(tokenizer, "a") == (bos, *ids(tokenizer, "a"))
-    assert encode_completion(tokenizer, "a", "b", [eos]) == (*ids(tokenizer, "b"), eos)
+    assert encode_completion(tokenizer, "a", "b", [eos]).completion == (*ids(tokenizer, "b"), eos)
 
 
 def test_prompt_forms_and_refusals():

@@ -15,25 +15,31 @@ from cases import and_slow
 from runs import (
     CONSTANT,
     QUICK,
+    SHORT,
     STEPS,
     arguments,
     losses,
     numbers,
+    save_model,
     save_pair,
     start,
     wait_for,
     weights,
 )
+from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl import Config, load_model
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
+from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config import cli
+from jaxrl.data.chat_template import render
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.interrupt import Interrupted
 from jaxrl.report.facts import facts
 from jaxrl.report.idle import understand
 from jaxrl.report.read import read_run
+from jaxrl.run.held_out import prepare
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
@@ -151,6 +157,44 @@ def test_more_steps_continue_a_finished_run(models, tmp_path, undisturbed, sched
     assert [row["policy_version"] for row in longer.metrics[5:]] == [
         max(4, i - SCHEDULES[schedule]) for i in range(4, 7)
     ]
+
+
+def test_a_template_shows_the_date_on_which_the_run_began(tmp_path, monkeypatch):
+    """A run that resumes on another day has the rows and weights of one that was not stopped, and
+    its models are evaluated and sampled with the date of their run."""
+    student = save_model(tmp_path / "student", 32, 1, seed=0)
+    tokenizer = tiny_tokenizer("{{ strftime_now('%d%m%y') }}" + CHATML)
+    tokenizer.save_pretrained(tmp_path / "student")
+    data = tmp_path / "rows.jsonl"
+    row = '{{"prompt": "{n}+1", "completion": "{m}", "answer": "{m}"}}\n'
+    data.write_text("".join(row.format(n=n, m=n + 1) for n in range(8)))
+    asked = ["algorithm=sft", f"student.model={student}", "mesh=actor+rollout=1", *CONSTANT, *SHORT]
+    asked += [
+        f"data.train={data}",
+        f"data.eval={data}",
+        "data.verifier=exact",
+        "checkpoint.every=1",
+    ]
+    asked += ["max_prompt_tokens=60", "group_size=1"]
+
+    def trained(name, steps, day):
+        monkeypatch.setattr("jaxrl.run.run_dir.today", lambda: day)
+        monkeypatch.setattr("jaxrl.data.chat_template.today", lambda: day)
+        words = [*asked, f"run_dir={tmp_path / name}", f"steps={steps}"]
+        return train(Config.load(None, words))
+
+    once = trained("once", 2, "2026-11-25")
+    trained("stopped", 1, "2026-11-25")
+    resumed = trained("stopped", 2, "2026-11-26")
+    assert numbers(resumed) == numbers(once)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "once")
+    assert Config.load(tmp_path / "stopped" / "config.yaml").data.chat_date == "2026-11-25"
+    final = load_model(str(tmp_path / "stopped"))
+    prompt = render(final.tokenizer, [{"role": "user", "content": "1+1"}])
+    assert prompt.startswith("251126<|im_start|>")
+    job = prepare(resolve_model(str(tmp_path / "stopped")), None, [f"data.eval={data}"], None)
+    shown = [job.tokenizer.decode(one.tokens) for held_out in job.sets for one in held_out.prompts]
+    assert all("251126" in text for text in shown)
 
 
 def killed_after_8(undisturbed, folder):

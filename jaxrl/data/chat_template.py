@@ -1,0 +1,577 @@
+"""The text of a chat by a tokenizer's chat template, and which parts of that text are learned.
+
+There is one rendering of a chat: the template's own text of all of its messages. What is learned is
+cut out of it, so that prompt and completion together always spell it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from functools import partial
+from typing import Any
+
+from jaxrl.data.example import Message
+from jaxrl.data.template_limits import limits, program
+from jaxrl.errors import UserError
+from jaxrl.process.plain import JsonObject
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that hold its thoughts, under the names that data and templates use."""
+_PROBES = ("Q", "Z")
+"""Contents that stand in for a turn's, to see where the template puts it. They differ from their
+first to their last character, and no template writes them between two turns."""
+_LONGEST_FORM = 1000
+"""Characters of a form of dates (`%d %B %Y`) in a template."""
+_NO_BORDERS = (
+    "where this turn of the assistant ends cannot be told from the chat template's text; set"
+    " data.completion_turns=last, or give the model a template that marks what is learned with"
+    " {% generation %}"
+)
+
+
+def dated(tokenizer: Any, day: str | None) -> Any:
+    """Returns the tokenizer, whose chat template shows this date (`strftime_now`) from now on, also
+    in processes that it is sent to.
+
+    Args:
+        day: YYYY-MM-DD; None: the day of each rendering.
+    """
+    if tokenizer is not None:
+        tokenizer.chat_date = day
+    return tokenizer
+
+
+def today() -> str:
+    """The date as `dated` takes it."""
+    return date.today().isoformat()
+
+
+class Unrendered(UserError):
+    """A chat that the template refuses, leaves messages out of, or in whose text the turns cannot
+    be told apart."""
+
+
+@dataclass(frozen=True)
+class ChatPiece:
+    """A part of a chat's text after the prompt."""
+
+    text: str
+    learned: bool
+    message: int
+    """Index of the message that a learned piece belongs to, or that the others come before."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The text of a chat, cut where what is learned begins and ends."""
+
+    prompt: str
+    pieces: tuple[ChatPiece, ...]
+    """What follows the prompt; joined, they are the rest of the template's text."""
+    generation: bool
+    """Whether the prompt is the template's generation prompt, with which sampling begins."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(kind, text): what the user should know about how the template renders this chat."""
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether chat messages can be rendered."""
+    return tokenizer is not None and bool(tokenizer.chat_template)
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    generation: bool = False,
+    tools: Sequence[JsonObject] = (),
+) -> str:
+    """Returns the template's text of messages.
+
+    Args:
+        generation: whether the text goes on to where the assistant's next turn begins.
+        tools: JSON schemas that the template shows.
+
+    Raises:
+        UserError: no template, or one that refuses the messages or does not end.
+    """
+    messages = in_form(tokenizer, messages, generation, tools)
+    return _rendered(tokenizer, messages, generation, tools)[0]
+
+
+def split(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    first: int,
+    ends: Sequence[str],
+    tools: Sequence[JsonObject] = (),
+    marked: bool = False,
+) -> Split:
+    """Cuts the template's text of a chat into the prompt and what follows it.
+
+    A turn is learned from where the template's generation prompt ends. Where the text of the whole
+    chat does not go on like that (a generation prompt that opens thoughts which the turn does not
+    have), it is learned from where the two part.
+
+    Args:
+        messages: the whole chat, which ends with a turn of the assistant.
+        first: index of the first message that is learned, one of the assistant; so are all later
+            ones of the assistant.
+        ends: texts of the tokens that end a completion.
+        marked: whether, in a template that marks what is learned (`{% generation %}`), only what is
+            marked is learned, and the token that ends each turn.
+
+    Raises:
+        UserError: no template; tool calls of a learned turn that are not rendered.
+        Unrendered: a template that refuses the chat, leaves out messages after the prompt, or in
+            whose text the turns cannot be told apart.
+    """
+    messages = in_form(tokenizer, messages, False, tools)
+    text, marks = _rendered(tokenizer, messages, False, tools)
+    chat = _Chat(tokenizer, messages, tools, text, tuple(ends))
+    learned = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    starts = [chat.start(at) for at in learned]
+    pieces: list[ChatPiece] = []
+    at = starts[0]
+    for message, start, limit in zip(learned, starts, [*starts[1:], len(text)], strict=True):
+        spans = chat.spans(message, start, limit)
+        if marked and marks:
+            spans = _marked(marks, start, spans[-1][1], chat)
+        for begin, stop in spans:
+            if begin < at:
+                raise Unrendered(f"message {message}: {_NO_BORDERS}")
+            pieces.append(ChatPiece(text[at:begin], False, message))
+            pieces.append(ChatPiece(text[begin:stop], True, message))
+            at = stop
+    if not pieces:
+        raise UserError("the chat template marks nothing of the assistant's turns to be learned")
+    if at < len(text):
+        pieces.append(ChatPiece(text[at:], False, len(messages)))
+    begins = starts[0] + len(pieces[0].text)
+    for number, one in enumerate(messages[:-1]):
+        if one["role"] != "assistant" and not _shows_content(chat, number):
+            left_out = (
+                f"message {number}: the chat template does not render messages of {one['role']}"
+            )
+            if number > first:
+                raise Unrendered(left_out)
+            chat.notes.append(("messages", f"{left_out}: the prompt is without it"))
+    notes = [*chat.notes, *_not_rendered(chat, learned, text[begins:])]
+    return Split(
+        text[:begins],
+        tuple(piece for piece in pieces[1:] if piece.text),
+        chat.generation_prompt == text[:begins],
+        tuple(notes),
+    )
+
+
+class _Chat:
+    """A rendered chat, and where its turns begin and end in the text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        tools: Sequence[JsonObject],
+        text: str,
+        ends: tuple[str, ...],
+    ):
+        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+        self.text, self.ends = text, ends
+        self.notes: list[tuple[str, str]] = []
+        added = tokenizer.added_tokens_decoder.values()
+        self.added = sorted({token.content for token in added}, key=len, reverse=True)
+        self.special = {token.content for token in added if token.special} | set(ends)
+        self.generation_prompt: str | None = None
+        """The generation prompt of the first turn that is learned; None: the template has none."""
+
+    def start(self, at: int) -> int:
+        """Index in the text at which what the assistant writes in its message `at` begins."""
+        prompt = self._tried(self.messages[:at], True)
+        if self.generation_prompt is None:
+            self.generation_prompt = prompt
+        if prompt is not None and self.text.startswith(prompt):
+            return len(prompt)
+        head = os.path.commonprefix([self.text, *self._probed(at)])
+        before = self._tried(self.messages[:at], False)
+        if prompt is not None and before is not None and self.text.startswith(before):
+            head = os.path.commonprefix([head, prompt])
+        begins = self._whole_tokens(len(head))
+        if prompt is not None and not self.notes:
+            parted = os.path.commonprefix([prompt, self.text])
+            self.notes.append(
+                (
+                    "generation prompt",
+                    f"message {at}: the chat template's generation prompt goes on with"
+                    f" {prompt[len(parted) :][:40]!r}, its text of the whole chat with"
+                    f" {self.text[len(parted) :][:40]!r}: learned is the text of the whole chat,"
+                    f" from {self.text[begins:][:40]!r} on",
+                )
+            )
+        return begins
+
+    def spans(self, at: int, start: int, limit: int) -> list[tuple[int, int]]:
+        """The parts of the text that are message `at`: one, or two where the template writes what
+        the message says beside its tool calls behind the tools' answers (Gemma 4).
+
+        Args:
+            limit: where the next turn of the assistant begins, or the text ends.
+        """
+        message, heard = self.messages[at], self.messages[at + 1 : at + 2]
+        if limit == len(self.text) and not heard:
+            return [(start, limit)]
+        if message.get("tool_calls") and message.get("content") and heard:
+            says, answer = self._content(at), self._content(at + 1)
+            if says and answer and heard[0]["role"] != "assistant" and answer[0] < says[0]:
+                silent = [*self.messages]
+                silent[at] = {**message, "content": ""}
+                text = self._tried(silent, False) or ""
+                calls = _Chat(self.tokenizer, silent, self.tools, text, self.ends)
+                stop = _run_end(self.added, self.text, says[1], self.ends) or limit
+                ended = stop <= limit and self.text[:stop].endswith(self.ends)
+                behind = says[0], stop if ended else says[1]
+                return [(start, calls._end(at, start, answer[0])), behind]
+        return [(start, self._end(at, start, limit))]
+
+    def _content(self, at: int) -> tuple[int, int] | None:
+        """Where the content of a message begins and ends in the text; None: it is not there."""
+        probes = self._probed(at, whole=True)
+        if not probes or probes[0] == probes[1]:
+            return None
+        reverse = [one[::-1] for one in (self.text, *probes)]
+        begins = len(os.path.commonprefix([self.text, *probes]))
+        return begins, len(self.text) - len(os.path.commonprefix(reverse))
+
+    def _end(self, at: int, start: int, limit: int) -> int:
+        """Index in the text at which message `at` ends, the token that ends the turn included where
+        the template has one.
+
+        Args:
+            limit: where the next turn of the assistant begins.
+        """
+        text = self.text
+        alone = self._tried(self.messages[: at + 1], False)
+        if alone is not None:
+            # The chat that ends here has the same text up to the token that ends it, which may be
+            # another one (`<|return|>` in place of `<|end|>`), or be followed by one.
+            common = self._whole_tokens(len(os.path.commonprefix([text, alone])))
+            if start < common <= limit and not self._without_tokens(alone[common:]).strip():
+                content = start + len(text[start:common].rstrip())
+                if self._ends_with_token(text[start:content]):
+                    return content
+                token = _token_at(self.added, text, content)
+                if token is not None and (token in self.ends or alone[common:].strip()):
+                    return text.index(token, content) + len(token)
+                return content
+        probes = self._probed(at)
+        reverse = [one[::-1] for one in (text, *probes)]
+        content = len(text) - len(os.path.commonprefix(reverse))
+        if probes and start <= content <= limit:
+            end = _run_end(self.added, text, content, self.ends)
+            if end is not None:
+                return end
+            if not self.messages[at].get("tool_calls"):
+                return content
+        turn = text[start:limit]
+        found = [start + turn.index(end) + len(end) for end in self.ends if end in turn]
+        if found:
+            return min(found)
+        raise Unrendered(f"message {at}: {_NO_BORDERS}")
+
+    def _ends_with_token(self, text: str) -> bool:
+        return any(text.endswith(token) for token in self.special)
+
+    def _without_tokens(self, text: str) -> str:
+        for token in self.added:
+            text = text.replace(token, "")
+        return text
+
+    def _whole_tokens(self, at: int) -> int:
+        """The index, or where the added token begins in whose middle it is."""
+        for token in self.added:
+            begin = self.text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
+            if 0 <= begin < at:
+                return begin
+        return at
+
+    def _probed(self, at: int, whole: bool = False) -> list[str]:
+        """The chat's text with other contents in message `at`, as a plain turn if possible and not
+        `whole`."""
+        plain = [] if whole else [{"role": self.messages[at]["role"]}]
+        for keep in (*plain, self.messages[at]):
+            before, after = self.messages[:at], self.messages[at + 1 :]
+            found = [self._tried([*before, {**keep, "content": x}, *after], False) for x in _PROBES]
+            if None not in found:
+                return [one for one in found if one is not None]
+        return []
+
+    def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
+        """The text of messages; None where the template refuses them."""
+        try:
+            return _rendered(self.tokenizer, messages, generation, self.tools)[0]
+        except UserError:
+            return None
+
+
+def without_end(tokenizer: Any, text: str, end: str) -> str:
+    """The text that a template puts after a turn, without the tokens that the turn ended with:
+    `end` and what comes before it."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    stop = _run_end(added, text, 0, (end,)) if end else None
+    return text[stop:] if stop is not None and text[:stop].endswith(end) else text
+
+
+def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> int | None:
+    """Index behind the first of `ends` in the run of added tokens that begins here, or else behind
+    the first token of the run; None where there is none."""
+    first = None
+    while (token := _token_at((*ends, *added), text, at)) is not None:
+        at = text.index(token, at) + len(token)
+        first = first or at
+        if token in ends:
+            return at
+    return first
+
+
+def _token_at(added: Sequence[str], text: str, at: int) -> str | None:
+    """The longest added token that stands here, line breaks and spaces before it left out."""
+    rest = text[at:].lstrip()
+    return max((one for one in added if one and rest.startswith(one)), key=len, default=None)
+
+
+def _marked(
+    marks: Sequence[tuple[int, int]], start: int, end: int, chat: _Chat
+) -> list[tuple[int, int]]:
+    """The parts of a turn that are marked, joined where they touch. The tokens after the last one
+    belong to it: a turn that is learned is learned with its end."""
+    spans: list[tuple[int, int]] = []
+    for begin, stop in marks:
+        begin, stop = max(begin, start), min(stop, end)
+        if begin < stop and spans and spans[-1][1] == begin:
+            spans[-1] = spans[-1][0], stop
+        elif begin < stop:
+            spans.append((begin, stop))
+    if spans and not chat._without_tokens(chat.text[spans[-1][1] : end]).strip():
+        spans[-1] = spans[-1][0], end
+    return spans
+
+
+def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
+    """What the learned turns have and the template does not show, as (kind, text). Raises UserError
+    for tool calls: a turn would be learned that does something else."""
+    notes = []
+    for at in learned:
+        message = chat.messages[at]
+        if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
+            raise UserError(
+                f"message {at}: the chat template does not render `tool_calls`: write the calls as"
+                " text, in the `content` of their message"
+            )
+        for field, thought in _thoughts(message):
+            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHTS))
+            if not shown:
+                where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
+                notes.append(
+                    (
+                        "thoughts",
+                        f"message {at}: the chat template does not render {where}"
+                        f" ({thought[:40]!r}): it is learned without them",
+                    )
+                )
+        said = (message.get("content") or "").rpartition("</think>")[2].strip()
+        if said and said not in text and not _shows_content(chat, at):
+            notes.append(
+                (
+                    "content",
+                    f"message {at}: the chat template does not render its `content` beside"
+                    f" `tool_calls` ({said[:40]!r}): it is learned without it",
+                )
+            )
+    for at, message in enumerate(chat.messages[: learned[0]]):
+        if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
+            notes.append(
+                (
+                    "tool_calls",
+                    f"message {at}: the chat template does not render `tool_calls`: the prompt is"
+                    " without them",
+                )
+            )
+            break
+    return notes
+
+
+def _thoughts(message: Message) -> list[tuple[str, str]]:
+    """(field, thought) of what a message says in thoughts."""
+    field = next((name for name in THOUGHTS if message.get(name)), None)
+    found = [] if field is None else [(field, str(message[field]).strip())]
+    before, end, _ = (message.get("content") or "").partition("</think>")
+    found += [("content", before.rpartition("<think>")[2].strip())] if end else []
+    return [(field, thought) for field, thought in found if thought]
+
+
+def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
+    """Whether the text is another one without these fields of a message."""
+    message = chat.messages[at]
+    bare = {name: value for name, value in message.items() if name not in fields}
+    changed = [*chat.messages[:at], bare, *chat.messages[at + 1 :]]
+    return chat._tried(changed, False) != chat.text
+
+
+def _shows_content(chat: _Chat, at: int) -> bool:
+    """Whether the content of a message makes a difference to the text."""
+    content = (chat.messages[at].get("content") or "").strip()
+    return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
+
+
+def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
+    """Whether the template shows tools in the prompt that messages make."""
+    text = render(tokenizer, messages, True, tools)
+    names = [(tool.get("function") or tool).get("name") for tool in tools]
+    if all(isinstance(name, str) and name in text for name in names):
+        return True
+    return render(tokenizer, messages, True) != text
+
+
+def in_form(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    generation: bool,
+    tools: Sequence[JsonObject] = (),
+) -> list[Message]:
+    """Returns the messages with the arguments of tool calls as the template takes them.
+
+    Data write them as an object or as its text. Templates take objects, but some join texts, and
+    some take both. The object is what templates document; the text is for those that refuse the
+    object or print it as Python does. Where both give one text, the row's own form stays, which
+    keeps its spelling (`1.50`).
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return list(messages)
+    plain = [_with_arguments(message, _filled) for message in messages]
+    objects = [_with_arguments(message, _as_object) for message in plain]
+    texts = [
+        _with_arguments(message, lambda value: _as_text(_as_object(value))) for message in plain
+    ]
+
+    def tried(form: Sequence[Message]) -> str | None:
+        try:
+            return _rendered(tokenizer, form, generation, tools)[0]
+        except UserError:
+            return None
+
+    by_object, by_text = tried(objects), tried(texts)
+    if by_object is not None and by_object == by_text:
+        return plain
+    if by_object is None and by_text is None:
+        return objects  # the caller's rendering says why
+    if by_object is None or (by_text is not None and _printed_by_python(by_object, objects)):
+        return [_with_arguments(message, _as_text) for message in plain]
+    return objects
+
+
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_call(c, change) for c in calls]}
+
+
+def _call(call: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], change)}
+    return {**call, "arguments": change(call.get("arguments"))}
+
+
+def _filled(arguments: Any) -> Any:
+    """A call without arguments has none: `{}`."""
+    empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+    return {} if empty else arguments
+
+
+def _as_object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return read if isinstance(read, dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False, default=str)
+
+
+def _printed_by_python(text: str, messages: Sequence[Message]) -> bool:
+    """Whether arguments stand in the text as Python prints them, which is not JSON."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            written = isinstance(arguments, dict | list) and str(arguments) in text
+            if written and str(arguments) != _as_text(arguments):
+                return True
+    return False
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    generation: bool,
+    tools: Sequence[JsonObject],
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The template's text of messages, and the parts of it that the template marks."""
+    if tokenizer is None:
+        raise UserError(
+            "chat messages cannot be read: the model folder has no tokenizer; give token ids"
+        )
+    if not tokenizer.chat_template:
+        raise UserError(
+            "chat messages need a tokenizer with a chat template, this has none; give text prompts"
+        )
+    if not messages:
+        raise UserError("the chat has no messages")
+    blocks: list[str] = []
+    marks: list[tuple[int, int]] = []
+    day = getattr(tokenizer, "chat_date", None) or today()
+    try:
+        template = program(tokenizer.get_chat_template(tools=list(tools) or None))
+        with limits(), template.environment.activate_tracker(blocks, marks):
+            for block in template.generate(
+                **{
+                    **tokenizer.special_tokens_map,
+                    "messages": [_as_templates_read(message) for message in messages],
+                    "tools": list(tools) or None,
+                    "documents": None,
+                    "add_generation_prompt": generation,
+                    "strftime_now": partial(_strftime, day),
+                }
+            ):
+                blocks.append(block)
+    except Exception as error:  # a template is a program that comes with the model
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
+    return "".join(blocks), tuple(marks)
+
+
+def _as_templates_read(message: Message) -> JsonObject:
+    """A message with its thoughts under the names that templates read, nulls left out, as
+    `apply_chat_template` of transformers gives it."""
+    turn = {name: value for name, value in message.items() if value is not None}
+    thought = next((turn[name] for name in THOUGHTS if name in turn), None)
+    if thought is not None:
+        turn = {"thinking": thought, **turn, "reasoning_content": thought}
+    return turn
+
+
+def _strftime(day: str, form: str) -> str:
+    """What `strftime_now` of templates gives: a date, at midnight."""
+    if len(form) > _LONGEST_FORM:
+        raise ValueError(f"a date in a form of {len(form)} characters")
+    return datetime.fromisoformat(day).strftime(form)

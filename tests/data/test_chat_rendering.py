@@ -1,0 +1,388 @@
+"""What is learned of a chat is cut out of the template's own text of the whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from byte_tokenizers import sentencepiece
+from tiny_tokenizer import CHATML, tiny_tokenizer
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from jaxrl.data import chat_template
+from jaxrl.data.chat_template import dated, render
+from jaxrl.data.encoder import PromptEncoder
+from jaxrl.data.jsonl import JsonlFile
+from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.source import Source
+from jaxrl.data.spelling import Spelling
+from jaxrl.data.stream import PromptStream
+from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
+from jaxrl.data.turns import TurnEncoder
+from jaxrl.environments.observation import observed
+from jaxrl.errors import UserError
+from jaxrl.types import Prompt
+
+TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + ' ' + "
+    "(ARGUMENTS) + '</tool_call>' }}{% endfor %}"
+)
+THINKS = (
+    "{% for t in tools or [] %}{{ 'TOOL ' + (t | tojson) + '\n' }}{% endfor %}"
+    "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content }}" + CALLS + "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""It shows the thoughts of the last turn only, as Qwen3's does."""
+OPENS = THINKS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+"""Its generation prompt opens the thoughts, as Qwen3.5's does."""
+NO_THOUGHTS = CHATML.replace(
+    "{{ '<|im_start|>assistant\n'", "{{ '<|im_start|>assistant\n<think>\n'"
+)
+"""Its generation prompt opens thoughts that no turn of its whole chats has, as DeepSeek R1's."""
+ASK = {"role": "user", "content": "2+2?"}
+TOOL = {"type": "function", "function": {"name": "w", "parameters": {}}}
+
+
+def tokenizer_of(template: str | None, arguments: str = "c.function.arguments | tojson") -> Any:
+    """Bytes, with two line breaks as one token."""
+    template = template and template.replace("ARGUMENTS", arguments)
+    return tiny_tokenizer(template, (("Ċ", "Ċ"),), extra=("<think>", "</think>"))
+
+
+def spelt(tokenizer: Any, tokens: Sequence[int] | None) -> str:
+    return str(tokenizer.decode(list(tokens or ()), skip_special_tokens=False))
+
+
+def encoded(tokenizer: Any, row: Mapping[str, Any], **more: Any) -> Prompt:
+    keys = Keys(tools="tools", turns=more.pop("turns", "last"))
+    prompt = PromptEncoder(tokenizer, 5000, 5000, **more).encode(to_example(row, keys, "row"), 0)
+    assert prompt is not None
+    return prompt
+
+
+def called(arguments: object) -> dict[str, Any]:
+    function = {"name": "w", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+
+
+ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "thoughts": (
+        THINKS,
+        {"content": "4", "reasoning_content": "two\n\nand two"},
+        "<think>\ntwo\n\nand two\n</think>\n\n4<|im_end|>",
+    ),
+    "thoughts under another name": (
+        THINKS,
+        {"content": "4", "thinking": "so"},
+        "<think>\nso\n</think>\n\n4<|im_end|>",
+    ),
+    "opened": (OPENS, {"content": "4"}, "\n</think>\n\n4<|im_end|>"),
+    "opened, with thoughts": (
+        OPENS,
+        {"content": "4", "reasoning_content": "so"},
+        "so\n</think>\n\n4<|im_end|>",
+    ),
+    "opened, line breaks": (
+        OPENS,
+        {"content": "\n\n4\n\n", "reasoning_content": "\n\n"},
+        "\n\n\n</think>\n\n\n\n4\n\n<|im_end|>",
+    ),
+    "no thoughts": (NO_THOUGHTS, {"content": "\n4"}, "\n4<|im_end|>"),
+    "a call": (
+        THINKS,
+        called({"a": "ö"}),
+        '<think>\n\n</think>\n\n<tool_call>w {"a": "ö"}</tool_call><|im_end|>',
+    ),
+    "no calls": (THINKS, {"content": "4", "tool_calls": []}, "<think>\n\n</think>\n\n4<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_completion_is_the_rest_of_the_templates_text(name: str) -> None:
+    template, message, expected = ANSWERS[name]
+    tokenizer = tokenizer_of(template)
+    chat = [ASK, {"role": "assistant", **message}]
+    prompt = encoded(tokenizer, {"messages": chat})
+    assert spelt(tokenizer, prompt.completion) == expected
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert f"{spelt(tokenizer, prompt.tokens)}{expected}\n" == whole
+    assert prompt.to_sample.tokens == encode_prompt(tokenizer, [ASK])
+    assert (prompt.tokens == prompt.to_sample.tokens) is (name != "no thoughts")
+
+
+def test_a_completion_that_is_a_text_is_a_turn() -> None:
+    tokenizer = tokenizer_of(OPENS)
+    rows = (
+        {"prompt": "2+2?", "completion": "4"},
+        {"messages": [ASK, {"role": "assistant", "content": "4"}]},
+    )
+    first, second = (encoded(tokenizer, row) for row in rows)
+    assert (first.tokens, first.completion) == (second.tokens, second.completion)
+    assert spelt(tokenizer, first.completion) == "\n</think>\n\n4<|im_end|>"
+
+
+FORMS = {
+    "objects": "c.function.arguments | tojson",
+    "both": "c.function.arguments if c.function.arguments is string"
+    " else (c.function.arguments | tojson)",
+    "texts": "c.function.arguments",
+    "printed": "c.function.arguments | string",
+    "items": "c.function.arguments.items() | list | tojson",
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "expected"),
+    [
+        ("objects", {"t": 1.5}, '{"t": 1.5}'),
+        ("objects", '{"t": 1.50}', '{"t": 1.5}'),
+        ("both", {"t": 1.5}, '{"t": 1.5}'),
+        ("both", '{"t":1.50}', '{"t":1.50}'),
+        ("texts", {"t": 1.5, "é": None}, '{"t": 1.5, "é": null}'),
+        ("texts", '{"t": 1.50}', '{"t": 1.50}'),
+        ("texts", "no JSON", "no JSON"),
+        ("printed", {"t": True}, '{"t": true}'),
+        ("printed", '{"t": 1.50}', '{"t": 1.50}'),
+        ("items", {"t": 1.5}, '[["t", 1.5]]'),
+        ("items", '{"t": 1.50}', '[["t", 1.5]]'),
+        *(
+            (form, empty, "{}")
+            for form in ("objects", "both", "texts")
+            for empty in (None, "", {}, " ")
+        ),
+    ],
+)
+def test_arguments_are_given_as_the_template_takes_them(
+    form: str, given: object, expected: str
+) -> None:
+    tokenizer = tokenizer_of(THINKS, FORMS[form])
+    for chat in ([ASK, called(given)], [ASK, called(given), {"role": "tool", "content": "r"}, ASK]):
+        prompt = encoded(tokenizer, {"messages": chat})
+        text = spelt(tokenizer, prompt.tokens) + spelt(tokenizer, prompt.completion)
+        assert f"<tool_call>w {expected}</tool_call>" in text
+
+
+def test_an_argument_that_is_absent_is_none() -> None:
+    chat = [ASK, called(...)]
+    del chat[1]["tool_calls"][0]["function"]["arguments"]  # type: ignore[index]
+    tokenizer = tokenizer_of(THINKS)
+    assert "w {}" in spelt(tokenizer, encoded(tokenizer, {"messages": chat}).completion)
+
+
+ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if m.role != 'assistant' %}{{ '\n' }}{% elif loop.last %}{{ '<|im_end|>' }}"
+    "{% else %}{{ '<|endoftext|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""It ends the last turn with another token than those before it, as gpt-oss does."""
+MARKS = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ 'note\n' }}{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}",
+)
+"""It marks what is learned without the token that ends it, and not all of a turn."""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (ENDS, ["\n\na<|endoftext|>", "a<|endoftext|>", "b<|im_end|>"]),
+        (MARKS, ["\n\na<|im_end|>", "a<|im_end|>", "b<|im_end|>"]),
+        (OPENS, ["\n\na<|im_end|>", "a<|im_end|>", "\n</think>\n\nb<|im_end|>"]),
+        (NO_THOUGHTS, ["\n\na<|im_end|>", "a<|im_end|>", "b<|im_end|>"]),
+    ],
+)
+def test_every_turn_is_learned_with_the_end_that_it_has_in_the_whole_chat(
+    template: str, expected: list[str]
+) -> None:
+    tokenizer = tokenizer_of(template)
+    says = [{"role": "assistant", "content": text} for text in ("\n\na", "a", "b")]
+    chat = [ASK, says[0], ASK, says[1], {**ASK, "name": "x"}, says[2]]
+    prompt = encoded(tokenizer, {"messages": chat}, turns="all")
+    parts, at = [], 0
+    for turn in prompt.turns:
+        parts.append((turn.role, spelt(tokenizer, prompt.completion[at : at + turn.tokens])))  # type: ignore[index]
+        at += turn.tokens
+    assert [text for role, text in parts if role == "assistant"] == expected
+    joined = spelt(tokenizer, prompt.tokens) + "".join(text for _, text in parts)
+    assert joined == tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
+    assert [t.text for t in prompt.turns if t.role == "environment"] == ["2+2?", "2+2?"]
+
+
+def noted(tokenizer: Any, tmp_path: Any, *rows: Mapping[str, Any]) -> list[str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Source([JsonlFile(str(path), keys=Keys(tools="tools"))])
+    stream = PromptStream(source, PromptEncoder(tokenizer, 500, 500), 2, 0, shuffle=False)
+    stream.batch(0)
+    return list(stream.noted.values())
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "tools", "expected"),
+    [
+        (CHATML, {"content": "4"}, [TOOL], "does not show `tools`"),
+        (
+            CHATML,
+            {"content": "4", "reasoning_content": "two"},
+            None,
+            "render its `reasoning_content`",
+        ),
+        (
+            CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"),
+            {"content": "<think>two</think>4"},
+            None,
+            "the thoughts in its `content`",
+        ),
+        (NO_THOUGHTS, {"content": "4"}, None, "goes on with '<think>"),
+        (THINKS, {"content": "4", "reasoning_content": "two"}, [TOOL], ""),
+    ],
+)
+def test_what_a_template_does_not_show_is_said_once_with_the_row(
+    tmp_path: Any, template: str, message: dict[str, Any], tools: Any, expected: str
+) -> None:
+    plain = {"messages": [ASK]}
+    row = {"messages": [ASK, {"role": "assistant", **message}], "tools": tools}
+    notes = noted(tokenizer_of(template), tmp_path, plain, row, row, row)
+    if expected:
+        (note,) = notes
+        assert expected in note and note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: ")
+    else:
+        assert not notes
+
+
+def test_calls_that_are_not_rendered_are_refused_with_the_row(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match=r"rows.jsonl:1: message 1: .*does not render `tool_calls`"):
+        noted(tokenizer_of(CHATML), tmp_path, {"messages": [ASK, called({})]}, {"messages": [ASK]})
+
+
+def test_fields_of_messages_reach_the_template_between_turns() -> None:
+    shows = CHATML.replace(
+        "m['content'] +", "m['content'] + (m.name or '') + (m.tool_call_id or '') +"
+    )
+    tokenizer = tokenizer_of(shows)
+    message = {"role": "tool", "content": "rain", "name": "look", "tool_call_id": "c1", "x": [1]}
+    (heard,) = observed({"messages": [message]}).messages
+    assert heard == message
+    tokens = TurnEncoder(tokenizer).after([heard], eos=tokenizer.eos_token_id, chat=True)
+    assert "rainlookc1<|im_end|>" in spelt(tokenizer, tokens)
+    chat = [
+        ASK,
+        {"role": "assistant", "content": "a"},
+        message,
+        {"role": "assistant", "content": "b"},
+    ]
+    for turns in ("last", "all"):
+        prompt = encoded(tokenizer, {"messages": chat}, turns=turns)
+        assert "rainlookc1<|im_end|>" in spelt(
+            tokenizer, (*prompt.tokens, *(prompt.completion or ()))
+        )
+    with pytest.raises(UserError, match="whose fields are not JSON"):
+        observed({"messages": [{**message, "x": object()}]})
+
+
+def test_a_text_that_has_its_bos_gets_no_other() -> None:
+    tokenizer = tiny_tokenizer("{{ '<|endoftext|>' }}" + CHATML, bos=True)
+    tokenizer.bos_token = "<|endoftext|>"
+    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    prompt = encoded(tokenizer, {"prompt": text, "completion": "yo"}, chat="raw")
+    assert spelt(tokenizer, prompt.tokens) == text
+    plain = encoded(tokenizer, {"prompt": "hi", "completion": "yo"}, chat="raw")
+    assert spelt(tokenizer, plain.tokens) == "<|endoftext|>hi"
+
+
+@pytest.mark.parametrize("text", ["46", " 46", "the", "\n46", " \n46", "  46", "ä", ""])
+def test_a_text_that_continues_gets_no_space_that_nobody_wrote(text: str) -> None:
+    tokenizer = sentencepiece("th", "the", "46")
+    spelling = Spelling(tokenizer, len(tokenizer), "student")
+    messages = [{"role": "user", "content": text}]
+    tokens = TurnEncoder(tokenizer).after(messages, eos=None, chat=False)
+    assert spelling.spelt(tokens) == text.encode()
+    (tokens_again,) = spelling.encode([text])
+    assert spelling.spelt(tokens_again) == text.encode()
+
+
+def test_the_date_of_a_template_is_the_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of("{{ strftime_now('%d %b %Y %H:%M') + '\n' }}" + CHATML)
+    monkeypatch.setattr(chat_template, "today", lambda: "2027-12-31")
+    assert render(tokenizer, [ASK]).startswith("31 Dec 2027 00:00\n")
+    dated(tokenizer, "2026-02-03")
+    monkeypatch.setattr(chat_template, "today", lambda: "2028-01-01")
+    assert render(tokenizer, [ASK]).startswith("03 Feb 2026 00:00\n")
+
+
+GROWS = "{% set n = namespace(x=A) %}{% for i in range(60) %}{% set n.x = B %}{% endfor %}"
+HOSTILE = {
+    "lipsum": "{{ lipsum(n=100000000) }}",
+    "date": "{{ strftime_now('%c' * 10**7) }}",
+    "sort": "{{ ('ba' * 10**7) | sort }}",
+    "batch": "{% for x in ('ba' * 10**6) | batch(2) %}{% for y in x %}{% endfor %}{% endfor %}",
+    "loops": "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
+    "times": "{{ 10**12 * 'a' }}",
+    "list": "{{ [1] * 10**12 }}",
+    "power": GROWS.replace("A", "10").replace("B", "n.x * n.x"),
+    "method": "{{ 'a'.center(10**11) }}",
+    "filter": "{{ 'a' | center(10**11) }}",
+    "percent": "{{ '%1000000000000d' % 1 }}",
+    "format": "{{ '{:1000000000000}'.format(1) }}",
+    "doubled": GROWS.replace("A", "'ab'").replace("B", "n.x ~ n.x"),
+    "added": GROWS.replace("A", "'ab'").replace("B", "n.x + n.x"),
+    "replaced": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "joined": "{{ ('a' * 100000) | map('replace', 'a', 'b' * 100000) | join }}",
+    "round": "{{ 1.5 | round(10**9) }}",
+    "indent": "{{ messages | tojson(indent=10**11) }}",
+    "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_works_without_end_is_refused(name: str) -> None:
+    tokenizer = tiny_tokenizer(HOSTILE[name])
+    began = time.process_time()
+    with pytest.raises(UserError, match="the chat template refuses messages of user: .{10}"):
+        render(tokenizer, [ASK])
+    assert time.process_time() - began < 30
+
+
+def test_memory_that_a_template_does_not_get_is_named() -> None:
+    class Template:
+        environment = chat_template.program(CHATML).environment
+
+        def generate(self, **_: object) -> Any:
+            raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="user: MemoryError"):
+        patch.setattr(chat_template, "program", lambda text: Template())
+        render(tiny_tokenizer(), [ASK])
+
+
+def test_a_normalizer_that_doubles_is_refused(tmp_path: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    steps = [normalizers.Replace("1", "11") for _ in range(40)]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"its normalizer makes a text up to 1\.1e\+12 times"):
+        load_tokenizer(tmp_path)
+    for steps in ([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], [normalizers.NFC()]):
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+        tokenizer.save_pretrained(tmp_path)
+        assert load_tokenizer(tmp_path) is not None
+
+
+def test_a_regular_expression_that_backtracks_is_a_clear_error(tmp_path: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="the tokenizer cannot split 'a"):
+        encode_prompt(loaded, "a" * 40 + "b")
