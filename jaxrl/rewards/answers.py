@@ -34,7 +34,11 @@ _FORMULA = re.compile(
 )
 """A dollar before an amount of money begins none: as in pandoc, no digit is behind the second, and
 space is inside of both or of neither."""
-_PROSE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|is|so|we|it|to|of|if|as|at|be|by)(?![A-Za-z])")
+_PROSE = re.compile(
+    r"(?<![A-Za-z\\])(?:[a-z]{3,}|is|so|we|it|to|of|if|as|at|be|by|in|on|he|no|an|my|us|do|up)"
+    r"(?![a-z])",
+    re.IGNORECASE,
+)
 _NAMES = frozenset(
     ("and", "or", "pi", "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "inf")
     + ("infinity", "infty", "mod", "arcsin", "arccos", "arctan")

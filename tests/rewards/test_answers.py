@@ -507,3 +507,18 @@ def test_numbers_are_read_as_a_whole() -> None:
         assert number is not None and number.value == Fraction(value)
     assert read_number("1" * 5000) is None
     assert read_number("1e9999") is None
+
+
+@pytest.mark.parametrize(
+    "opening", ["So", "It is", "We get", "Is it", "By adding,", "In total", "He has"]
+)
+def test_words_before_a_formula_change_nothing(opening: str) -> None:
+    for formula, answer in ((r"\frac{-1}{2}", "-1/2"), (r"1{,}234", "1234"), ("2x+3", "2x+3")):
+        verifiers = ("number", "math") if answer != "2x+3" else ("math",)
+        for verifier in verifiers:
+            for said in (f"{opening} ${formula}$", f"{opening} ${formula}$."):
+                assert VERIFIERS[verifier](said, Example("", answer=answer)) == 1.0, (
+                    verifier,
+                    said,
+                )
+                assert VERIFIERS[verifier](said, Example("", answer="2")) == 0.0, (verifier, said)
