@@ -54,13 +54,14 @@ class Sources:
         """Completions of batch `index` by the policy; a further attempt samples other prompts, with
         random numbers of its own.
         """
-        prompts = _to_sample(self.prompts(index + attempt * REFILL_OFFSET))
+        prompts = self.prompts(index + attempt * REFILL_OFFSET)
         return self.call("rollout", RolloutRole.generate, prompts, step=index, attempt=attempt)
 
     def teacher_samples(self, index: int) -> Future[Rollout]:
-        prompts = _to_sample(self.prompts(index))
+        prompts = self.prompts(index)
         if self.stored is None:
             return self.call("teacher", TeacherRole.generate, prompts, step=index)
+        prompts = [prompt.to_sample for prompt in prompts]
         return done_future(
             make_rollout(prompts, self.stored(prompts), policy_version=DATA, **self.packing)
         )
@@ -96,7 +97,3 @@ class Sources:
         return [
             self.call(role, score, rollout, part=part, parts=parts, **more) for part in range(parts)
         ]
-
-
-def _to_sample(prompts: Sequence[Prompt]) -> list[Prompt]:
-    return [prompt.to_sample for prompt in prompts]

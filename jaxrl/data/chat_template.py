@@ -452,9 +452,7 @@ def in_form(
         return list(messages)
     plain = [_with_arguments(message, _filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
-    texts = [
-        _with_arguments(message, lambda value: _as_text(_as_object(value))) for message in plain
-    ]
+    texts = [_with_arguments(message, lambda x: _as_text(_as_object(x))) for message in plain]
 
     def tried(form: Sequence[Message]) -> str | None:
         try:
@@ -462,14 +460,14 @@ def in_form(
         except UserError:
             return None
 
-    by_object, by_text = tried(objects), tried(texts)
-    if by_object is not None and by_object == by_text:
-        return plain
-    if by_object is None and by_text is None:
-        return objects  # the caller's rendering says why
-    if by_object is None or (by_text is not None and _printed_by_python(by_object, objects)):
+    by_object = tried(objects)
+    refused = by_object is None or _printed_by_python(by_object, objects)
+    if not refused and plain == objects:
+        return objects  # spares a rendering
+    by_text = tried(texts)
+    if refused and by_text is not None:
         return [_with_arguments(message, _as_text) for message in plain]
-    return objects
+    return plain if by_object is not None and by_object == by_text else objects
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:

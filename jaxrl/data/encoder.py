@@ -208,7 +208,8 @@ class PromptEncoder:
         columns = {**example.columns, "messages": messages} if messages else example.columns
         columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
-        completion, sampled = None, None
+        completion: tuple[int, ...] | None = None
+        sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
         if example.completion is not None:
             found = self._completion(example, prompt)

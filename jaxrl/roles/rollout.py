@@ -231,7 +231,7 @@ class Sampler:
     ) -> Rollout:
         """Pads the completions of each prompt to one rectangular batch, on the host."""
         rollout = make_rollout(
-            prompts,
+            [prompt.to_sample for prompt in prompts],
             completions,
             policy_version=self.version,
             pad_id=self._pad_id,
@@ -279,6 +279,7 @@ class Sampler:
     ) -> Sampled:
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
+        prompts = [prompt.to_sample for prompt in prompts]
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
             partner = None
             if self._episodes is not None:

@@ -4,72 +4,45 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from byte_tokenizers import sentencepiece
+from chat_shapes import (
+    ASK,
+    ENDS,
+    FORMS,
+    MARKS,
+    NO_THOUGHTS,
+    OPENS,
+    THINKS,
+    TOOL,
+    called,
+    encoded,
+    spelt,
+    tokenizer_of,
+)
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from jaxrl.data import chat_template
+from jaxrl.data.batch import data_rollout
 from jaxrl.data.chat_template import dated, render
 from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source
 from jaxrl.data.spelling import Spelling
 from jaxrl.data.stream import PromptStream
+from jaxrl.data.template_limits import program
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.observation import observed
 from jaxrl.errors import UserError
-from jaxrl.types import Prompt
-
-TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + ' ' + "
-    "(ARGUMENTS) + '</tool_call>' }}{% endfor %}"
-)
-THINKS = (
-    "{% for t in tools or [] %}{{ 'TOOL ' + (t | tojson) + '\n' }}{% endfor %}"
-    "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' and loop.last %}"
-    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
-    "{{ m.content }}" + CALLS + "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""It shows the thoughts of the last turn only, as Qwen3's does."""
-OPENS = THINKS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
-"""Its generation prompt opens the thoughts, as Qwen3.5's does."""
-NO_THOUGHTS = CHATML.replace(
-    "{{ '<|im_start|>assistant\n'", "{{ '<|im_start|>assistant\n<think>\n'"
-)
-"""Its generation prompt opens thoughts that no turn of its whole chats has, as DeepSeek R1's."""
-ASK = {"role": "user", "content": "2+2?"}
-TOOL = {"type": "function", "function": {"name": "w", "parameters": {}}}
-
-
-def tokenizer_of(template: str | None, arguments: str = "c.function.arguments | tojson") -> Any:
-    """Bytes, with two line breaks as one token."""
-    template = template and template.replace("ARGUMENTS", arguments)
-    return tiny_tokenizer(template, (("Ċ", "Ċ"),), extra=("<think>", "</think>"))
-
-
-def spelt(tokenizer: Any, tokens: Sequence[int] | None) -> str:
-    return str(tokenizer.decode(list(tokens or ()), skip_special_tokens=False))
-
-
-def encoded(tokenizer: Any, row: Mapping[str, Any], **more: Any) -> Prompt:
-    keys = Keys(tools="tools", turns=more.pop("turns", "last"))
-    prompt = PromptEncoder(tokenizer, 5000, 5000, **more).encode(to_example(row, keys, "row"), 0)
-    assert prompt is not None
-    return prompt
-
-
-def called(arguments: object) -> dict[str, Any]:
-    function = {"name": "w", "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-
+from jaxrl.roles.rollout import Sampler
 
 ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "thoughts": (
@@ -116,6 +89,28 @@ def test_a_completion_is_the_rest_of_the_templates_text(name: str) -> None:
     assert (prompt.tokens == prompt.to_sample.tokens) is (name != "no thoughts")
 
 
+def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
+    """Where the two part, a batch of samples and one of the data's completions of the same row have
+    different prompts."""
+    tokenizer = tokenizer_of(NO_THOUGHTS)
+    row = {"messages": [ASK, {"role": "assistant", "content": "4"}]}
+    prompt = encoded(tokenizer, row)
+    engine = SimpleNamespace(generate=lambda weights, tokens, **_: tokens)
+    environment = SimpleNamespace(turn_tokens=None)
+    sampler: Any = SimpleNamespace(
+        **{"params": 1, "version": 0, "_weights": 1, "_episodes": None, "_teacher": False},
+        engine=engine,
+        config=SimpleNamespace(environment=environment),
+    )
+    sampler._prompt_tokens = partial(Sampler._prompt_tokens, sampler)
+    given: Any = {"n": 1, "seed": 0, "step": 0, "sampling": None}
+    (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], **given)
+    assert sampled.tokens == tokens and spelt(tokenizer, tokens).endswith("assistant\n<think>\n")
+    rollout = data_rollout([prompt], decode=str, max_prompt_tokens=64, max_new_tokens=8, pad_id=0)
+    assert spelt(tokenizer, rollout.prompts[0].tokens).endswith("<|im_start|>assistant\n")
+    assert rollout.sequences.mask[0].sum() == len(prompt.tokens) + len(prompt.completion or ())
+
+
 def test_a_completion_that_is_a_text_is_a_turn() -> None:
     tokenizer = tokenizer_of(OPENS)
     rows = (
@@ -125,16 +120,6 @@ def test_a_completion_that_is_a_text_is_a_turn() -> None:
     first, second = (encoded(tokenizer, row) for row in rows)
     assert (first.tokens, first.completion) == (second.tokens, second.completion)
     assert spelt(tokenizer, first.completion) == "\n</think>\n\n4<|im_end|>"
-
-
-FORMS = {
-    "objects": "c.function.arguments | tojson",
-    "both": "c.function.arguments if c.function.arguments is string"
-    " else (c.function.arguments | tojson)",
-    "texts": "c.function.arguments",
-    "printed": "c.function.arguments | string",
-    "items": "c.function.arguments.items() | list | tojson",
-}
 
 
 @pytest.mark.parametrize(
@@ -169,26 +154,10 @@ def test_arguments_are_given_as_the_template_takes_them(
 
 
 def test_an_argument_that_is_absent_is_none() -> None:
-    chat = [ASK, called(...)]
-    del chat[1]["tool_calls"][0]["function"]["arguments"]  # type: ignore[index]
+    chat: list[dict[str, Any]] = [ASK, called(...)]
+    del chat[1]["tool_calls"][0]["function"]["arguments"]
     tokenizer = tokenizer_of(THINKS)
     assert "w {}" in spelt(tokenizer, encoded(tokenizer, {"messages": chat}).completion)
-
-
-ENDS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% if m.role != 'assistant' %}{{ '\n' }}{% elif loop.last %}{{ '<|im_end|>' }}"
-    "{% else %}{{ '<|endoftext|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""It ends the last turn with another token than those before it, as gpt-oss does."""
-MARKS = CHATML.replace(
-    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
-    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m.role == 'assistant' %}"
-    "{{ 'note\n' }}{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}"
-    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}",
-)
-"""It marks what is learned without the token that ends it, and not all of a turn."""
 
 
 @pytest.mark.parametrize(
@@ -209,7 +178,7 @@ def test_every_turn_is_learned_with_the_end_that_it_has_in_the_whole_chat(
     prompt = encoded(tokenizer, {"messages": chat}, turns="all")
     parts, at = [], 0
     for turn in prompt.turns:
-        parts.append((turn.role, spelt(tokenizer, prompt.completion[at : at + turn.tokens])))  # type: ignore[index]
+        parts.append((turn.role, spelt(tokenizer, prompt.completion[at : at + turn.tokens])))
         at += turn.tokens
     assert [text for role, text in parts if role == "assistant"] == expected
     joined = spelt(tokenizer, prompt.tokens) + "".join(text for _, text in parts)
@@ -354,7 +323,7 @@ def test_a_template_that_works_without_end_is_refused(name: str) -> None:
 
 def test_memory_that_a_template_does_not_get_is_named() -> None:
     class Template:
-        environment = chat_template.program(CHATML).environment
+        environment = program(CHATML).environment
 
         def generate(self, **_: object) -> Any:
             raise MemoryError
@@ -371,8 +340,9 @@ def test_a_normalizer_that_doubles_is_refused(tmp_path: Any) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"its normalizer makes a text up to 1\.1e\+12 times"):
         load_tokenizer(tmp_path)
-    for steps in ([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], [normalizers.NFC()]):
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    usual = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    for normalizer in (normalizers.Sequence(usual), normalizers.NFC()):
+        tokenizer.backend_tokenizer.normalizer = normalizer
         tokenizer.save_pretrained(tmp_path)
         assert load_tokenizer(tmp_path) is not None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_chat_rendering import (
+from chat_shapes import (
     ASK,
     ENDS,
     FORMS,
@@ -87,8 +87,9 @@ def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
     for name, shown in texts().items():
         block = rf"(<!-- {name} -->\n```text\n).*?(```\n)"
-        text, n = re.subn(block, lambda m, s=shown: m[1] + s + "\n" + m[2], text, flags=re.DOTALL)
-        assert n == 1, name
+        found = re.search(block, text, re.DOTALL)
+        assert found is not None, name
+        text = text.replace(found[0], f"{found[1]}{shown}\n{found[2]}")
     table = r"(\|---\|---\|---\|\n)(?:\|.*\n)*(<!-- arguments -->)"
     rows = "".join(f"{row}\n" for row in arguments())
     return re.sub(table, lambda m: m[1] + rows + m[2], text)
