@@ -12,7 +12,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.fields import MOST, Raw, given, number, size, stated_once
+from jaxrl.models.fields import MOST, Raw, flag, given, number, size, stated_once
 from jaxrl.models.kinds import FULL, SLIDING, LayerKind, read_windows
 from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
@@ -441,7 +441,7 @@ class DecoderConfig:
             rope_scaling=scaling,
             rotary_dims=_rotary_dims(raw, head_dim),
             rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
-            tie_embeddings=bool(given(raw.get("tie_word_embeddings"), entry.tie_embeddings)),
+            tie_embeddings=flag(raw, "tie_word_embeddings", entry.tie_embeddings),
             max_positions=positions_of(scaling, positions),
             **special_ids(raw),
         )
