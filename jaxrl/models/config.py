@@ -420,13 +420,13 @@ class DecoderConfig:
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(_unknown(family))
         entry = FAMILIES[family]
-        check_ropes(raw, FULL, SLIDING, "rope_local_base_freq")
-        raw = entry.prepare(raw)
+        stated, raw = raw, entry.prepare(raw)
         _refuse_variants(raw)
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
         head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
         theta, scaling = read_rope(raw, entry.rope_theta)
+        check_ropes(stated, FULL, SLIDING, "rope_local_base_freq")
         positions = size(raw, "max_position_embeddings", entry.max_positions)
         config = cls(
             family=family,

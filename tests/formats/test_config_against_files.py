@@ -374,7 +374,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
             {"rope_scaling": YARN, "rope_parameters": ROPE | YARN | {"factor": 2.0}},
             "rope_parameters.factor=2.0 and rope_scaling.factor=4.0",
         ),
-        ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "type='linear'"),
+        ("llama", {"rope_scaling": YARN | {"type": "linear"}}, "type='linear'"),
         ("phi3", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 and"),
         ("gemma3", {"rope_theta": 7.0}, "rope_theta=7.0 and rope_parameters.rope_theta="),
         ("gemma3", {"rope_local_base_freq": 7.0}, "rope_local_base_freq=7.0 and sliding_attention"),
