@@ -110,7 +110,7 @@ class _Reader(GGUFReader):
                 f"arrays of {self._elements} elements; at most {MOST_ELEMENTS} are read"
             )
         if of == GGUFValueType.ARRAY:
-            raise UserError("arrays within arrays are not read")
+            raise UserError("truncated, or of a kind that is not read: arrays within arrays")
         types = [GGUFValueType.ARRAY, of]
         if of != GGUFValueType.STRING:  # all at once, where the library takes them one by one
             values = self._get(at, self.gguf_scalar_to_np[of], n)
@@ -127,13 +127,14 @@ class _Reader(GGUFReader):
 
     def _build_fields(self, offs: int, count: int) -> int:
         if count > MOST_KEYS:
-            raise UserError(f"{count} keys of metadata; at most {MOST_KEYS} are read")
+            raise UserError(f"truncated, or {count} keys of metadata; at most {MOST_KEYS} are read")
         self._elements = 0
         return super()._build_fields(offs, count)
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
         if count > MOST_TENSORS:
-            raise UserError(f"{count} tensors; at most {MOST_TENSORS} of a file are read")
+            many = f"truncated, or {count} tensors"
+            raise UserError(f"{many}; at most {MOST_TENSORS} of a file are read")
         return super()._build_tensor_info(offs, count)
 
 

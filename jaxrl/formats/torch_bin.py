@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.formats.hf import SafetensorsFolder, weight_files
-from jaxrl.formats.weights import Index, Tensors
+from jaxrl.formats.weights import Index
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -59,6 +59,10 @@ class TorchBinFolder:
             found = _read_file(file)
             self._tensors |= {k: found[k] for k in found if file_of.get(k, file) == file}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.shape
@@ -80,7 +84,7 @@ class TorchBinFolder:
         return whole[index]
 
 
-def open_weights(folder: str | os.PathLike[str]) -> Tensors:
+def open_weights(folder: str | os.PathLike[str]) -> SafetensorsFolder | TorchBinFolder:
     """The tensors of a model folder: of its safetensors, or else of its `.bin` files."""
     place = Path(folder)
     if any((place / name).is_file() for name in (hf.SINGLE, hf.INDEX)):

@@ -12,7 +12,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.fields import MOST, Raw, given, number, size, stated_once
+from jaxrl.models.fields import MOST, Raw, flag, given, number, size, stated_once
 from jaxrl.models.kinds import FULL, SLIDING, LayerKind, read_windows
 from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
@@ -420,13 +420,13 @@ class DecoderConfig:
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(_unknown(family))
         entry = FAMILIES[family]
-        check_ropes(raw, FULL, SLIDING, "rope_local_base_freq")
-        raw = entry.prepare(raw)
+        stated, raw = raw, entry.prepare(raw)
         _refuse_variants(raw)
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
         head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
         theta, scaling = read_rope(raw, entry.rope_theta)
+        check_ropes(stated, FULL, SLIDING, "rope_local_base_freq")
         positions = size(raw, "max_position_embeddings", entry.max_positions)
         config = cls(
             family=family,
@@ -441,7 +441,7 @@ class DecoderConfig:
             rope_scaling=scaling,
             rotary_dims=_rotary_dims(raw, head_dim),
             rms_norm_eps=number(raw, "rms_norm_eps", entry.rms_norm_eps),
-            tie_embeddings=bool(given(raw.get("tie_word_embeddings"), entry.tie_embeddings)),
+            tie_embeddings=flag(raw, "tie_word_embeddings", entry.tie_embeddings),
             max_positions=positions_of(scaling, positions),
             **special_ids(raw),
         )

@@ -46,6 +46,14 @@ def number(raw: Raw, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def flag(raw: Raw, key: str, default: bool) -> bool:
+    """True or false; where it is absent or null, the default."""
+    value = given(raw.get(key), default)
+    if type(value) is not bool:
+        raise UserError(f"{key}={short(repr(value))} must be true or false")
+    return value
+
+
 def stated_once(raw: Raw, *keys: str) -> Any:
     """What one of several keys of one meaning says, or all of them alike; null where none does.
 

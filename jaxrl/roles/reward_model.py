@@ -79,7 +79,13 @@ def open_reward(path: str | os.PathLike[str]) -> RewardSource:
     """
     folder, config = read_reward(path)
     shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
-    tensors = open_tensors(os.fspath(path), folder, open_weights, shapes)
+
+    def read(place: Path) -> weights.Tensors:
+        tensors = open_weights(place)
+        weights.check_all_read(tensors.names, config, tensors)
+        return tensors
+
+    tensors = open_tensors(os.fspath(path), folder, read, shapes)
     return RewardSource(os.fspath(path), folder, config, tensors)
 
 

@@ -317,6 +317,7 @@ def test_a_number_of_a_config_that_changes_is_refused_or_means_what_it_means_to_
         ("smollm3", {"no_rope_layers": [2] * 10**5}, "no_rope_layers=.*must be a list"),
         ("qwen2", {"layer_types": ["x"] * 10**5}, "layer_types=.* is not supported"),
         ("llama", {"model_type": "x" * 10**5}, "model_type="),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
     ],
 )
 def test_absurd_sizes_are_refused_before_anything_is_made_of_them(
@@ -373,7 +374,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
             {"rope_scaling": YARN, "rope_parameters": ROPE | YARN | {"factor": 2.0}},
             "rope_parameters.factor=2.0 and rope_scaling.factor=4.0",
         ),
-        ("llama", {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "type='linear'"),
+        ("llama", {"rope_scaling": YARN | {"type": "linear"}}, "type='linear'"),
         ("phi3", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 and"),
         ("gemma3", {"rope_theta": 7.0}, "rope_theta=7.0 and rope_parameters.rope_theta="),
         ("gemma3", {"rope_local_base_freq": 7.0}, "rope_local_base_freq=7.0 and sliding_attention"),

@@ -332,6 +332,7 @@ def index_with_a_missing_shard(folder: Path) -> None:
 
 
 def index_without_files(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text("{}")
 
 

@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 from references.tiny import random_tensors
 from references.tiny_encoders import REWARD, REWARDS, sequences
+from runs import save_reward_model
 from tiny_models import Memory, make_mesh
 from tiny_tokenizer import tiny_tokenizer
 
@@ -214,3 +215,12 @@ def test_a_missing_head_or_tokenizer_is_told(folder: Path, tmp_path: Path) -> No
     safetensors.numpy.save_file(values, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"tensor score\.weight of shape \[1, 32\] is missing"):
         open_reward(tmp_path)
+
+
+def test_a_weight_that_the_config_has_no_place_for_is_named(tmp_path: Path) -> None:
+    folder = Path(save_reward_model(tmp_path))
+    raw = json.loads((folder / "config.json").read_text())
+    fewer = raw | {"num_hidden_layers": raw["num_hidden_layers"] - 1}
+    (folder / "config.json").write_text(json.dumps(fewer))
+    with pytest.raises(UserError, match="no place for tensor model.layers"):
+        open_reward(folder)
