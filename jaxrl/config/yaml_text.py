@@ -31,7 +31,7 @@ TOO_DEEP = f"nested deeper than {DEEPEST} levels, or a value that contains itsel
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         tag = getattr(event, "tag", None)
         if tag is not None:  # the library's constructors raise anything at what does not fit one
