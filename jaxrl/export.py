@@ -53,11 +53,19 @@ def export(
         UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
     """
     from jaxrl.checkpoint.source import ModelSource, resolve_model
-    from jaxrl.formats import hf, peft, weights
 
     if not isinstance(source, ModelSource):
         source = resolve_model(source)
     _check_destination(Path(destination), force)
+    try:
+        return _write(source, destination, dtype, adapters)
+    except OSError as error:
+        raise UserError(f"{destination} cannot be written: {error.strerror or error}") from error
+
+
+def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: bool) -> Path:
+    from jaxrl.formats import hf, peft, weights
+
     if adapters:
         if source.adapter is None:
             raise UserError(f"model {source.name!r} has no adapters: leave out --format peft")
@@ -165,9 +173,10 @@ def _kept(n_layers: int, layers: int | None, keep: str | None) -> tuple[int, ...
 
 def _check_destination(destination: Path, force: bool) -> None:
     """Refuses to overwrite, and even with `force` to delete a folder that holds no model."""
-    if destination.is_file():
+    if destination.exists() and not destination.is_dir():
         raise UserError(f"{destination} is a file; give a folder to write")
-    above = next(place for place in destination.absolute().parents if place.exists())
+    parents = destination.absolute().parents
+    above = next((place for place in parents if place.exists()), destination)
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"{destination} cannot be made: nothing can be written in {above}")
     if not destination.is_dir() or not any(destination.iterdir()):

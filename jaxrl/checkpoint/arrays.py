@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxrl.types import Tree
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it raises as well
+
+
+@dataclass(frozen=True)
+class _QuietLateWrites:
+    """Drops what TensorStore's threads print where a save has failed: each of its writes that ends
+    after that finds the event loop of Orbax closed. `Saving.wait` raises why it failed."""
+
+    before: Callable[[Any], object]
+    """The hook that is asked about everything else."""
+
+    def __call__(self, unraisable: Any) -> None:
+        is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        if not (is_foreign and str(unraisable.exc_value) == "Event loop is closed"):
+            self.before(unraisable)
 
 
 class Saving:
@@ -42,6 +59,8 @@ def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
     try:
         from orbax.checkpoint import v1 as orbax  # it takes seconds to import
 
+        if not isinstance(sys.unraisablehook, _QuietLateWrites):
+            sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
         path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
         return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
     except Exception as error:

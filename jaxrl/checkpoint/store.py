@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.plain import JsonObject, parse_json, read_file
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -79,7 +80,7 @@ def rollout_file(index: int) -> str:
 def read(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`, its files not yet looked at. Raises Damaged."""
     try:
-        raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        raw = parse_json(read_file(path / MANIFEST))
         if raw["format"] != FORMAT:
             raise Damaged(f"{path}: written by another jaxrl (format {raw['format']})")
         raw["files"] = {name: (size, crc) for name, (size, crc) in raw["files"].items()}
@@ -87,7 +88,7 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(path, Manifest(**raw))
     except OSError as error:
         raise _unread(path / MANIFEST, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be understood: {error}") from error
 
 
@@ -235,7 +236,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 def _unread(file: Path, error: OSError) -> UserError:
     """A file that is not there is damage; a disk that does not answer now may answer later."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.EINVAL:
         return Damaged(f"{file}: {error.strerror}")
     return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")
 

@@ -14,7 +14,9 @@ exit code::
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -31,7 +33,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.base import Base
 from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Config
-from jaxrl.errors import RunError, UserError, near, user_path
+from jaxrl.errors import RunError, UserError, near, short, user_path
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import fill_missing, settle, to_stderr
 
@@ -196,7 +198,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; only the user's errors lose their traceback."""
     fill_missing()
     try:
-        with _in_a_folder():
+        with _explained_paths():
             code = command(sys.argv[1:] if argv is None else argv)
     except (UserError, RunError) as error:
         to_stderr(f"error: {error}{_damage_in_cache(str(error))}")
@@ -208,13 +210,22 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _in_a_folder() -> Iterator[None]:
-    """Explains a file that is not found because the working directory was removed."""
+def _explained_paths() -> Iterator[None]:
+    """Turns what no path can be into a UserError: a name that is too long or has a zero in it, a
+    working directory that was removed."""
     try:
         yield
     except FileNotFoundError:
         working_directory()
         raise
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"{short(str(error.filename))}: {error.strerror}") from error
+    except ValueError as error:
+        if not re.search("embedded null (byte|character)", str(error)):
+            raise
+        raise UserError("a path has a character of code 0 in it") from error
 
 
 def _damage_in_cache(text: str) -> str:

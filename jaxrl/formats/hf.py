@@ -442,9 +442,12 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raises UserError where no folder can be put in the place of `path`: a disk is mounted there.
-    A run asks before it trains."""
-    if os.path.ismount(_behind_link(Path(os.path.abspath(path)))):
+    """Raises UserError where no folder can be put in the place of `path`: a disk is mounted there,
+    or it is a device or a pipe. A run asks before it trains."""
+    final = _behind_link(Path(os.path.abspath(path)))
+    if not final.is_symlink() and final.exists() and not (final.is_file() or final.is_dir()):
+        raise UserError(f"{path} is neither a folder nor a file: name a folder to write")
+    if os.path.ismount(final):
         raise UserError(
             f"{path} is where a disk is mounted, and a model folder is put in place by its name:"
             " name a folder on that disk"

@@ -28,6 +28,7 @@ from jaxrl.formats import hf
 from jaxrl.formats.hub_errors import (
     PLAIN,
     BadAnswer,
+    check_variables,
     explained,
     is_offline,
     is_unreachable,
@@ -68,6 +69,7 @@ def pin(name: HubName) -> HubName:
     Raises:
         UserError: there is no such repository or revision, or no access to it.
     """
+    check_variables()
     if name.sha is not None:
         return name
     from huggingface_hub import HfApi  # half a second

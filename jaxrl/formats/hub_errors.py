@@ -36,6 +36,17 @@ LONGEST_WAIT_S = 310.0
 """How long a hub may ask to be left alone. The public one counts in windows of 300 s."""
 
 
+def check_variables() -> None:
+    """Raises UserError where the library takes offence at its own variables."""
+    try:
+        import huggingface_hub.constants  # noqa: F401
+    except ValueError as error:
+        raise UserError(
+            f"huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
+            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
+        ) from error
+
+
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
     """Turns what the library raises into one line: what is wrong, and what to do. A hub that takes

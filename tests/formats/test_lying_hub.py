@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -446,3 +449,20 @@ def test_the_list_in_the_cache_has_the_hashes_that_contents_are_held_against(
     digest = hashlib.sha256(files[SHARED]).hexdigest()
     assert hub_module._announced(name) == {digest: digest}
     assert json.loads(hub_module._list_file(name).read_text())["format_version"] == 1
+
+
+@pytest.mark.parametrize(
+    "variable", ["HF_HUB_ETAG_TIMEOUT=abc", "HF_HUB_DOWNLOAD_TIMEOUT=x", "HF_ENDPOINT=http://["]
+)
+def test_variables_that_the_library_refuses_are_named(variable: str, tmp_path: Path) -> None:
+    name, _, value = variable.partition("=")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl", "export", "org/tiny", "out"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(hub_module.__file__).parents[2]), name: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and name in done.stderr

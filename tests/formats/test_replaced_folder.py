@@ -121,6 +121,16 @@ def test_where_a_disk_is_mounted_the_user_is_told_before(
     assert contents(run / "final") == OLD
 
 
+def test_a_device_or_a_pipe_is_refused(run: Path) -> None:
+    os.mkfifo(run / "final")
+    for path in (run / "final", Path("/dev/tty")):
+        with pytest.raises(UserError, match="neither a folder nor a file"):
+            hf.check_replaceable(path)
+    with pytest.raises(UserError, match="neither a folder nor a file"):
+        write(run / "final")
+    assert sorted(os.listdir(run)) == ["final", "lock"]
+
+
 def test_a_failed_write_changes_nothing(run: Path) -> None:
     fill(run / "final", OLD, FOREIGN)
     with pytest.raises(OSError, match="full"), hf.replaced_folder(run / "final") as partial:

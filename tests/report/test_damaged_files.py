@@ -16,7 +16,6 @@ from _pytest.mark.structures import ParameterSet
 from made_run import make_run
 from runs import CONSTANT, QUICK, SHORT, save_model
 
-from jaxrl import train
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -27,6 +26,7 @@ from jaxrl.telemetry import plot
 from jaxrl.telemetry.log import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+from jaxrl.train import main as train
 
 LINES = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, "sessions.jsonl", LOG_FILE)
 DOCUMENTS = ("plan.json", "config.yaml", "profile/stages.json", "plan.txt", "report.html")
@@ -51,7 +51,11 @@ def _changed(path: Path) -> None:
 
 
 def _linked(target: str) -> Callable[[Path], object]:
-    return lambda path: (path.unlink(missing_ok=True), path.symlink_to(target))
+    def link(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return link
 
 
 def _folder(path: Path) -> None:
@@ -305,7 +309,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
         *CONSTANT,
     ]
     run = folder / "run"
-    assert cli.run(train.main, [*keys, f"run_dir={run}"]) == 0
+    assert cli.run(train, [*keys, f"run_dir={run}"]) == 0
     return keys, run
 
 
@@ -329,7 +333,7 @@ def test_a_run_resumes_over_damaged_files(
     run = copied(there, tmp_path)
     for name in (*LINES, "plan.txt"):
         DAMAGES[damage](run / name)
-    code = cli.run(train.main, [*keys, f"run_dir={run}", "steps=3"])
+    code = cli.run(train, [*keys, f"run_dir={run}", "steps=3"])
     said = capsys.readouterr()
     refused = damage.startswith(("a pipe", "a folder", "a link"))  # what cannot be replaced
     assert code == 0 or (code == 2 and refused), said.err
@@ -346,7 +350,7 @@ def test_a_damaged_config_of_the_newest_checkpoint_is_that_checkpoints_damage(
     run = copied(there, tmp_path)
     newest = run / "checkpoints" / "2"
     (newest / "config.yaml").write_text("steps: [")
-    assert cli.run(train.main, [*keys, f"run_dir={run}", "steps=3"]) == 0
+    assert cli.run(train, [*keys, f"run_dir={run}", "steps=3"]) == 0
     said = capsys.readouterr()
     assert "checkpoint 2 cannot be used" in said.err + said.out
     assert Config.load(run / "config.yaml").steps == 3
