@@ -17,16 +17,16 @@ import pytest
 
 pytest.importorskip("ray")
 
-import ray_roles  # noqa: E402
+import ray_roles
 
-from jaxrl.config.settings import RayConfig  # noqa: E402
-from jaxrl.errors import RunError  # noqa: E402
-from jaxrl.runtime.ray import own, ray  # noqa: E402
-from jaxrl.runtime.ray import worker_group as group_module  # noqa: E402
-from jaxrl.runtime.ray.connect import join  # noqa: E402
-from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
-from jaxrl.runtime.worker import RunLost  # noqa: E402
-from jaxrl.sharding.placement import parse  # noqa: E402
+from jaxrl.config.settings import RayConfig
+from jaxrl.errors import RunError
+from jaxrl.runtime.ray import own, ray
+from jaxrl.runtime.ray import worker_group as group_module
+from jaxrl.runtime.ray.connect import join
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup
+from jaxrl.runtime.worker import RunLost
+from jaxrl.sharding.placement import parse
 
 pytestmark = pytest.mark.ray
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -237,7 +238,8 @@ class Starts:
         self._starting: set[int] = set()
         self._ended: dict[int, float] = {}
         """Process id -> `time.monotonic` seconds of its end."""
-        self._logs = Path(ray_worker._global_node.get_logs_dir_path())
+        node: Any = ray_worker._global_node
+        self._logs = Path(node.get_logs_dir_path())
         self._errors = self._logs / "raylet.err"
         self._told = self._errors.stat().st_size if self._errors.is_file() else 0
 
