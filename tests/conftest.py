@@ -59,7 +59,8 @@ gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
     *("test_ray_train.py", "test_resume.py", "test_objective.py", "test_two_hosts.py"),
-    *("test_actor.py", "test_teachers.py", "test_ray.py", "test_other_tokenizers.py"),
+    *("test_actor.py", "test_teachers.py", "test_ray.py", "test_ray_starts.py"),
+    "test_other_tokenizers.py",
     *("test_engine.py", "test_shared_prompts.py", "test_profiling.py", "test_rl.py"),
     *("test_train.py", "test_self_distillation.py", "test_plan_true.py", "test_compiled.py"),
     *("test_compiled_tpu.py", "test_kernels_aot.py", "test_context.py", "test_spmd.py"),
