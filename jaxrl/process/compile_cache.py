@@ -70,12 +70,6 @@ def compile_unordered_programs_again() -> None:
     _wrap_once("put_executable_and_time", _unless_unordered)
 
 
-def forget_programs() -> None:
-    """Releases all compiled programs of this process, those of jax as well, and their memory."""
-    _KEPT.clear()
-    jax.clear_caches()
-
-
 def collectives_lose_order(hlo: str) -> bool:
     """Whether the collectives of an HLO module, given as text, stand in more than one computation;
     a line that is `}` ends each of these."""

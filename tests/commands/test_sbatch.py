@@ -1,6 +1,7 @@
 """scripts/ray.sbatch with stand-ins for SLURM, Ray and Python: who starts where, how it ends."""
 
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -50,7 +51,7 @@ def job(tmp_path):
     """Starts the script in a folder of its own."""
     for name, text in STANDINS.items():
         file = tmp_path / name
-        file.write_text(f"#!/bin/bash\n{text.replace('REAL', sys.executable)}\n")
+        file.write_text(f"#!/bin/bash\n{text.replace('REAL', shlex.quote(sys.executable))}\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
