@@ -62,11 +62,12 @@ def dry_run(config: Config, rewards: Sequence[Callable[..., object]] = ()) -> Pl
         UserError: the roles cannot be placed on the devices.
     """
     from jaxrl.rewards.callables import bind
-    from jaxrl.run.attempt import plan_run, refusals
+    from jaxrl.run.attempt import checks, plan_run
 
     config, given = bind(config, rewards)
     plan = plan_run(config, dry=True)
-    return replace(plan, refusals=refusals(plan.config, given))
+    notes, refusals = checks(plan.config, given)
+    return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
 
 
 def train(
@@ -104,11 +105,14 @@ def print_plan(config: Config) -> None:
     Raises:
         UserError: the plan does not fit, or the run would be refused.
     """
-    from jaxrl.run.attempt import plan_run, refusals
+    from jaxrl.run.attempt import checks, plan_run
 
     plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(plan.config, {})]
+    notes, refusals = checks(plan.config, {})
+    for note in notes:
+        print(note, flush=True)
+    found = [*plan.misfit, *refusals]
     if found:
         raise UserError("\n".join(found))
 

@@ -340,16 +340,17 @@ def check_weights(job: Job) -> None:
         open_reward(job.config.reward.model)
 
 
-def check_job(config: Config, given: Mapping[str, bytes]) -> None:
-    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
-    for another machine, only `config.json` is known, and data on a hub may not have been fetched:
-    then the models, the data that are here and the reward functions are checked each alone.
+def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
+    """The notes on the run's data, or the UserError that `make_job` would raise.
+
+    Of models that have no weights here, as in a plan for another machine, only `config.json` is
+    known, and data on a hub may not have been fetched: then the models, the data that are here and
+    the reward functions are checked each alone, and there are no notes.
     """
     described = bool(without_weights(config))
     here = {each[0]: _here(*each) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
-        make_job(config, given)
-        return
+        return make_job(config, given).data_notes()
     if not described:
         _models(config)
     for label, _, split in _data_sources(config):
@@ -360,6 +361,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> None:
             configured_correction(config)
         with contextlib.closing(reward_functions(config, given)) as rewards:
             rewards.pool.facts()
+    return []
 
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
