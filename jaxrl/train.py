@@ -67,12 +67,12 @@ def dry_run(config: Given, rewards: Sequence[Callable[..., object]] = ()) -> Pla
         UserError: the roles cannot be placed on the devices.
     """
     from jaxrl.rewards.callables import bind
-    from jaxrl.run.attempt import plan_run, refusals
+    from jaxrl.run.attempt import checks, plan_run
 
     config, given = bind(Config.of(config), rewards)
     plan = plan_run(config, dry=True)
-    notes = [*plan.notes]
-    return replace(plan, refusals=refusals(plan.config, given, notes.append), notes=tuple(notes))
+    notes, refusals = checks(plan.config, given)
+    return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
 
 
 def train(
@@ -112,11 +112,14 @@ def print_plan(config: Config) -> None:
     Raises:
         UserError: the plan does not fit, or the run would be refused.
     """
-    from jaxrl.run.attempt import plan_run, refusals
+    from jaxrl.run.attempt import checks, plan_run
 
     plan = plan_run(config, dry=True)
     print(plan.text(), flush=True)
-    found = [*plan.misfit, *refusals(plan.config, {}, print)]
+    notes, refusals = checks(plan.config, {})
+    for note in notes:
+        print(note, flush=True)
+    found = [*plan.misfit, *refusals]
     if found:
         raise UserError("\n".join(found))
 

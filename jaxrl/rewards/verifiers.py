@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from jaxrl.data import arithmetic
 from jaxrl.data.tasks import make_dataset
-from jaxrl.errors import UserError, shown, unknown
+from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     NUMBER,
     after_thoughts,
@@ -202,7 +202,9 @@ def why_unjudged(prompts: Sequence[Judged]) -> str:
         return "they have no answer to compare with (data.answer_key names its column)"
     missing = len(prompts) - len(answers)
     none = f"{missing} have no answer, and " if missing else ""
-    return f"{none}it cannot read answers such as {shown(answers[0])}; choose another verifier"
+    return (
+        f"{none}it cannot read answers such as {short(repr(answers[0]))}; choose another verifier"
+    )
 
 
 def may_hang(name: str, prompt: Judged) -> bool:

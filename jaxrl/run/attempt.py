@@ -4,7 +4,7 @@ the newest checkpoint."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,27 +64,26 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
     return replace(plan, notes=(*notes, *plan.notes))
 
 
-def refusals(
-    config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]
-) -> tuple[str, ...]:
-    """Errors that would stop the run before it reads a weight: in data, tokenizers, rewards,
-    trackers or the run directory. Each check reports its first error only.
+def checks(config: Config, given: Mapping[str, bytes]) -> tuple[list[str], tuple[str, ...]]:
+    """The notes on the run's data, and the errors that would stop it before it reads a weight: in
+    data, tokenizers, rewards, trackers or the run directory. Each check reports its first error
+    only.
 
     Args:
         given: as in `run_config`.
-        notify: gets what the user should know about the rows of data.
     """
+    notes: list[str] = []
     found = []
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
-        partial(check_job, config, given, notify),
+        lambda: notes.extend(check_job(config, given)),
     ):
         try:
             check()
         except (UserError, RunError) as error:
             found.append(f"the run would be refused: {error}")
-    return tuple(found)
+    return notes, tuple(found)
 
 
 def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:

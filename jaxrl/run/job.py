@@ -159,7 +159,8 @@ class Job(Setup):
         return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
 
     def data_notes(self) -> list[str]:
-        """What a reader should know of the data: sizes, and prompts that were left out or cut."""
+        """Says what a reader should know of the data: sizes, prompts that were left out or cut, and
+        what the chat template does with the rows looked at so far, the first of each kind."""
         limit = self.config.max_prompt_tokens
         first = f"data.train: {self.train.epoch_prompts} prompts"
         if self.train.dropped:
@@ -170,13 +171,7 @@ class Job(Setup):
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
         held_out = held_out_notes(self.config, self.held_out, self.judge)
-        return [first, *held_out, *self.row_notes, *self.notes]
-
-    @property
-    def row_notes(self) -> list[str]:
-        """What the chat template does with rows that were looked at so far, the first of each
-        kind."""
-        return list(self.train.noted.values())
+        return [first, *held_out, *self.train.noted.values(), *self.notes]
 
 
 def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
@@ -363,20 +358,17 @@ def check_weights(job: Job) -> None:
         open_reward(job.config.reward.model)
 
 
-def check_job(config: Config, given: Mapping[str, bytes], notify: Callable[[str], None]) -> None:
-    """Raises the UserError that `make_job` would. Of models that have no weights here, as in a plan
-    for another machine, only `config.json` is known, and data on a hub may not have been fetched:
-    then the models, the data that are here and the reward functions are checked each alone.
+def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
+    """The notes on the run's data, or the UserError that `make_job` would raise.
 
-    Args:
-        notify: gets what is noted of the rows of data.
+    Of models that have no weights here, as in a plan for another machine, only `config.json` is
+    known, and data on a hub may not have been fetched: then the models, the data that are here and
+    the reward functions are checked each alone, and there are no notes.
     """
     described = bool(without_weights(config))
     here = {each[0]: _here(*each) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
-        for note in make_job(config, given).row_notes:
-            notify(note)
-        return
+        return make_job(config, given).data_notes()
     if not described:
         _models(config)
     for label, _, split in _data_sources(config):
@@ -387,6 +379,7 @@ def check_job(config: Config, given: Mapping[str, bytes], notify: Callable[[str]
             configured_correction(config)
         with contextlib.closing(reward_functions(config, given)) as rewards:
             rewards.pool.facts()
+    return []
 
 
 def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:

@@ -149,6 +149,20 @@ def test_dry_run_prints_the_plan_and_writes_nothing(models, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_dry_run_counts_answers_that_no_verifier_can_read(models, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "1+1=", "answer": "{x}"}}\n' for x in ("2", "3x", "x+1")))
+    keys = [models[0], "teacher.model=null", "algorithm=grpo", "group_size=2", "batch_size=3"]
+    keys += [f"data.{name}={rows}" for name in ("train", "eval")]
+    keys += ["data.verifier=number", "reward.functions=[number]", "mesh=actor=1,rollout=1"]
+    assert cli.run(main, [*QUICK, *SHORT, *keys, f"run_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 3 prompts cannot be judged with data.verifier=number: it cannot read" in told
+    assert (
+        "number cannot judge 2 of the 3 prompts looked at: it cannot read answers such as" in told
+    )
+
+
 def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
     """Each with the run's own words, after the table; the run itself is never started."""
     functions = tmp_path / "functions.py"

@@ -277,7 +277,10 @@ def rows(table: Spellings) -> Iterator[tuple[str, str, int]]:
                 yield rf"so \boxed{{{spelling}}}", answer, verdict
 
 
-def wrong(name: str, table: Iterable[tuple[str, str, int]]) -> list[object]:
+def wrong(
+    name: str, table: Iterable[tuple[str, str, int]]
+) -> list[tuple[str, str, int, float | None]]:
+    """The rows with another verdict than theirs, and that."""
     judged = [(*row, judge(name, row[0], row[1])) for row in table]
     return [row for row in judged if row[2] != row[3]]
 
@@ -437,22 +440,8 @@ def test_no_text_raises(name: str) -> None:
 @pytest.mark.parametrize("name", ["contains", "number", "boxed", "auto"])
 def test_long_texts_take_no_long(name: str) -> None:
     """A model that repeats itself must not stop the process that judges it."""
-    pieces = (
-        r"\boxed{",
-        "<answer>",
-        r"\[",
-        r"\(",
-        "$1 ",
-        "$ 1",
-        "$$",
-        "1",
-        " ",
-        "####",
-        "#### 1\n",
-    )
-    pieces += (
-        "{",
-        "}",
+    pieces = [r"\boxed{", "<answer>", r"\[", r"\(", "$1 ", "$ 1", "$$", "1", " ", "####", "{", "}"]
+    pieces += [
         r"\text{",
         r"\frac{1}",
         "answer is ",
@@ -463,7 +452,8 @@ def test_long_texts_take_no_long(name: str) -> None:
         "**",
         "*",
         "(",
-    )
+        "#### 1\n",
+    ]
     began = time.monotonic()
     for piece in pieces:
         assert judge(name, piece * (40_000 // len(piece)), "42") == 0
