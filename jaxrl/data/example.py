@@ -38,6 +38,18 @@ class Example:
     """
 
 
+def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
+    """Returns what decides whether a chat template can show a row: the role of each kind of message,
+    its fields that say something, whether it has several calls, and whether there are tools. Empty
+    of a text."""
+    messages = () if isinstance(example.prompt, str) else example.prompt
+    found: set[tuple[object, ...]] = {("tools",)} if example.tools else set()
+    for message in (*messages, *example.turns):
+        says = sorted(name for name, value in message.items() if value not in (None, "", [], {}))
+        found.add((message["role"], *says, len(message.get("tool_calls") or ()) > 1))
+    return frozenset(found)
+
+
 class Part(Protocol):
     """Rows of one kind under one name, with random access."""
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxrl.data.encoder import PromptEncoder
-from jaxrl.data.example import Example, Part
+from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.order import Mixture, Passes
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
@@ -310,15 +310,23 @@ def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
 def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
     """For each part the rows (numbers in the source) whose prompt fits, those of procedural tasks
     unseen; and how many of them fit only when cut.
+
+    A row that cannot be encoded is refused here, not when its turn comes after hours: of rows with
+    the same fields the first one, which says what the chat template makes of these; and every row
+    where the tokenizer has tokens without a row in the embedding.
     """
     parts, cut, start = [], 0, 0
+    checked: set[frozenset[tuple[object, ...]]] = set()
     for part in source.parts:
         usable = np.ones(len(part), bool)
         for row in () if part.procedural else range(len(part)):
             with _placed(part, row, LABEL, encoder):
-                fit = encoder.fit(part[row])
-                if encoder.lacks_rows:  # told before the first step, not when the row's turn comes
-                    encoder.encode(part[row], row)
+                example = part[row]
+                fit = encoder.fit(example)
+                fields = fields_of(example)
+                if fit != "too long" and (encoder.lacks_rows or fields not in checked):
+                    checked.add(fields)
+                    encoder.encode(example, row)
             usable[row] = fit != "too long"
             cut += fit == "cut"
         parts.append(start + np.flatnonzero(usable))

@@ -233,6 +233,35 @@ def test_calls_that_are_not_rendered_are_refused_with_the_row(tmp_path: Any) -> 
         noted(tokenizer_of(CHATML), tmp_path, {"messages": [ASK, called({})]}, {"messages": [ASK]})
 
 
+def test_a_row_that_cannot_be_rendered_is_refused_before_the_first_batch(tmp_path: Any) -> None:
+    """Wherever it stands: each combination of fields is tried once when the data are opened."""
+    one_call = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}"
+        "{{ raise_exception('one call at once') }}{% endif %}",
+        1,
+    )
+    assert one_call != CHATML
+    plain = {"messages": [ASK, {"role": "assistant", "content": "4"}]}
+    twice = called({})
+    twice["tool_calls"] = twice["tool_calls"] * 2
+    for template, row, why in (
+        (CHATML, {"messages": [ASK, called({})]}, "does not render `tool_calls`"),
+        (
+            one_call.replace("m['content'] +", "m['content'] + (m.tool_calls or '') | string +"),
+            {"messages": [ASK, twice]},
+            "one call at once",
+        ),
+    ):
+        path = tmp_path / "rows.jsonl"
+        rows = [plain] * 40 + [row] + [plain] * 20
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = JsonlFile(str(path), label="data.train")
+        encoder = PromptEncoder(tokenizer_of(template), 500, 500)
+        with pytest.raises(UserError, match=f"rows.jsonl:41: .*{why}"):
+            PromptStream(Source([file]), encoder, 4, seed=0)
+
+
 def test_fields_of_messages_reach_the_template_between_turns() -> None:
     shows = CHATML.replace(
         "m['content'] +", "m['content'] + (m.name or '') + (m.tool_call_id or '') +"
@@ -254,7 +283,7 @@ def test_fields_of_messages_reach_the_template_between_turns() -> None:
         assert "rainlookc1<|im_end|>" in spelt(
             tokenizer, (*prompt.tokens, *(prompt.completion or ()))
         )
-    with pytest.raises(UserError, match="whose fields are not JSON"):
+    with pytest.raises(UserError, match="is no JSON"):
         observed({"messages": [{**message, "x": object()}]})
 
 
