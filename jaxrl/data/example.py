@@ -39,7 +39,7 @@ class Example:
 
 
 def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
-    """Returns what decides whether a chat template can show a row: the role of each kind of message,
+    """Returns what decides whether a chat template can show a row: the role of each message,
     its fields that say something, whether it has several calls, and whether there are tools. Empty
     of a text."""
     messages = () if isinstance(example.prompt, str) else example.prompt
