@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -236,7 +235,7 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 def _unread(file: Path, error: OSError) -> UserError:
     """A file that is not there is damage; a disk that does not answer now may answer later."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.EINVAL:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return Damaged(f"{file}: {error.strerror}")
     return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")
 

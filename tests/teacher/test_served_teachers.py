@@ -485,16 +485,16 @@ def test_a_teacher_that_dies_ends_the_run_by_its_name(
     models: dict[str, str], both: dict[str, ScoringService], tmp_path: Path
 ) -> None:
     with serving({"math": both["math"]}) as stays, serving({"code": both["code"]}) as dies:
-        asked, score = [], both["code"].score
+        asked, compute = [], both["code"]._run
 
-        def once(*given: Any) -> TeacherSignal:
+        def once(*given: Any) -> list[TeacherSignal]:
             asked.append(given)
             if len(asked) > 2:
                 threading.Thread(target=dies.close).start()
                 time.sleep(1)
-            return score(*given)
+            return compute(*given)
 
-        both["code"].score = once  # type: ignore[method-assign]
+        both["code"]._run = once  # type: ignore[method-assign]
         there = served(stays, ["math"]) | served(dies, ["code"])
         with pytest.raises(RunError, match=f"teacher code at {dies.url}/code: POST "):
             trained(models, tmp_path / "run", there, "steps=4", "deadlines.score=8")
