@@ -89,6 +89,11 @@ def _equal(gold: Any, found: Any) -> bool:
         return any(_equal(gold, value) for value in _values(found))
     if isinstance(gold, Number):
         return any(_equal(value, found) for value in _values(gold))
+    # math-verify would read the ends of an interval from an inequality, and compare these.
+    if {_is_inequality(gold), _is_inequality(found)} == {True, False} and any(
+        isinstance(one, sympy.FiniteSet) for one in (gold, found)
+    ):
+        return False
     if _is_relation(found) and not _is_relation(gold):
         if isinstance(gold, sympy.Set):
             return bool(verify([gold], [found], timeout_seconds=None, allow_set_relation_comp=True))

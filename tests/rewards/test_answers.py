@@ -239,6 +239,9 @@ REFUSED_HERE = {
         *(("3R^2", "3r^2"), (r"\pi(R^2-r^2)", "0"), (r"\pi(R^2-r^2)", r"\pi(r^2-R^2)")),
     ],
     "a tuple is no set": [("(1,2)", r"\{1,2\}"), (r"\{-1, 0, 1\}", "(-1,0,1)")],
+    "an interval is not its two ends": [
+        *(("-3 < x < 3", r"\pm 3"), ("-3 < x < 3", "-3, 3"), ("-3 < x < 3", r"\{-3,3\}")),
+    ],
     "a word is no product of its letters": [("east", "seat")],
 }
 """Where math-verify accepts a wrong (answer, spelling), and why it is wrong."""
