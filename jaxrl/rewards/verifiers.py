@@ -178,12 +178,24 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def verifier(name: str) -> Verifier:
-    """One of VERIFIERS by its name; None where it does not answer within TIMEOUT_S."""
+def in_chat(completion: str, opened: bool) -> str:
+    """Returns a completion with the tag of the thoughts that its prompt has opened, so that what
+    never left them is no answer."""
+    return f"<think>{completion}" if opened else completion
+
+
+def verifier(name: str, opened: bool = False) -> Verifier:
+    """Returns one of VERIFIERS by its name; it gives None where it does not answer within
+    TIMEOUT_S.
+
+    Args:
+        opened: whether prompts end inside of thoughts.
+    """
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
 
     def judge(completion: str, prompt: Judged) -> float | None:
+        completion = in_chat(completion, opened)
         if not may_hang(name, prompt):
             return VERIFIERS[name](completion, prompt)
         item = Item("", completion, prompt.answer, prompt.columns)

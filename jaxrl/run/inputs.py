@@ -20,8 +20,11 @@ from jaxrl.errors import UserError
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
+from jaxrl.types import Prompt
 
 TWICE = " (by default they are twice the student's)"
+_OPENING_TOKENS = 16
+"""At the end of a prompt, in which a tag and line breaks are looked for."""
 
 
 def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
@@ -32,6 +35,17 @@ def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None)
     """
     path = source.tokenizer_path
     return None if path is None else dated(tokenizers.load_tokenizer(path), chat_date)
+
+
+def opens_thought(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> bool:
+    """Returns whether prompts end inside of thoughts, which the chat template opens with `<think>`.
+    The first prompt speaks for all.
+
+    Args:
+        prompts: as they are sampled from.
+    """
+    end = tokenizer.decode(list(prompts[0].tokens[-_OPENING_TOKENS:]), skip_special_tokens=False)
+    return bool(end.rstrip().endswith("<think>"))
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ from jaxrl.run.inputs import (
     held_out_sets,
     keys,
     longest_sequence,
+    opens_thought,
     pad_id,
     token_notes,
     tokenizer_of,
@@ -238,6 +239,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             row_weights(config, example.columns, where)
     evaluates, why = _evaluates_teacher(config, teachers, held_out)
     notes.append(why)
+    opened = opens_thought(tokenizer, prompts)
     return Job(
         config=config,
         student=student,
@@ -251,11 +253,11 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         evaluates_teacher=evaluates,
         cells=None if aligner is None else aligner.cells,
         aligner=aligner,
-        opens_thought=decode(tokenizer, prompts[0].tokens).rstrip().endswith("<think>"),
+        opens_thought=opened,
         given=given or {},
         train=train,
         held_out=held_out,
-        judge=verifier(config.data.verifier),
+        judge=verifier(config.data.verifier, opened),
         notes=tuple(filter(None, notes)),
         cache=cache,
     )
@@ -382,10 +384,18 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
     return []
 
 
-def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
+def reward_functions(
+    config: Config, given: Mapping[str, bytes], opened: bool = False
+) -> RewardFunctions:
+    """Starts the processes of the reward functions.
+
+    Args:
+        opened: whether prompts end inside of thoughts.
+    """
     startup_s = config.deadlines.startup
     environment = config.environment if config.environment.name else None
-    return RewardFunctions(config.rewards, config.max_new_tokens, startup_s, given, environment)
+    sizes = config.max_new_tokens, startup_s
+    return RewardFunctions(config.rewards, *sizes, given, environment, opened)
 
 
 def episodes(

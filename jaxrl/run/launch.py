@@ -427,7 +427,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
     config = setup.config.rewards
     longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
-    functions, model = reward_functions(setup.config, setup.given), None
+    functions, model = reward_functions(setup.config, setup.given, setup.opens_thought), None
     if config.model is not None:
         model = RewardModel(
             open_reward(config.model),

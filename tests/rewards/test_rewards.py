@@ -49,6 +49,13 @@ def functions() -> Iterator[RewardFunctions]:
         yield functions
 
 
+def test_verifiers_know_that_prompts_end_in_thoughts() -> None:
+    made = config(functions=("number",))
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60, opened=True)) as functions:
+        report = scored(functions, rollout((0, "so 5", 2, {}), (0, "so</think>5", 2, {})))
+    np.testing.assert_array_equal(report.per_reward["number"], [0, 1, NAN])
+
+
 def scored(functions: RewardFunctions, batch: Rollout, *model_scores: Any) -> RewardReport:
     return functions.report(batch, functions.submit(batch), *model_scores)
 

@@ -135,3 +135,17 @@ def test_auto_for_plain_rows():
     assert score("auto", "It is 42", "42") == 1
     assert score("auto", "blue", "blue") == 1
     assert score("auto", "It is blue", "blue") == 0
+
+
+@pytest.mark.parametrize("name", ["auto", "boxed", "contains", "exact", "math", "number"])
+def test_a_completion_that_begins_in_thoughts_answers_behind_them(name):
+    """The prompt's template has opened `<think>`: one that was cut off before `</think>` is no
+    answer, whatever it says."""
+    if name == "math":
+        pytest.importorskip("math_verify")
+    answer = Example("p", answer="42")
+    right = r"\boxed{42}" if name == "boxed" else "42"
+    inside = verifier(name, opened=True)
+    assert inside(right, answer) == 0 and verifier(name)(right, answer) == 1
+    assert inside(rf"so \boxed{{42}}, or 41?</think>{right}", answer) == 1
+    assert inside(r"so 42, \boxed{42}</think>41 \boxed{41}", answer) == 0

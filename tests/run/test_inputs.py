@@ -14,14 +14,15 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import load_model
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.data.tokenizer import check_eos
+from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward_model import score
 from jaxrl.run.generation import end_ids_of
 from jaxrl.run.held_out import prepare
-from jaxrl.run.inputs import end_ids, tokenizer_of
+from jaxrl.run.inputs import end_ids, opens_thought, tokenizer_of
 from jaxrl.run.job import make_job
+from jaxrl.types import Prompt
 
 NEW = "<new>"
 SFT = ["algorithm=sft", "teacher.model=null"]
@@ -220,3 +221,20 @@ def test_student_and_teacher_end_at_the_same_tokens(
         return
     with pytest.raises(UserError, match=told):
         check_eos(student, teacher, ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("end", "opened"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+    ],
+)
+def test_a_prompt_says_whether_completions_begin_in_thoughts(end: str, opened: bool) -> None:
+    template = CHATML.replace("'<|im_start|>assistant\n'", repr(end))
+    for tags in ((), ("<think>", "</think>")):  # as text, and as special tokens
+        tokenizer = tiny_tokenizer(template, extra=tags)
+        tokens = encode_prompt(tokenizer, [{"role": "user", "content": "<think> about 2+2"}])
+        assert opens_thought(tokenizer, [Prompt(0, tokens, "2+2")]) is opened
