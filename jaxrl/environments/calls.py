@@ -13,23 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.data.thoughts import CLOSES, OPENS, THOUGHTS
 from jaxrl.environments.tools import Arguments, Tool, types_of
 
 Call = tuple[str, Arguments] | str
 """A call of a tool, or what is wrong with it, in words for the model."""
 Read = tuple[list[Call], int]
 """The calls behind a mark, and where in the text reading goes on."""
-
-THOUGHTS = {
-    **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-    "<|START_THINKING|>": "<|END_THINKING|>",
-    "<|channel>thought": "<channel|>",
-}
-"""What opens a model's thoughts -> what closes them. gpt-oss has messages of their own for them."""
-_OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
-_CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
 
 # Words for the model, which hold no special token of any family: it would become that token.
 JSON = 'JSON such as {"name": "f", "arguments": {"x": 1}}'
@@ -50,7 +40,7 @@ _GAP = re.compile(r"[\s;,]*")
 _ENDS = re.compile(
     r"</tool_call>|<\|?/?tool_call\|?>|<\|tool_call_end\|>|<｜tool▁call▁end｜>|<\|END_ACTION\|>"
     r"|<\|action_end\|>|</function(?:_calls)?>|\[TOOL_CALLS\]"
-    r"|<\|(?:call|end|return|start|eom|eot)\|>|" + _CLOSES.pattern
+    r"|<\|(?:call|end|return|start|eom|eot)\|>|" + CLOSES.pattern
 )
 """Where reading goes on behind a call that cannot be read."""
 _MESSAGE_ENDS = re.compile(r"<\|(?:start|end|call|return|eom|eot)\|>")
@@ -81,7 +71,7 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
     calls, at = _whole(text, 0), 0
     if calls:
         return calls
-    marks = {pattern: pattern.search(text) for pattern in (*FORMS, _OPENS, _CLOSES)}
+    marks = {pattern: pattern.search(text) for pattern in (*FORMS, OPENS, CLOSES)}
     while True:
         for pattern, found in marks.items():
             if found is not None and found.start() < at:
@@ -94,19 +84,13 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             calls += more
             continue
         at = mark.end()
-        if mark.re is _OPENS:
+        if mark.re is OPENS:
             closed = text.find(THOUGHTS[mark[0]], at)
             at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
         else:
             calls = []
         if whole := _whole(text, at):
             return calls + whole
-
-
-def opened_thoughts(prompt: str) -> str:
-    """What opens thoughts at the very end of a prompt, so that the turn begins in them; else ""."""
-    opens = next(reversed(list(_OPENS.finditer(prompt))), None)
-    return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
 
 
 def _without_end(text: str) -> str:

@@ -15,9 +15,9 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template
 from jaxrl.data.example import JsonObject, Message, Split
+from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
-from jaxrl.environments.calls import opened_thoughts
 from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
 from jaxrl.environments.pool import EnvironmentPool

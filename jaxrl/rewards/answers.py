@@ -157,20 +157,6 @@ def same_number(a: Fraction, b: Fraction) -> bool:
     return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
 
 
-def after_thoughts(completion: str, *, opened: bool = False) -> str | None:
-    """The text after the last `</think>`, else all of it; stripped.
-
-    None where the thought was never closed: there is no answer.
-
-    Args:
-        opened: whether the prompt's template itself ends inside `<think>`.
-    """
-    _, closed, answer = completion.rpartition("</think>")
-    if "<think>" in answer or (opened and not closed):
-        return None
-    return answer.strip()
-
-
 def last_boxed(text: str) -> str | None:
     r"""What the last closed \boxed{} holds, nested braces and all."""
     boxes = _boxes(text)

@@ -29,7 +29,7 @@ from jaxrl.process.guard import Say, TooLong, limit_memory, sayer
 from jaxrl.process.plain import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
 from jaxrl.rewards.items import Item, ItemSource, Signature
-from jaxrl.rewards.verifiers import VERIFIERS, in_chat
+from jaxrl.rewards.verifiers import VERIFIERS
 
 _read = pickle.load  # whatever the user's code puts in its place
 KEY = "reward.functions"
@@ -267,7 +267,7 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
     verifier = VERIFIERS[source.text]
 
     def judged(item: Item) -> object:
-        score = verifier(in_chat(item.completion, item.opened), item)
+        score = verifier(item.opening + item.completion, item)
         task = item.columns.get("task") if source.text == "auto" else source.text
         if task != "arithmetic":
             return score

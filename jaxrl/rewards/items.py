@@ -17,8 +17,8 @@ class Item:
     columns: Mapping[str, object]
     """The other columns of its row, and what the run adds: `messages`, `finish_reason`,
     `n_tokens`."""
-    opened: bool = False
-    """Whether the prompt ends inside of thoughts, so that the completion begins in them."""
+    opening: str = ""
+    """What opened thoughts at the end of the prompt, so that the completion begins in them."""
 
 
 @dataclass(frozen=True)

@@ -65,20 +65,20 @@ class RewardFunctions:
         startup: float,
         given: Mapping[str, bytes] | None = None,
         environment: EnvironmentConfig | None = None,
-        opened: bool = False,
+        opening: str = "",
     ):
         """
         Args:
             startup: seconds for a process to import what it needs (`deadlines.startup`).
             given: functions from Python, pickled, by their entries in `reward.functions`.
             environment: what the completions are episodes of; None: of nothing.
-            opened: whether prompts end inside of thoughts.
+            opening: as of `verifiers.verifier`.
 
         Raises:
             UserError: a function that cannot be found; `check` finds out whether it can be loaded.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
-        self.environment, self.opened = environment, opened
+        self.environment, self.opening = environment, opening
         self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
@@ -128,7 +128,7 @@ class RewardFunctions:
         """Judges an empty completion for each prompt, before hours of sampling."""
         notes = []
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
-        items = [_item(prompt, empty, self.opened) for prompt in prompts]
+        items = [_item(prompt, empty, self.opening) for prompt in prompts]
         for i, source in enumerate(self.sources):
             if source.option != "verifier":
                 continue
@@ -151,7 +151,7 @@ class RewardFunctions:
         """Starts every function on a rollout; returns at once."""
         prompts = rollout.prompts[: len(rollout.completions)]
         pairs = zip(prompts, rollout.completions, strict=True)
-        items = [_item(prompt, completion, self.opened) for prompt, completion in pairs]
+        items = [_item(prompt, completion, self.opening) for prompt, completion in pairs]
         limit = self.config.max_failures * len(items)
         return [self.pool.judge(i, items, limit) for i in range(len(self.sources))]
 
@@ -244,13 +244,13 @@ def episode_rewards(completions: Sequence[Completion], discount: float) -> np.nd
     return np.where([c.failure is not None for c in completions], np.nan, sums)
 
 
-def _item(prompt: Prompt, completion: Completion, opened: bool) -> Item:
+def _item(prompt: Prompt, completion: Completion, opening: str) -> Item:
     run: dict[str, object] = {"finish_reason": completion.finish_reason}
     run["n_tokens"] = len(completion.tokens)
     if completion.turns:
         run["turns"] = [asdict(turn) for turn in completion.turns]
     columns = {**prompt.columns, **run}
-    return Item(prompt.text, completion.text, prompt.answer, columns, opened)
+    return Item(prompt.text, completion.text, prompt.answer, columns, opening)
 
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from jaxrl.data import arithmetic
 from jaxrl.data.tasks import make_dataset
+from jaxrl.data.thoughts import after_thoughts
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     NUMBER,
-    after_thoughts,
     final_answer,
     given_number,
     last_boxed,
@@ -178,24 +178,19 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def in_chat(completion: str, opened: bool) -> str:
-    """Returns a completion with the tag of the thoughts that its prompt has opened, so that what
-    never left them is no answer."""
-    return f"<think>{completion}" if opened else completion
-
-
-def verifier(name: str, opened: bool = False) -> Verifier:
+def verifier(name: str, opening: str = "") -> Verifier:
     """Returns one of VERIFIERS by its name; it gives None where it does not answer within
     TIMEOUT_S.
 
     Args:
-        opened: whether prompts end inside of thoughts.
+        opening: what the chat template opens thoughts with at the end of prompts, as `<think>`; a
+            completion that never closes them is no answer.
     """
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
 
     def judge(completion: str, prompt: Judged) -> float | None:
-        completion = in_chat(completion, opened)
+        completion = opening + completion
         if not may_hang(name, prompt):
             return VERIFIERS[name](completion, prompt)
         item = Item("", completion, prompt.answer, prompt.columns)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.data.thoughts import after_thoughts
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.bert import load as load_bert
@@ -22,7 +23,6 @@ from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
-from jaxrl.rewards.answers import after_thoughts
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Embedded, Rollout
@@ -101,18 +101,18 @@ class Grouper:
         mesh: Mesh,
         dtype: str = "float32",
         batch_tokens: int = BATCH_TOKENS,
-        opened: bool = False,
+        opening: str = "",
         offload: bool = False,
     ):
         """
         Args:
             path, mesh, dtype, batch_tokens: as of `Encoder`.
-            opened: the prompts end inside a thought (`<think>`).
+            opening: what opens thoughts at the end of the prompts.
             offload: the weights are on the host except during `score`.
         """
         with phase(f"loads {path}"):
             encoder = Encoder(path, mesh, dtype, batch_tokens)
-        self._encoder, self._opened = encoder, opened
+        self._encoder, self._opening = encoder, opening
         millions = bert.n_params(encoder.config) / 1e6
         self._notes: tuple[str, ...] = (
             f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}",
@@ -127,8 +127,7 @@ class Grouper:
     def score(self, rollout: Rollout) -> Embedded:
         """Embeds the answer of each completion: the text after its last `</think>`."""
         texts = tuple(
-            after_thoughts(completion.text, opened=self._opened)
-            for completion in rollout.completions
+            after_thoughts(self._opening + completion.text) for completion in rollout.completions
         )
         with phase("embeds"):
             found = self._encoder.embed([text for text in texts if text is not None], detail)

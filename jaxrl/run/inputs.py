@@ -15,6 +15,7 @@ from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, eval_sets
+from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.rewards.verifiers import why_unjudged
@@ -37,15 +38,15 @@ def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None)
     return None if path is None else dated(tokenizers.load_tokenizer(path), chat_date)
 
 
-def opens_thought(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> bool:
-    """Returns whether prompts end inside of thoughts, which the chat template opens with `<think>`.
-    The first prompt speaks for all.
+def opening_of(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> str:
+    """Returns what the chat template opens thoughts with at the end of prompts; "" where it does
+    not. The first prompt speaks for all.
 
     Args:
         prompts: as they are sampled from.
     """
-    end = tokenizer.decode(list(prompts[0].tokens[-_OPENING_TOKENS:]), skip_special_tokens=False)
-    return bool(end.rstrip().endswith("<think>"))
+    end = list(prompts[0].tokens[-_OPENING_TOKENS:])
+    return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ from jaxrl.run.inputs import (
     held_out_sets,
     keys,
     longest_sequence,
-    opens_thought,
+    opening_of,
     pad_id,
     token_notes,
     tokenizer_of,
@@ -86,8 +86,8 @@ class Setup:
     pad_id: int
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
-    opens_thought: bool
-    """The prompts end inside a thought: the chat template opens `<think>`."""
+    opening: str
+    """What the chat template opens thoughts with at the end of prompts; "" where it does not."""
     cells: Cells | None = None
     """With a teacher whose tokens are others; numpy arrays."""
     aligner: Aligner | bytes | None = None
@@ -239,7 +239,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             row_weights(config, example.columns, where)
     evaluates, why = _evaluates_teacher(config, teachers, held_out)
     notes.append(why)
-    opened = opens_thought(tokenizer, prompts)
+    opening = opening_of(tokenizer, prompts)
     return Job(
         config=config,
         student=student,
@@ -253,11 +253,11 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         evaluates_teacher=evaluates,
         cells=None if aligner is None else aligner.cells,
         aligner=aligner,
-        opens_thought=opened,
+        opening=opening,
         given=given or {},
         train=train,
         held_out=held_out,
-        judge=verifier(config.data.verifier, opened),
+        judge=verifier(config.data.verifier, opening),
         notes=tuple(filter(None, notes)),
         cache=cache,
     )
@@ -385,17 +385,17 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
 
 
 def reward_functions(
-    config: Config, given: Mapping[str, bytes], opened: bool = False
+    config: Config, given: Mapping[str, bytes], opening: str = ""
 ) -> RewardFunctions:
     """Starts the processes of the reward functions.
 
     Args:
-        opened: whether prompts end inside of thoughts.
+        opening: as of `Job`.
     """
     startup_s = config.deadlines.startup
     environment = config.environment if config.environment.name else None
     sizes = config.max_new_tokens, startup_s
-    return RewardFunctions(config.rewards, *sizes, given, environment, opened)
+    return RewardFunctions(config.rewards, *sizes, given, environment, opening)
 
 
 def episodes(

@@ -427,7 +427,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
     config = setup.config.rewards
     longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
-    functions, model = reward_functions(setup.config, setup.given, setup.opens_thought), None
+    functions, model = reward_functions(setup.config, setup.given, setup.opening), None
     if config.model is not None:
         model = RewardModel(
             open_reward(config.model),
@@ -449,7 +449,7 @@ def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:
         meshes["grouper"],
         config.compute_dtype,
         config.batch_tokens,
-        setup.opens_thought,
+        setup.opening,
         setup.config.offload.frozen,
     )
 

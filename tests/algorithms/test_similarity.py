@@ -17,8 +17,8 @@ from jaxrl.algorithms.similarity import (
 )
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
+from jaxrl.data.thoughts import after_thoughts
 from jaxrl.errors import RunError, UserError
-from jaxrl.rewards.answers import after_thoughts
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")
 CASES = sorted({int(name.split("/")[0]) for name in REFERENCES})
@@ -124,10 +124,10 @@ def test_what_is_embedded():
     assert after_thoughts(" 42 \n") == "42"
     assert after_thoughts("<think>a</think> b") == "b"
     assert after_thoughts("a</think>b</think>\n c ") == "c"
-    assert after_thoughts("a</think> b", opened=True) == "b"
+    assert after_thoughts("<think>\n" + "a</think> b") == "b"
     assert after_thoughts("a</think>") == ""
     assert after_thoughts("<think>never done") is None
-    assert after_thoughts("never done", opened=True) is None
+    assert after_thoughts("<think>\n" + "never done") is None
     assert after_thoughts("<think>a</think>b <think>again") is None
 
 

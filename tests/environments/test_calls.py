@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
-from jaxrl.environments.calls import THOUGHTS, opened_thoughts, parse_calls
+from jaxrl.environments.calls import parse_calls
 from jaxrl.environments.observation import observed
 from jaxrl.environments.tools import SchemaTool
 

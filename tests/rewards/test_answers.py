@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from jaxrl.data.example import Example
-from jaxrl.rewards.answers import after_thoughts, marked, read_number
+from jaxrl.data.thoughts import THOUGHTS as THOUGHTS_OF_FAMILIES
+from jaxrl.data.thoughts import after_thoughts
+from jaxrl.rewards.answers import marked, read_number
 from jaxrl.rewards.verifiers import VERIFIERS
 
 Spellings = dict[str, tuple[list[str], list[str]]]
@@ -492,6 +494,9 @@ def test_the_marks() -> None:
     assert marked(r"\boxed{a\}b} {") == r"a\}b"
     assert after_thoughts("a</think> b") == "b"
     assert after_thoughts("<think>a") is None
+    for opens, closes in THOUGHTS_OF_FAMILIES.items():
+        assert after_thoughts(f"{opens}a{closes} b") == "b"
+        assert after_thoughts(f"{opens}a") is after_thoughts(f"b{closes}c{opens}a") is None
 
 
 def test_numbers_are_read_as_a_whole() -> None:

@@ -51,7 +51,9 @@ def functions() -> Iterator[RewardFunctions]:
 
 def test_verifiers_know_that_prompts_end_in_thoughts() -> None:
     made = config(functions=("number",))
-    with closing(RewardFunctions(made, max_new_tokens=8, startup=60, opened=True)) as functions:
+    with closing(
+        RewardFunctions(made, max_new_tokens=8, startup=60, opening="<think>\n")
+    ) as functions:
         report = scored(functions, rollout((0, "so 5", 2, {}), (0, "so</think>5", 2, {})))
     np.testing.assert_array_equal(report.per_reward["number"], [0, 1, NAN])
 

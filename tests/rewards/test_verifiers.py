@@ -145,7 +145,7 @@ def test_a_completion_that_begins_in_thoughts_answers_behind_them(name):
         pytest.importorskip("math_verify")
     answer = Example("p", answer="42")
     right = r"\boxed{42}" if name == "boxed" else "42"
-    inside = verifier(name, opened=True)
+    inside = verifier(name, opening="<think>\n")
     assert inside(right, answer) == 0 and verifier(name)(right, answer) == 1
     assert inside(rf"so \boxed{{42}}, or 41?</think>{right}", answer) == 1
     assert inside(r"so 42, \boxed{42}</think>41 \boxed{41}", answer) == 0

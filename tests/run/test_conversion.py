@@ -118,7 +118,7 @@ def test_roles_in_threads_convert_a_model_once(source, counted, tmp_path, monkey
         eos_ids=source.config.eos_ids,
         pad_id=0,
         teacher_samples=False,
-        opens_thought=False,
+        opening="",
         row_multiple=2,
         run_dir=tmp_path / "run",
     )

@@ -20,7 +20,7 @@ from jaxrl.export import export
 from jaxrl.roles.reward_model import score
 from jaxrl.run.generation import end_ids_of
 from jaxrl.run.held_out import prepare
-from jaxrl.run.inputs import end_ids, opens_thought, tokenizer_of
+from jaxrl.run.inputs import end_ids, opening_of, tokenizer_of
 from jaxrl.run.job import make_job
 from jaxrl.types import Prompt
 
@@ -237,4 +237,4 @@ def test_a_prompt_says_whether_completions_begin_in_thoughts(end: str, opened: b
     for tags in ((), ("<think>", "</think>")):  # as text, and as special tokens
         tokenizer = tiny_tokenizer(template, extra=tags)
         tokens = encode_prompt(tokenizer, [{"role": "user", "content": "<think> about 2+2"}])
-        assert opens_thought(tokenizer, [Prompt(0, tokens, "2+2")]) is opened
+        assert bool(opening_of(tokenizer, [Prompt(0, tokens, "2+2")])) is opened
