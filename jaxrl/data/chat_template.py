@@ -360,8 +360,8 @@ def _marked(
 
 
 def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
-    """What the learned turns have and the template does not show, as (kind, text). Raises UserError
-    for tool calls: a turn would be learned that does something else."""
+    """Returns what the learned turns have and the template does not show, as (kind, text). Raises
+    UserError for answers and tool calls: a turn would be learned that does something else."""
     notes = []
     for at in learned:
         message = chat.messages[at]
@@ -383,6 +383,11 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 )
         said = (message.get("content") or "").rpartition("</think>")[2].strip()
         if said and said not in text and not _shows_content(chat, at):
+            if not message.get("tool_calls"):
+                raise UserError(
+                    f"message {at}: the chat template does not render the answer {said[:40]!r}:"
+                    " give the model a template of whole chats"
+                )
             notes.append(
                 (
                     "content",

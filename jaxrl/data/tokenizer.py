@@ -197,8 +197,10 @@ def encode_completion(
         if ended is not None:
             break
     else:
+        if not turns:  # an empty turn that the template does not end
+            turns.append(Turn("assistant", 0, ""))
         if turns[-1].role == "environment":  # what a template writes behind what it marks
-            found = found[: -turns.pop().tokens]
+            found = found[: len(found) - turns.pop().tokens]
         own = tokenizer.eos_token_id
         found = (*found, own if own in eos_ids else eos_ids[0])
         turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)

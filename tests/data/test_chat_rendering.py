@@ -262,6 +262,14 @@ def test_a_row_that_cannot_be_rendered_is_refused_before_the_first_batch(tmp_pat
             PromptStream(Source([file]), encoder, 4, seed=0)
 
 
+def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
+    first_only = tokenizer_of("{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="message 1: the chat template does not render the answer"):
+        encoded(first_only, {"messages": [ASK, {"role": "assistant", "content": "4"}]})
+    nothing = encoded(first_only, {"messages": [ASK, {"role": "assistant", "content": ""}]})
+    assert spelt(first_only, nothing.completion) == "<|im_end|>"
+
+
 def test_fields_of_messages_reach_the_template_between_turns() -> None:
     shows = CHATML.replace(
         "m['content'] +", "m['content'] + (m.name or '') + (m.tool_call_id or '') +"

@@ -250,7 +250,7 @@ def test_whatever_decides_the_prompts_changes_the_fingerprint(tmp_path):
         {"spec": (a, "arithmetic:digits=3")},
         {"spec": (a, "arithmetic:size=9")},
         {"tokenizer": PLAIN},
-        {"tokenizer": tiny_tokenizer("{{ messages[0]['content'] }}")},
+        {"tokenizer": tiny_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")},
         {"limits": (90, 8)},
         {"limits": (100, 9)},
         {"order": {"batch_size": 5}},

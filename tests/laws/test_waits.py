@@ -45,6 +45,7 @@ BOUNDED = {
     ("run/reporting.py", "future.result()"): CALLS,
     ("run/reporting.py", "futures['score.reward'].result()"): ENDED,
     ("run/reporting.py", "futures[key].result()"): ENDED,
+    ("environments/pool.py", "self._arrived.wait()"): "a process answers or is killed in its time",
     ("process/pool.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("process/pool.py", "self._facts.result()"): "a process loads within its start-up limit",
     ("rewards/pool.py", "self._idle.get()"): SCORES,
