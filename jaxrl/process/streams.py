@@ -5,6 +5,7 @@ the reader of a pipe ends, the disk under a log is full. That never ends a run.
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,6 +81,16 @@ def fill_missing() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+def is_read(stream: IO[str]) -> bool:
+    """Returns whether anybody reads a stream: nobody does a pipe whose reader has ended."""
+    try:
+        asked = select.poll()
+        asked.register(stream, 0)
+        return not any(event & select.POLLERR for _, event in asked.poll(0))
+    except LOST:
+        return False
 
 
 def settle() -> None:

@@ -223,3 +223,23 @@ def test_the_version_is_the_packages(words, capsys):
 def test_the_beginning_of_a_command_names_it():
     with pytest.raises(UserError, match="did you mean serve-teacher"):
         command_main(["serve"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_a_reader_that_ends_early_is_no_error(words: list[str]) -> None:
+    """As in `jaxrl train --help | head -1`."""
+    run = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import time, sys; time.sleep(0.5)\nfrom jaxrl.__main__ import script; script()",
+            *words,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert run.stderr.read() == ""
+    assert run.wait(60) in (0, 1)
