@@ -105,6 +105,11 @@ class Config(RunConfig, metaclass=_Parsed):
             return cls.model_validate(mapping)
         except ValidationError as error:
             raise UserError(config_keys.explain(cls, error)) from None
+        except UnicodeEncodeError as error:  # a validator of pydantic's reads texts as UTF-8
+            half = ascii(error.object[error.start])[1:-1]
+            raise UserError(
+                f"{ascii(error.object)[:80]}: {half} is half of a surrogate pair, not text"
+            ) from None
 
     def dump(self) -> str:
         """YAML of every key with its value; ``load`` reads it back to an equal config."""

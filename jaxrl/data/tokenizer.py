@@ -59,6 +59,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
             loaded = AutoTokenizer.from_pretrained(
                 str(place), local_files_only=True, trust_remote_code=False
             )
+            loaded("x")  # what its config says of the wrong type is first read here
     except Exception as error:  # whatever the readers of transformers raise, Exception included
         raise UserError(f"tokenizer: {path}: cannot be read: {_one_line(error)}") from error
     growth = _growth(loaded)

@@ -180,7 +180,8 @@ class Lock:
         try:
             self._file = self._take()
         except OSError as error:
-            raise UserError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
+            why = error.strerror or error
+            raise UserError(f"run_dir={run_dir} cannot be written to: {why}") from error
         except _Held as held:
             raise UserError(f"run_dir={run_dir} is in use by {held}: name another") from None
 

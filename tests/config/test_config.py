@@ -462,3 +462,9 @@ def test_every_key_and_section_is_documented() -> None:
         assert key.doc, key.path
     for section in sections(Config):
         assert section.__doc__, section
+
+
+@pytest.mark.parametrize("key", ["name", "data.teacher_key", "student.model"])
+def test_half_of_a_character_is_refused_wherever_it_stands(key: str) -> None:
+    with pytest.raises(UserError, match="surrogate|\\\\ud83d"):
+        Config.load(overrides={key: "a\ud83d"})

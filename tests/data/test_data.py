@@ -380,6 +380,14 @@ def test_errors_of_the_template_name_file_and_line(tmp_path):
         PromptStream(open_source(spec), PromptEncoder(strict, 99, 9), 1, seed=0)
 
 
+def test_a_wrong_type_in_the_tokenizers_config_is_found_as_it_is_read(tmp_path):
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
+    with pytest.raises(UserError, match="tokenizer: .*cannot be read: .*'int' and 'str'"):
+        load_tokenizer(tmp_path)
+
+
 def test_load_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path) is None
     TINY.save_pretrained(tmp_path)

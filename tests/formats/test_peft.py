@@ -134,6 +134,8 @@ def test_devices_read_the_same_adapters(folders):
         ({"lora_alpha": 0}, "lora_alpha=0 must be a number above 0"),
         ({"r": 0}, "r=0 must be a whole number of at least 1"),
         ({"base_model_name_or_path": ""}, "base_model_name_or_path='' must name the model"),
+        ({"exclude_modules": ["v_proj"]}, "tensors of v_proj, which exclude_modules in"),
+        ({"target_modules": ["q_proj"]}, "which target_modules in adapter_config.json leaves out"),
         ({"r": 3}, r"has shape \[2, 32\], the config asks for \[3, 32\]"),
     ],
 )
