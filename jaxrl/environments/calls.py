@@ -49,8 +49,9 @@ LONGEST_HEADER = 500
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"param')
 """How Llama 3 begins a turn that is a call."""
 _FENCE = re.compile(
-    r"(?:.*\n)?[ \t]*```(?P<kind>json|tool_calls?|tool_code|python|)[ \t]*\n(?P<body>.*)```",
-    re.DOTALL,
+    r"(?P<before>.*\n)?[ \t]*```(?:(?P<kind>json|tool_calls?|tool_code|python)\b|(?=[ \t]*\n))"
+    r"(?P<body>.*)```",
+    re.DOTALL | re.IGNORECASE,
 )
 """A turn that ends with a fence: the last one that begins a line."""
 _COMMENT = re.compile(r"^(.*\))\s*#.*")
@@ -129,20 +130,29 @@ def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
         values, end = _values(text, start)
     except _NOT_JSON:
         return [_wrong(JSON)] if _BARE.match(text, start) else []
-    keys = [value.keys() if isinstance(value, dict) else set() for value in values]
+    inner = [value.get("function", value) if isinstance(value, dict) else {} for value in values]
+    keys = [value.keys() if isinstance(value, dict) else set() for value in inner]
     named = all("name" in some and some & {"parameters", "arguments"} for some in keys)
     return [_call(value) for value in values] if named and end == len(text) else []
 
 
 def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls in the fence that ends a turn. One for code or data may hold other things, so that
-    calls in it are those of the tools that there are."""
-    fence = _FENCE.fullmatch(turn)
-    if fence is None:
-        return []
-    body, names = fence["body"].strip(), [tool.__name__ for tool in tools]
+    """The calls in the fences that end a turn."""
+    calls: list[Call] = []
+    while (fence := _FENCE.fullmatch(turn)) is not None:
+        more = _in_fence((fence["kind"] or "").lower(), fence["body"].strip(), tools)
+        if not more:
+            break
+        calls, turn = more + calls, (fence["before"] or "").rstrip()
+    return calls
+
+
+def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls in a fence of a kind. One for code or data may hold other things, so that calls in
+    it are those of the tools that there are."""
+    names = [tool.__name__ for tool in tools]
     is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
-    if fence["kind"].startswith("tool"):
+    if kind.startswith("tool"):
         try:
             read = [_call(one) for one in _values(body, 0)[0]] if is_json else None
         except _NOT_JSON:

@@ -338,6 +338,9 @@ PYTHON_CALL = 'stock("apples", most=3)'
         *(f"```{kind}\n{JSON_CALL}\n```" for kind in ("json", "tool_call", "tool_code", "python")),
         *(f"```{kind}\n{PYTHON_CALL}\n```" for kind in ("tool_code", "python", "tool_call")),
         f"```tool_code\n[{PYTHON_CALL}]\n```",
+        f"```json {JSON_CALL} ```",
+        f"```JSON\n{JSON_CALL}```",
+        f'[{{"type": "function", "function": {JSON_CALL}}}]',
         f"```json \n\n{json.dumps(json.loads(JSON_LIST), indent=2)}\n\n```\n",
         f"{PYTHON_CALL}  # comment",
         f"{PYTHON_CALL} # (a comment)",
@@ -366,6 +369,10 @@ def test_several_calls_and_marks_inside_of_a_list_or_a_fence() -> None:
         for text in (json.dumps(calls), f"```json\n{json.dumps(calls)}\n```"):
             assert said(text) == [f"{item} None"] * 2, text
     assert said('```tool_code\nstock("a")\nstock("b")\n```') == ["a None", "b None"]
+    fences = (
+        "```json\nnone\n```" + '\n\n```python\nstock("a")\n```' * 2 + f"\n```json\n{JSON_CALL}```"
+    )
+    assert said(f"Both:\n{fences}") == ["a None", "a None", "apples 3"]
 
 
 @pytest.mark.parametrize(
@@ -444,6 +451,7 @@ PIECES = (
         "[TOOL_CALLS]",
         "'",
         "\n```json\n",
+        "```python\nf(1)\n```\n",
         "\n```\n",
         "functools[{",
         "x<think>",
