@@ -352,7 +352,7 @@ def _message(given: object, place: str) -> Message:
         raise UserError(
             f"{place}{shape} must have the texts `role` and `content`: "
             f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
-            f"{'' if isinstance(parsed, dict) else _COLUMNS}"
+            f"{'' if message.keys() & {'role', 'content'} else _COLUMNS}"
         )
     _check_text(message["content"], place)
     return message

@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
-from jaxrl.data.stream import EvalSet, PromptStream
+from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.tokenizer import (
     Tokenizer,
     check_every_token,
@@ -201,12 +201,13 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     )
     long_completions = 0
     if method_of(config).reads_completions(config):
+        remedy = NEEDS_COMPLETIONS
         if config.spec.learns_from == "data":
-            train.check_completions(
+            remedy = (
                 f"algorithm={config.algorithm} learns nothing else: add completions, or end chats"
                 " with a message of the assistant"
             )
-        train.check_completions()
+        train.check_completions(remedy)
         long_completions = train.long_completions()
     # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
     # where they are about attempts, it is evaluated with the student's.

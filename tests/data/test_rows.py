@@ -439,6 +439,7 @@ def test_every_field_of_a_message_is_kept() -> None:
         ({"prompt": "x", "answer": {"gold": 3}}, "(data.answer_key=answer.gold names a value"),
         ({"prompt": "x", "answer": {}}, "an object (data.answer_key=null leaves it out)"),
         ({"prompt": ["a", "b"], "answer": ["1", "2"]}, "several rows, write a list of rows: [{"),
+        ({"prompt": {"0": "a", "1": "b"}}, "several rows, write a list of rows: [{"),
         ({"conversations": [USER]}, "data.messages_key=conversations reads the chats of ShareGPT"),
         ({"messages": [said("human", "x")]}, "[0]: rename the role 'human' to 'user'"),
         ({"messages": [USER, said("gpt", "x")]}, "[1]: rename the role 'gpt' to 'assistant'"),
