@@ -85,10 +85,16 @@ class RowList:
 
 
 def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
-    """The rows of a `.json` file: an array of objects, or one object a line."""
+    """The rows of a `.json` file: an array of objects, one object a line, or one over several."""
     data = _read(path, label)
     if data.removeprefix(BOM).lstrip()[:1] != b"[":
-        return JsonlFile(path, keys, label)
+        try:
+            one = [parse_json(data.removeprefix(BOM).decode())] if b"\n" in data.strip() else []
+        except (RecursionError, ValueError):
+            one = []
+        if not one:
+            return JsonlFile(path, keys, label)
+        return RowList(str(path), one, keys, label, digest=hashlib.sha256(data).hexdigest())
     try:
         rows = parse_json(data.removeprefix(BOM).decode())
     except json.JSONDecodeError as error:
@@ -112,6 +118,12 @@ def open_csv(path: Path, keys: Keys, label: str) -> RowList:
         names = next(reader, [])
         if len(set(names)) < len(names):
             raise UserError(f"{label}: {path}:1: two fields have one name: {', '.join(names)}")
+        other = [mark for mark in ";\t|" if len(names) == 1 and mark in names[0]]
+        if other and names[0] not in keys.named:
+            raise UserError(
+                f"{label}: {path}:1: the row has `{names[0]}`, a single field: the separator must"
+                f" be a comma, not {other[0]!r}"
+            )
         for values in reader:
             if values and len(values) != len(names):
                 raise UserError(

@@ -54,6 +54,19 @@ before the rows were written as JSON."""
 _AS_IT_IS = frozenset({str, int, bool, bytes, type(None)})
 _TEXTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
+_SHAREGPT = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    "observation": "tool",
+}
+"""Who speaks in `from` of a message with `value` -> the role."""
+_COLUMNS = " (where these are the prompts of several rows, write a list of rows: [{...}, {...}])"
+_OTHER_ROLES = {
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "ai", "bot", "chatbot"), "assistant"),
+    "function": "tool",
+}
+"""Roles that some data sets have -> what they are called here."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
@@ -106,11 +119,21 @@ def column_of(name: str | None, columns: Iterable[str]) -> str | None:
     return name or None
 
 
+def check_names(columns: Iterable[str], where: str) -> None:
+    """Refuses two columns of one name."""
+    columns = list(columns)
+    twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
+    if twice:
+        raise UserError(f"{where}: two columns have one name: {listed(map(str, twice))}")
+
+
 def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserError:
     """The error about a row or a file (`what`) that has neither kind of prompt."""
     names = list(names)
     asked = [name for name in (keys.prompt, keys.messages) if name is not None]
     hint = next(filter(None, (near(name, names) for name in asked)), "")
+    if "conversations" in names:
+        hint = " (data.messages_key=conversations reads the chats of ShareGPT)"
     neither = f"neither `{asked[0]}` nor `{asked[-1]}`" if len(asked) > 1 else f"no `{asked[0]}`"
     return UserError(
         f"{where}: {neither}; {what} has {listed(names)}{hint} (set data.prompt_key or"
@@ -196,13 +219,29 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _chat(value: Any) -> Any:
+    """The messages that a text is the JSON of, or the one message; any other value as it is."""
+    parsed = _parsed(value)
+    turns = parsed if isinstance(parsed, list) else [parsed]
+    is_chat = bool(turns) and all(
+        isinstance(turn, dict)
+        and (
+            isinstance(turn.get("role"), str)
+            and ("content" in turn or "tool_calls" in turn or "function_call" in turn)
+            or ("from" in turn and "value" in turn)
+        )
+        for turn in turns
+    )
+    return parsed if is_chat else value
+
+
 def _prompt(
     row: Mapping[str, object], keys: Keys, where: str
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
     """The prompt, and the turns of the completion where the row has it as messages."""
-    given, chat = find(row, keys.prompt), _parsed(find(row, keys.messages))
+    given, chat = _chat(find(row, keys.prompt)), _parsed(find(row, keys.messages))
     if keys.prompt == keys.messages and given is not None:
-        given, chat = (given, None) if isinstance(chat, str) else (None, chat)
+        given, chat = (given, None) if isinstance(given, str) else (None, given)
     if given is not None and chat is not None:
         raise UserError(
             f"{where}: both `{keys.prompt}` and `{keys.messages}`; choose with data.prompt_key and "
@@ -213,7 +252,7 @@ def _prompt(
         if empty:
             raise UserError(f"{where}: {listed(map(str, empty))} is null: the row has no prompt")
         raise no_prompt(row, keys, where, "the row")
-    end = find(row, keys.completion)
+    end = _chat(find(row, keys.completion))
     turns = _messages(end, keys.completion, where) if isinstance(end, list | dict) else ()
     roles = [turn["role"] for turn in turns]
     if isinstance(end, list | dict) and not (roles and roles[0] == roles[-1] == "assistant"):
@@ -253,7 +292,20 @@ def _prompt(
         before, turns = (*before, *turns[:-1]), turns[-1:]
     if not before:
         raise UserError(f"{where}: `{name}` has no message before the completion")
+    _check_weights(turns, keys, where)
     return before, turns
+
+
+def _check_weights(turns: Iterable[Message], keys: Keys, where: str) -> None:
+    """Refuses a turn to learn that the row takes out of the loss, as OpenAI's format can."""
+    for turn in turns if keys.turns == "all" else ():
+        weight = turn.get("weight", 1)
+        if turn["role"] == "assistant" and isinstance(weight, Number) and weight != 1:
+            raise UserError(
+                f"{where}: a message of the assistant has `weight` {weight}, and each turn of the"
+                " completion is learned in full: data.completion_turns=last learns the last turn"
+                " alone, or remove `weight`"
+            )
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
@@ -268,6 +320,22 @@ def _message(given: object, place: str) -> Message:
     """A message with all its fields that are not null; its content is text."""
     parsed = _parsed(given)
     message = _fields(parsed) if isinstance(parsed, dict) else {}
+    if "role" not in message and {"from", "value"} <= message.keys():
+        speaker = message.pop("from")
+        if speaker not in _SHAREGPT:
+            raise UserError(
+                f"{place}: `from` is {speaker!r}: write a `role` and `content`"
+                f" (read are {', '.join(_SHAREGPT)})"
+            )
+        message = {"role": _SHAREGPT[speaker], "content": message.pop("value"), **message}
+    if message.get("role") in _OTHER_ROLES:
+        role = message["role"]
+        raise UserError(f"{place}: rename the role {role!r} to {_OTHER_ROLES[role]!r}")
+    if message.get("function_call"):
+        raise UserError(
+            f"{place}: `function_call` is the old form of a call: write it as `tool_calls`:"
+            ' [{"type": "function", "function": {"name": ..., "arguments": ...}}]'
+        )
     calls = _parsed(message.pop("tool_calls", None)) or []
     if not isinstance(calls, list):
         raise UserError(f"{place}: `tool_calls` must be a list of calls, it is {kind(calls)}")
@@ -284,6 +352,7 @@ def _message(given: object, place: str) -> Message:
         raise UserError(
             f"{place}{shape} must have the texts `role` and `content`: "
             f"{json.dumps(given, ensure_ascii=False, default=str)[:80]}"
+            f"{'' if message.keys() & {'role', 'content'} else _COLUMNS}"
         )
     _check_text(message["content"], place)
     return message
@@ -348,10 +417,17 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
     if isinstance(value, Number) and not isinstance(value, bool):
         return str(value)
     if value is not None and not isinstance(value, str):
-        hint = f" (data.answer_key={keys.answer}.0 names its first value)"
+        remedy = "data.answer_key=null leaves it out"
+        if isinstance(value, list):
+            remedy = f"data.answer_key={keys.answer}.0 names its first value"
+        elif isinstance(value, dict) and value:
+            remedy = f"data.answer_key={keys.answer}.{next(iter(value))} names a value in it"
+        elif isinstance(value, bool):
+            remedy = f'write it as a text, such as "{"yes" if value else "no"}", or set' + (
+                " data.answer_key=null"
+            )
         raise UserError(
-            f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)}"
-            f"{hint if isinstance(value, list) else ''}"
+            f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)} ({remedy})"
         )
     if not value or value.isspace():
         return None

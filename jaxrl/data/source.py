@@ -17,7 +17,7 @@ from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.row_list import RowList, open_csv, open_json
-from jaxrl.data.rows import KEYS, Keys, kind, listed
+from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
     GroupCache,
     ParquetReader,
@@ -127,8 +127,10 @@ def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source
         )
     if hasattr(rows, "column_names"):
         return Source([open_table(name, rows, keys, label)])
-    records = rows.to_dict("records") if hasattr(rows, "columns") else rows
-    return Source([RowList(name, records, keys, label)])
+    if hasattr(rows, "columns"):
+        check_names(rows.columns, f"{label}: {name}")
+        rows = rows.to_dict("records")
+    return Source([RowList(name, rows, keys, label)])
 
 
 @dataclass(frozen=True)

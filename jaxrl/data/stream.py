@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,8 @@ from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.order import Mixture, Passes
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
+from jaxrl.data.thoughts import CLOSES
+from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.errors import UserError, about
 from jaxrl.types import Prompt
 
@@ -28,9 +30,12 @@ NEEDS_COMPLETIONS = (
     "(distill.on_policy_fraction=1 or distill.seq_kd=true)"
 )
 LABEL = "data.train"
+TEMPLATE_BYTES = 100
+"""At most so much does a chat template write round a turn, where completions are estimated."""
 REFILL_OFFSET = 1 << 20
 """Batch index + k REFILL_OFFSET has the prompts that dynamic sampling samples for that batch in its
 k-th refill."""
+_TEXT_KEYS = {"role", "content"}
 _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
 
@@ -163,22 +168,60 @@ class PromptStream:
         """Whether a part makes its rows on demand, so that their number is nominal."""
         return any(part.procedural for part in self._source.parts)
 
-    def check_completions(self) -> None:
+    def check_completions(self, remedy: str = NEEDS_COMPLETIONS) -> None:
         """Refuses a source with rows that have no completion: for what learns from the data's own.
 
         Of a procedural task the first row speaks for all.
+
+        Args:
+            remedy: what the error advises.
         """
         for part in self._source.parts:
             rows = 1 if part.procedural else len(part)
-            without = sum(part[row].completion is None for row in range(rows))
+            without = [row for row in range(rows) if part[row].completion is None]
             if without:
-                those = "the task's rows" if part.procedural else f"{without} of {rows} rows"
+                those = "the task's rows" if part.procedural else f"{len(without)} of {rows} rows"
                 there = f" among {listed(part.columns)}" if part.columns else ""
                 key = "" if part.procedural else " (data.completion_key)"
+                if not part.procedural:
+                    prompt = part[without[0]].prompt
+                    key += f"; the first is {part.where(without[0])}"
+                    if not isinstance(prompt, str):
+                        key += f", whose last message has the role {prompt[-1]['role']!r}"
                 raise UserError(
-                    f"{LABEL}: {part.name}: {those} have no completion{there}{key}; "
-                    f"{NEEDS_COMPLETIONS}"
+                    f"{LABEL}: {part.name}: {those} have no completion{there}{key}; {remedy}"
                 )
+
+    def long_completions(self) -> int:
+        """Counts the usable rows of files whose completion, with what ends it, is longer than
+        `max_new_tokens`: it is cut, and has no EOS.
+
+        The text alone decides where it is far from the limit, in bytes (a token has at least one)
+        or in tokens: rendering each row with its prompt would take several times as long.
+        """
+        limit = self._encoder.max_new_tokens
+        encoder = replace(self._encoder, max_new_tokens=limit + 1)
+        count = 0
+        for number in self._rows:
+            part, row = self._source.locate(int(number))
+            example = None if part.procedural else part[row]
+            if example is None or example.completion is None:
+                continue
+            text, turns = example.completion, example.turns
+            written = text + "".join(map(str, turns))
+            around = TEMPLATE_BYTES * (len(turns) + 1)
+            if len(written.encode()) + around <= limit:
+                continue
+            is_text = len(turns) < 2 and all(turn.keys() <= _TEXT_KEYS for turn in turns)
+            if is_text and not CLOSES.search(text):  # some templates leave thoughts out
+                tokens = len(encode_prompt(encoder.tokenizer, text))
+                if not limit - around < tokens <= limit + around:
+                    count += tokens > limit
+                    continue
+            with _placed(part, row, LABEL, encoder):
+                prompt = encoder.encode(example, row)
+            count += prompt is not None and len(prompt.completion or ()) > limit
+        return count
 
     def examples(self) -> Iterator[tuple[str, Example]]:
         """Every row with its place, for checks before a run. Of a procedural task the first row

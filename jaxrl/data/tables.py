@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.example import Example, JsonObject
-from jaxrl.data.rows import Keys, column_of, names_in, no_prompt, plain, to_example
+from jaxrl.data.rows import Keys, check_names, column_of, names_in, no_prompt, plain, to_example
 from jaxrl.errors import UserError
 
 Table = Any
@@ -51,6 +51,7 @@ class TablePart:
             self._reader = open_reader()
             self._decode = row_decoder(self._reader.schema, self._reader.features)
         self._columns = columns = list(self._reader.schema.names)
+        check_names(columns, self._place)
         if not (column_of(keys.prompt, columns) or column_of(keys.messages, columns)):
             raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):

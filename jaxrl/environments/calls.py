@@ -39,7 +39,7 @@ _GAP = re.compile(r"[\s;,]*")
 """What may stand between two calls."""
 _ENDS = re.compile(
     r"</tool_call>|<\|?/?tool_call\|?>|<\|tool_call_end\|>|<｜tool▁call▁end｜>|<\|END_ACTION\|>"
-    r"|<\|action_end\|>|</function(?:_calls)?>|\[TOOL_CALLS\]"
+    r"|<\|action_end\|>|</function(?:_calls)?>|\[TOOL_CALLS\]|</TOOLCALL>|</tool_calls>"
     r"|<\|(?:call|end|return|start|eom|eot)\|>|" + CLOSES.pattern
 )
 """Where reading goes on behind a call that cannot be read."""
@@ -48,6 +48,13 @@ LONGEST_HEADER = 500
 """Characters before `<|message|>` in which a message of gpt-oss says what it is."""
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"param')
 """How Llama 3 begins a turn that is a call."""
+_FENCE = re.compile(
+    r"(?P<before>.*\n)?[ \t]*```(?:(?P<kind>json|tool_calls?|tool_code|python)\b|(?=[ \t]*\n))"
+    r"(?P<body>.*)```",
+    re.DOTALL | re.IGNORECASE,
+)
+"""A turn that ends with a fence: the last one that begins a line."""
+_COMMENT = re.compile(r"^(.*\))\s*#.*")
 _UNQUOTED_KEY = re.compile(r"(?<=[{,])\s*([^\s{}\[\],:][^{}\[\],:]*?)\s*:")
 _UNESCAPED = re.compile(r"(?<==)'(.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:[,\]]|$)))", re.DOTALL)
 """A text among the arguments of a call in Python, whose quotes are not escaped (LFM2.5)."""
@@ -59,8 +66,9 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
     """The calls of tools in a turn, each a name with arguments or what is wrong with it.
 
     They have one of the FORMS. A turn without their marks is a call where all of it is JSON with
-    `name` and `parameters` or `arguments` (Llama 3) or a list of calls as in Python, and where its
-    last line is a call as in Python, `name(1, other="text")`, whose arguments are constants.
+    `name` and `parameters` or `arguments` (Llama 3), a list of such, or a list of calls as in
+    Python, and where its last line is a call as in Python, `name(1, other="text")`, whose arguments
+    are constants. The JSON or the Python may stand in a fence that ends the turn.
 
     Args:
         text: the turn, with special tokens. Thoughts that are never closed reach to its end, and a
@@ -68,7 +76,7 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
         tools: what may be called. Where a form has no quotes, their types tell texts from numbers.
     """
     text = _without_end(text)
-    calls, at = _whole(text, 0), 0
+    calls, at = _whole(text, 0, tools), 0
     if calls:
         return calls
     marks = {pattern: pattern.search(text) for pattern in (*FORMS, OPENS, CLOSES)}
@@ -83,14 +91,23 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             more, at = FORMS[mark.re](mark, tools)
             calls += more
             continue
-        at = mark.end()
+        began, at = at, mark.end()
         if mark.re is OPENS:
             closed = text.find(THOUGHTS[mark[0]], at)
+            if closed < 0 and not _opens_here(text, began, mark.start()):
+                continue  # it is only mentioned
             at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
         else:
             calls = []
-        if whole := _whole(text, at):
+        if whole := _whole(text, at, tools):
             return calls + whole
+
+
+def _opens_here(text: str, began: int, at: int) -> bool:
+    """Whether what opens thoughts stands where they begin: at the beginning of the turn or behind
+    other thoughts (`began`), of a line, or behind a special token."""
+    before = text[max(at - 80, began) : at].rstrip(" \t")
+    return not before.strip() or before.endswith(("\n", "|>"))
 
 
 def _without_end(text: str) -> str:
@@ -101,27 +118,64 @@ def _without_end(text: str) -> str:
     return text
 
 
-def _whole(text: str, at: int) -> list[Call]:
-    """The calls of a text that is their JSON and nothing else, which may hold any mark."""
+def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
+    """The calls of a text that is their JSON or a fence and nothing else, which may hold any
+    mark."""
     start = _gap(text, at)
-    if not text.startswith("{", start):
+    if text.startswith("```", start) and text.endswith("```"):
+        return _fenced(text[start:], tools)
+    if not text.startswith(("{", "["), start):
         return []
     try:
         values, end = _values(text, start)
     except _NOT_JSON:
         return [_wrong(JSON)] if _BARE.match(text, start) else []
-    keys = [value.keys() if isinstance(value, dict) else set() for value in values]
+    inner = [value.get("function", value) if isinstance(value, dict) else {} for value in values]
+    keys = [value.keys() if isinstance(value, dict) else set() for value in inner]
     named = all("name" in some and some & {"parameters", "arguments"} for some in keys)
     return [_call(value) for value in values] if named and end == len(text) else []
+
+
+def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls in the fences that end a turn."""
+    calls: list[Call] = []
+    while (fence := _FENCE.fullmatch(turn)) is not None:
+        more = _in_fence((fence["kind"] or "").lower(), fence["body"].strip(), tools)
+        if not more:
+            break
+        calls, turn = more + calls, (fence["before"] or "").rstrip()
+    return calls
+
+
+def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
+    """The calls in a fence of a kind. One for code or data may hold other things, so that calls in
+    it are those of the tools that there are."""
+    names = [tool.__name__ for tool in tools]
+    is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
+    if kind.startswith("tool"):
+        try:
+            read = [_call(one) for one in _values(body, 0)[0]] if is_json else None
+        except _NOT_JSON:
+            read = [_wrong(JSON)]
+        return (_as_python(body, tools) if read is None else read) or [
+            _wrong(f"{JSON}, or {PYTHON}")
+        ]
+    calls = _whole(body, 0, tools) if is_json else _as_python(body, tools)
+    begins = re.split(r"[\s(]", body.lstrip("[ "), maxsplit=1)[0] in names
+    return calls if all(begins if isinstance(c, str) else c[0] in names for c in calls) else []
 
 
 def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
     """The calls as in Python of a turn without any mark."""
     names = [tool.__name__ for tool in tools]
+    if turn.endswith("```"):
+        return _fenced(turn, tools)
     if turn.startswith("[") and turn.endswith("]"):
         calls = _as_python(turn, tools)
         return calls if all(not isinstance(c, str) and c[0] in names for c in calls) else []
     line = turn.splitlines()[-1].strip() if turn else ""
+    if not line.endswith(")"):
+        line = _COMMENT.sub(r"\1", line)
     if line.partition("(")[0].strip() not in names or not line.endswith(")"):
         return []
     calls = _as_python(line, tools)
@@ -230,13 +284,16 @@ def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
     """A message of gpt-oss or of Muse, which may be for a tool."""
     text, begin = mark.string, max(mark.start() - LONGEST_HEADER, 0)
     header = _MESSAGE_ENDS.split(text[begin : mark.start()])[-1]
-    to = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
-    if "<|channel|>analysis" in header or (to is not None and to[1] == "self"):  # thoughts
+    to = re.search(r"\bto=(functions\.)?([^\s<]+)", header)
+    names = [tool.__name__ for tool in tools]
+    addressed = to is not None and (to[1] is not None or to[2] in names)
+    thinks = "<|channel|>analysis" in header and not addressed
+    if thinks or (to is not None and to[2] == "self"):
         end = _MESSAGE_ENDS.search(text, mark.end())
         return [], len(text) if end is None else end.start()
     if to is None or re.compile(r"\s*<[^|]").match(text, mark.end()):
         return [], mark.end()
-    return _named(to[1], mark)
+    return _named(to[2], mark)
 
 
 def _gemma(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
@@ -407,7 +464,10 @@ _MISTRAL = re.compile(
     r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?)?"
 )
 _LISTED = re.compile(r"<\|tool_call\|>|<\|START_ACTION\|>|<\|action_start\|>\s*<\|plugin\|>")
-_PYTHONIC = re.compile(r"<\|tool_call_start\|>|<function_calls>|<\|python_tag\|>")
+_PYTHONIC = re.compile(
+    r"<\|tool_call_start\|>|<function_calls>|<\|python_tag\|>|<TOOLCALL>|<tool_calls>"
+    r'|\bfunctools(?=\s*\[\s*\{\s*")'
+)
 
 FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Sequence[Tool]], Read]] = {
     re.compile(r"<tool_call>"): _tagged,  # Hermes, Qwen2.5, Qwen3, GLM-4.5; around others too
@@ -419,6 +479,6 @@ FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Sequence[Tool]], Read]] = 
     _KIMI: _json,  # Kimi K2
     _MISTRAL: _json,  # Mistral
     _LISTED: _json,  # Phi-4, Granite; Cohere; InternLM
-    _PYTHONIC: _python,  # LFM2; Olmo 3; Llama 3, as JSON too
+    _PYTHONIC: _python,  # LFM2; Olmo 3; Llama 3, as JSON too; Nemotron, Jamba; Phi-4-mini
 }
 """What calls begin with -> what reads them; docs/environments.md shows what each looks like."""

@@ -92,8 +92,9 @@ def _types(schema: object) -> set[str] | None:
 
 def as_text(result: object) -> str:
     """What a tool returned, for the model: text as it is, bytes as UTF-8, an exception by its text,
-    anything else as JSON; values that JSON has not as Python shows them. The end of what is longer
-    than LONGEST is left out. Raises what a generator raises."""
+    anything else as JSON; values that JSON has not as Python shows them, a table or a long array
+    without quotes. The end of what is longer than LONGEST is left out. Raises what a generator
+    raises."""
     if isinstance(result, Iterator):
         result = list(itertools.islice(result, MOST_VALUES))
     try:
@@ -123,9 +124,10 @@ def _text(result: object) -> str:
     if isinstance(result, Set):  # its order is another one in each process
         result = sorted(result, key=repr)
     try:
-        return json.dumps(
-            _ANY.dump_python(result, mode="json", fallback=_plain), ensure_ascii=False
-        )
+        value = _ANY.dump_python(result, mode="json", fallback=_plain)
+        if isinstance(value, str) and ("\n" in value or hasattr(result, "__array__")):
+            return value
+        return json.dumps(value, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # in a circle, bytes that are no text
         return _without_address(result)
 

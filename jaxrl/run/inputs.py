@@ -10,11 +10,11 @@ from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated
+from jaxrl.data.chat_template import dated, has_template
 from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
-from jaxrl.data.stream import EvalSet, eval_sets
+from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
 from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -180,6 +180,25 @@ def encoder(
         theirs,
         rows,
     )
+
+
+def tools_note(config: Config, train: PromptStream, tokenizer: Tokenizer) -> str | None:
+    """Returns words about the first row whose tools no chat template shows, for its prompt stays
+    text; None without such a row."""
+    raw = config.data.chat == "raw"
+    if config.data.tools_key is None or not (raw or not has_template(tokenizer)):
+        return None
+    for where, example in train.examples():
+        if example.tools and isinstance(example.prompt, str):
+            why = "with data.chat=raw" if raw else "for the tokenizer has no chat template"
+            return (
+                f"data.train: {where}: its prompt is text, which shows no"
+                f" `{config.data.tools_key}`, {why}: such prompts are without tools."
+                " Write them into the prompts, "
+                + ("set data.chat=auto," if raw else "give the model a template that shows tools,")
+                + " or unset data.tools_key"
+            )
+    return None
 
 
 def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:

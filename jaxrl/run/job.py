@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
-from jaxrl.data.stream import EvalSet, PromptStream
+from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.tokenizer import (
     Tokenizer,
     check_every_token,
@@ -50,6 +50,7 @@ from jaxrl.run.inputs import (
     pad_id,
     token_notes,
     tokenizer_of,
+    tools_note,
 )
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import ScoreCache
@@ -121,6 +122,8 @@ class Job(Setup):
     train: PromptStream
     held_out: tuple[EvalSet, ...]
     judge: Verifier
+    long_completions: int = 0
+    """Completions of the data that are learned and are longer than `max_new_tokens`."""
     evaluates_teacher: bool = False
     """The teacher's own accuracy is measured before the first step."""
     notes: tuple[str, ...] = ()
@@ -171,6 +174,11 @@ class Job(Setup):
             )
         if self.train.cut:
             first += f"; {self.train.cut} are longer than max_prompt_tokens={limit}: cut"
+        if self.long_completions:
+            first += (
+                f"; {self.long_completions} completions are longer than"
+                f" max_new_tokens={self.config.max_new_tokens}: cut, and learned without their end"
+            )
         held_out = held_out_notes(self.config, self.held_out, self.judge)
         return [first, *held_out, *self.train.noted.values(), *self.notes]
 
@@ -191,8 +199,16 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
+    long_completions = 0
     if method_of(config).reads_completions(config):
-        train.check_completions()
+        remedy = NEEDS_COMPLETIONS
+        if config.spec.learns_from == "data":
+            remedy = (
+                f"algorithm={config.algorithm} learns nothing else: add completions, or end chats"
+                " with a message of the assistant"
+            )
+        train.check_completions(remedy)
+        long_completions = train.long_completions()
     # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
     # where they are about attempts, it is evaluated with the student's.
     evaluated = config.eval.teacher and not config.teacher_gets_feedback
@@ -200,7 +216,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     held_out = held_out_sets(config, read)
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
-    notes: list[str | None] = [*found.notes]
+    notes: list[str | None] = [*found.notes, tools_note(config, train, tokenizer)]
     if aligner is not None:
         common = int((aligner.to_teacher >= 0).sum())
         notes.append(
@@ -256,6 +272,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         opening=opening,
         given=given or {},
         train=train,
+        long_completions=long_completions,
         held_out=held_out,
         judge=verifier(config.data.verifier, opening),
         notes=tuple(filter(None, notes)),

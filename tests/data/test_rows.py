@@ -434,12 +434,99 @@ def test_every_field_of_a_message_is_kept() -> None:
         ({"messages": [{**ANSWER, "tool_calls": ["f()"]}]}, "must be a list of objects: ['f()']"),
         ({"prompt": "x", "answer": ["y"]}, "it is a list (data.answer_key=answer.0 names its"),
         ({"prompt": 3}, "row: `prompt` must be text, it is a number"),
+        ({"prompt": "x", "answer": True}, 'a truth value (write it as a text, such as "yes", or'),
+        ({"prompt": "x", "answer": False}, 'such as "no", or set data.answer_key=null)'),
+        ({"prompt": "x", "answer": {"gold": 3}}, "(data.answer_key=answer.gold names a value"),
+        ({"prompt": "x", "answer": {}}, "an object (data.answer_key=null leaves it out)"),
+        ({"prompt": ["a", "b"], "answer": ["1", "2"]}, "several rows, write a list of rows: [{"),
+        ({"prompt": {"0": "a", "1": "b"}}, "several rows, write a list of rows: [{"),
+        ({"conversations": [USER]}, "data.messages_key=conversations reads the chats of ShareGPT"),
+        ({"messages": [said("human", "x")]}, "[0]: rename the role 'human' to 'user'"),
+        ({"messages": [USER, said("gpt", "x")]}, "[1]: rename the role 'gpt' to 'assistant'"),
+        ({"messages": [USER, said("model", "x")]}, "rename the role 'model' to 'assistant'"),
+        ({"messages": [said("function", "x")]}, "rename the role 'function' to 'tool'"),
+        (
+            {"messages": [USER, {**ANSWER, "content": None, "function_call": {"name": "f"}}]},
+            "[1]: `function_call` is the old form of a call: write it as `tool_calls`",
+        ),
+        ({"messages": [{"from": "narrator", "value": "x"}]}, "`from` is 'narrator'"),
     ],
 )
 def test_what_cannot_be_read_is_named(row: Row, words: str) -> None:
     with pytest.raises(UserError) as error:
         to_example(row, Keys(), "row")
     assert words in str(error.value) and str(error.value).startswith("row: ")
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "json", "objects", "parquet"])
+@pytest.mark.parametrize("separate", [True, False])
+def test_messages_as_json_text_are_read_in_every_column(
+    tmp_path: Path, form: str, separate: bool
+) -> None:
+    """`prompt` and `completion`, and one column of both kinds of prompts."""
+    cells = {"prompt": json.dumps([USER, ANSWER, USER]), "completion": json.dumps([ANSWER])}
+    rows: list[Row] = [cells, {**cells, "completion": json.dumps(ANSWER, indent=1)}]
+    if form == "csv":
+        pandas.DataFrame(rows).to_csv(tmp_path / "x.csv", index=False)
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    elif form == "jsonl":
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    elif form == "json":
+        (tmp_path / "x.json").write_text(json.dumps(rows))
+    keys = Keys() if separate else Keys(messages="prompt")
+    path = str(tmp_path / f"x.{form}")
+    source = source_of(rows, keys) if form == "objects" else open_source(path, keys=keys)
+    for example in examples(source):
+        assert example.prompt == (USER, ANSWER, USER) and example.completion == "yo"
+
+
+@pytest.mark.parametrize("key", ["prompt", "completion"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2, 3]",
+        "[]",
+        "{}",
+        '{"name": "Bo"}',
+        '[{"name": "Bo"}]',
+        '[{"role": "admin"}]',
+        '[{"role": 3, "content": "x"}]',
+        '[{"role": "user", "content": "x"}, 3]',
+        '[{"role": "user", "content": "x"}] Who speaks?',
+        '[{"role": "user", "content": "x"}',
+    ],
+)
+def test_a_text_that_looks_like_json_stays_text(key: str, text: str) -> None:
+    for keys in (Keys(), Keys(messages="prompt")):
+        example = to_example({"prompt": "q", "completion": "c", key: text}, keys, "row")
+        assert getattr(example, key) == text and not example.turns
+
+
+def test_chats_of_sharegpt_are_read(tmp_path: Path) -> None:
+    chat = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+        {"from": "tool", "value": "t"},
+        {"from": "gpt", "value": "c", "weight": 1},
+    ]
+    example = to_example({"conversations": chat}, Keys(messages="conversations"), "row")
+    roles = [(turn["role"], turn["content"]) for turn in example.prompt]  # type: ignore[index]
+    assert roles == [("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "t")]
+    assert example.completion == "c"
+
+
+def test_weights_of_turns_that_are_not_learned_say_nothing() -> None:
+    row = {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}
+    assert to_example(row, Keys(), "row").completion == "yo"
+    with pytest.raises(UserError, match=r"`weight` 0, .*data.completion_turns=last learns the"):
+        to_example(row, Keys(turns="all"), "row")
+
+
+def test_an_object_over_several_lines_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"prompt": "a", "answer": 3}, indent=2))
+    assert examples(open_source(str(tmp_path / "x.json"))) == [Example("a", answer="3")]
 
 
 # Names with dots
@@ -524,6 +611,8 @@ def test_a_csv_file_is_text_and_what_is_empty_is_missing(tmp_path: Path) -> None
         ("x.csv", b"prompt\n\xe4\n", "x.csv: not UTF-8"),
         ("x.csv", b'prompt,answer\n"a\nb",1\n,2\n', "x.csv:4: `prompt` is null"),
         ("x.csv", b"question;answer\na;1\n", "the row has `question;answer`"),
+        ("x.csv", b"prompt;answer\na, b;1\n", "the separator must be a comma, not ';'"),
+        ("x.csv", b"prompt\tanswer\na\t1\n", "the separator must be a comma, not '\\t'"),
         ("x.json", b"[]", "x.json: no rows"),
         ("x.json", b"", "x.json: no rows"),
         ("x.json", b'[{"prompt": "a"},\n 3]', "x.json: row 1: a JSON object is needed"),
@@ -531,6 +620,9 @@ def test_a_csv_file_is_text_and_what_is_empty_is_missing(tmp_path: Path) -> None
         ("x.json", b'[{"prompt": "a"},\n {"prompt" "b"}]', "x.json:2: not JSON"),
         ("x.json", b'[{"prompt": "\xe4"}]', "x.json: cannot be read: "),
         ("x.json", b"[" * 100_000, "x.json: cannot be read: "),
+        ("x.json", b'{"prompt": ["a", "b"],\n "answer": ["1", "2"]}', "write a list of rows: [{"),
+        ("x.json", b'{"prompt": ["a", "b"], "answer": ["1", "2"]}', "write a list of rows: [{"),
+        ("x.json", b'{"data":\n [{"prompt": "a"}]}', "x.json: row 0: neither `prompt` nor"),
         ("x.json", b'{"data": [{"prompt": "a"}]}', "x.json:1: neither `prompt` nor `messages`"),
     ],
 )
@@ -587,6 +679,8 @@ def test_a_dataset_s_own_order_and_rows_are_used() -> None:
         (datasets.DatasetDict({"train": datasets.Dataset.from_list([])}), "take one of `train`"),
         (datasets.Dataset.from_list([{"q": "x"}]), "Dataset: neither `prompt` nor `messages`"),
         ([{"prompt": "a"}, {"promt": "b"}], "list: row 1: neither `prompt` nor `messages`"),
+        (pandas.DataFrame([["a", "b"]], columns=["prompt"] * 2), "two columns have one name: `p"),
+        (pa.table([["a"], ["b"]], names=["prompt"] * 2), "two columns have one name: `prompt`"),
     ],
 )
 def test_objects_that_are_no_rows(rows: Any, words: str) -> None:

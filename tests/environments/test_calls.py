@@ -24,7 +24,7 @@ from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.calls import parse_calls
 from jaxrl.environments.observation import observed
-from jaxrl.environments.tools import SchemaTool
+from jaxrl.environments.tools import SchemaTool, as_text
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")
 TEXTS = {
@@ -159,7 +159,7 @@ def test_the_docs_show_forms() -> None:
 
 @pytest.mark.parametrize(("families", "call"), FORMS)
 def test_a_form_is_read_wherever_it_stands_but_in_thoughts(families: str, call: str) -> None:
-    whole = call.startswith(("{", "[s", "stock"))  # these have no mark, and stand alone
+    whole = call.startswith(("{", "[s", "[{", "stock"))  # these have no mark, and stand alone
     before = "" if whole else "I look it up.\n"
     for text in (
         call,
@@ -252,6 +252,7 @@ def test_arguments_may_be_json_in_a_text(arguments: object) -> None:
         ('<tool_call>{"name": "shelf"}</tool_call>', "there is no tool 'shelf', only stock"),
         ('<tool_call>{"name": "stock", "arguments": {"size": 1}}</tool_call>', "argument 'size'"),
         ("stock(1, 2, 3)", "TypeError"),
+        ("```python\nstock(1, 2, 3)\n```", "TypeError"),
         ("stock(**{})", "with constants as arguments"),
         ("stock(item=item)", "with constants as arguments"),
     ],
@@ -323,6 +324,123 @@ def test_unescaped_texts_of_lfm2_5() -> None:
     assert calls == [("f", first), ("get_g-2", {}), ("f", {"s": ""})]
 
 
+JSON_LIST = '[{"name": "stock", "parameters": {"item": "apples", "most": 3}}]'
+JSON_CALL = '{"name": "stock", "arguments": {"item": "apples", "most": 3}}'
+PYTHON_CALL = 'stock("apples", most=3)'
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        JSON_LIST,
+        f"\n{JSON_LIST}\n",
+        *(f"```{kind}\n{JSON_LIST}\n```" for kind in ("json", "tool_call", "tool_calls", "")),
+        *(f"```{kind}\n{JSON_CALL}\n```" for kind in ("json", "tool_call", "tool_code", "python")),
+        *(f"```{kind}\n{PYTHON_CALL}\n```" for kind in ("tool_code", "python", "tool_call")),
+        f"```tool_code\n[{PYTHON_CALL}]\n```",
+        f"```json {JSON_CALL} ```",
+        f"```JSON\n{JSON_CALL}```",
+        f'[{{"type": "function", "function": {JSON_CALL}}}]',
+        f"```json \n\n{json.dumps(json.loads(JSON_LIST), indent=2)}\n\n```\n",
+        f"{PYTHON_CALL}  # comment",
+        f"{PYTHON_CALL} # (a comment)",
+        f"{PYTHON_CALL}# a) or b",
+        f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
+        f"<TOOLCALL>{JSON_LIST}",
+        f"<TOOLCALL>[{PYTHON_CALL}]</TOOLCALL>",
+        f"<tool_calls>\n{JSON_LIST}\n</tool_calls>",
+        f"<tool_calls><tool_call>{JSON_CALL}</tool_call></tool_calls>",
+        f"functools{JSON_LIST}",
+        f"functools {JSON_LIST}",
+    ],
+)
+def test_a_call_in_a_list_a_fence_or_tags_is_read(call: str) -> None:
+    texts = [call, f"<think>\nI do.\n</think>\n\n{call}", f"{call}<|im_end|>"]
+    if not call.strip().startswith("["):
+        texts += [f"I look it up.\n{call}", f"Code is\n```python\nx = 1\n```\nbut:\n\n{call}"]
+    for text in texts:
+        assert said(text) == ["apples 3"], text
+    assert is_over(f"<think>I could write\n{call}\n</think>None."), "in thoughts"
+
+
+def test_several_calls_and_marks_inside_of_a_list_or_a_fence() -> None:
+    for item in ("<think>", "</think>", "```json", "<tool_call>{", "[TOOL_CALLS]", "a\nb"):
+        calls = [{"name": "stock", "arguments": {"item": item}}] * 2
+        for text in (json.dumps(calls), f"```json\n{json.dumps(calls)}\n```"):
+            assert said(text) == [f"{item} None"] * 2, text
+    assert said('```tool_code\nstock("a")\nstock("b")\n```') == ["a None", "b None"]
+    fences = (
+        "```json\nnone\n```" + '\n\n```python\nstock("a")\n```' * 2 + f"\n```json\n{JSON_CALL}```"
+    )
+    assert said(f"Both:\n{fences}") == ["a None", "a None", "apples 3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```json\n{JSON_CALL}\n```\nis how I would call it.",
+        '```json\n{"name": "Bo", "arguments": {"x": 1}}\n```',
+        '```json\n[{"name": "Bo", "age": 3}]\n```',
+        "```json\n[1, 2]\n```",
+        '```json\n{"name": "stock", "price": 3}\n```',
+        "```python\n\n```",
+        "```python\nprint(1)\n```",
+        "```python\nx = stock('a')\n```",
+        "```python\ndef f():\n    return 1\n```",
+        f"```bash\n{PYTHON_CALL}\n```",
+        "```\nthree apples\n```",
+        "```",
+        "``````",
+        '[{"name": "Bo", "age": 3}]',
+        "[]",
+        "functools[0] is the first.",
+        'stock("a").upper()  # upper',
+        "three  # stock(1",
+    ],
+)
+def test_lists_and_fences_that_are_answers(text: str) -> None:
+    assert is_over(text)
+
+
+@pytest.mark.parametrize("fence", ["tool_code", "tool_call"])
+def test_a_fence_for_calls_that_holds_none_is_answered_by_the_form(fence: str) -> None:
+    assert said(f'```{fence}\n{{"name": "stock"}}\n```') == ["all None"]
+    for body in ("how many?", "x = 1", '{"name": 5}', "[1, 2", "", '{"name": "stock", ', "stock("):
+        (answer,) = said(f"```{fence}\n{body}\n```")
+        assert answer.startswith("Error"), body
+    (answer,) = said(f"```{fence}\n{JSON_CALL.replace('stock', 'shelf')}\n```")
+    assert "there is no tool 'shelf'" in answer
+
+
+def test_a_message_of_gpt_oss_in_its_analysis_may_be_for_a_function() -> None:
+    arguments = '{"item": "apples", "most": 3}'
+    for header in (
+        "<|channel|>analysis to=functions.stock <|constrain|>json",
+        "<|channel|>analysis to=functions.stock code",
+        "<|start|>assistant to=functions.stock<|channel|>analysis json",
+        "to=functions.stock<|channel|>analysis",
+    ):
+        call = f"{header}<|message|>{arguments}<|call|>"
+        assert said(call) == ["apples 3"], call
+        thoughts = "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant "
+        assert said(f"{thoughts}{call}") == ["apples 3"], call
+    assert is_over(f"<|channel|>analysis<|message|>to=functions.stock {arguments}")
+    assert is_over(f"<|channel|>analysis to=self<|message|>{arguments}")
+
+
+@pytest.mark.parametrize("opens", [opens for opens in THOUGHTS if "|" not in opens])
+def test_an_answer_may_mention_what_opens_thoughts(opens: str) -> None:
+    call = f"<tool_call>{JSON_CALL}</tool_call>"
+    closes = THOUGHTS[opens]
+    for before in (f"I do not use {opens} here.", f"The tag `{opens}` is known.\n", f"a{opens}b"):
+        assert said(f"{before}{call}") == ["apples 3"], before
+        assert said(f"{opens}hm{closes}{before}{call}") == ["apples 3"], before
+        assert said(f"{before}\n{PYTHON_CALL}") == ["apples 3"], before
+    for before in ("", "\n ", f"{opens}hm{closes}", f"{opens}hm{closes}\n\n", "Let me see.\n"):
+        assert is_over(f"{before}{opens}I could write {call}"), before
+        assert said(f"{before}{opens}Or {call}{closes}{call}") == ["apples 3"], before
+
+
 PIECES = (
     *(
         "<tool_call>",
@@ -332,6 +450,12 @@ PIECES = (
         "<|message|>",
         "[TOOL_CALLS]",
         "'",
+        "\n```json\n",
+        "```python\nf(1)\n```\n",
+        "\n```\n",
+        "functools[{",
+        "x<think>",
+        "</think>[",
         "{[",
     ),
     *(
@@ -421,6 +545,8 @@ RESULTS: list[tuple[Any, str]] = [
     (np.float32(0.5), "0.5"),
     ({"n": np.float32(0.5), "v": np.arange(2)}, r'\{"n": 0.5, "v": \[0, 1\]\}'),
     (np.arange(10**6), r".*0 +1 +2 \.\.\. .*999999.*"),
+    (np.arange(10**6), r"\[ *0 +1 +2 \.\.\. .*999999\]"),
+    (jnp.zeros((200, 200)), r"\[\[0\. 0\. .*\]\n \[0\. .*\]\]"),
     (jnp.arange(3), r"\[0, 1, 2\]"),
     ((i for i in range(3)), r"\[0, 1, 2\]"),
     (map(str, itertools.count()), r'\["0", "1", .*'),
@@ -470,6 +596,16 @@ def test_what_a_tool_returns_is_shown_or_explained(result: Any, expected: str) -
     assert text == expected or re.fullmatch(expected, text, re.DOTALL), text[:300]
     assert " at 0x" not in text
     json.dumps(message, ensure_ascii=False).encode()
+
+
+def test_a_table_is_shown_as_python_shows_it() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"n": [1, 2], "s": ["a", "b"]})
+    assert as_text(table) == "   n  s\n0  1  a\n1  2  b"
+    assert as_text(table["n"]) == "[1, 2]"
+    assert as_text(pandas.DataFrame({"n": range(10**5)})) == str(
+        pandas.DataFrame({"n": range(10**5)})
+    )
 
 
 async def _later_answer(answer: Any) -> Any:

@@ -238,3 +238,66 @@ def test_a_prompt_says_whether_completions_begin_in_thoughts(end: str, opened: b
         tokenizer = tiny_tokenizer(template, extra=tags)
         tokens = encode_prompt(tokenizer, [{"role": "user", "content": "<think> about 2+2"}])
         assert bool(opening_of(tokenizer, [Prompt(0, tokens, "2+2")])) is opened
+
+
+@pytest.mark.parametrize("keys", [[], ["data.chat=raw"], ["data.completion_turns=all"]])
+@pytest.mark.parametrize("kind", ["text", "messages", "chat"])
+def test_completions_that_are_cut_are_counted_at_the_start(
+    folder: Path, kind: str, keys: list[str], tmp_path: Path
+) -> None:
+    """Of every length around the limit: what the batches hold without an end is what is counted."""
+    lengths = [1, 20, *range(58, 68), 160, 163, 170, 900]
+    answers = [{"role": "assistant", "content": "b" * length} for length in lengths]
+    question = {"role": "user", "content": "a"}
+    made_rows: list[dict[str, Any]] = {
+        "text": [{"prompt": "a", "completion": answer["content"]} for answer in answers],
+        "messages": [{"prompt": [question], "completion": [answer]} for answer in answers],
+        "chat": [{"messages": [question, answer, question, answer]} for answer in answers],
+    }[kind]
+    job = make_job(config_of(folder, rows(tmp_path, *made_rows), *SFT, *keys, "batch_size=16"))
+    completions = [prompt.completion or () for _, prompt in job.train.rows(range(9))]
+    ends = [sum(token in job.eos_ids for token in completion) for completion in completions]
+    cut = sum(count < max(ends) for count in ends)
+    assert 0 < cut < len(ends)
+    assert f"; {cut} completions are longer than max_new_tokens=64: cut" in job.data_notes()[0]
+
+
+def test_completions_that_nothing_learns_or_that_fit_are_not_counted(
+    folder: Path, tmp_path: Path
+) -> None:
+    long = {"prompt": "a", "completion": "b" * 500, "answer": "c"}
+    for overrides, row in ((GSPO, long), (SFT, PLAIN)):
+        job = make_job(config_of(folder, rows(tmp_path, row, row), *overrides))
+        assert "completions" not in job.data_notes()[0]
+
+
+def test_a_chat_that_does_not_end_with_the_assistant_is_named(folder: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked = {"messages": [*turns, turns[0]]}
+    with pytest.raises(UserError) as error:
+        make_job(config_of(folder, rows(tmp_path, {"messages": turns}, asked, asked), *SFT))
+    text = str(error.value)
+    assert "2 of 3 rows have no completion" in text and "rows.jsonl:2, whose last message" in text
+    assert "the role 'user'; algorithm=sft learns nothing else" in text
+    assert "distill." not in text
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_tools_that_no_prompt_shows_are_a_line(
+    folder: Path, tmp_path: Path, template: bool
+) -> None:
+    if not template:
+        (folder / "chat_template.jinja").unlink()
+    file = rows(tmp_path, PLAIN, {**PLAIN, "tools": [TOOL]}, PLAIN)
+    chat = "data.chat=raw" if template else "data.chat=auto"
+    job = make_job(config_of(folder, file, *SFT, "data.tools_key=tools", chat))
+    (note,) = [note for note in job.data_notes() if "`tools`" in note]
+    assert "rows.jsonl:2: its prompt is text, which shows no `tools`" in note
+    assert ("data.chat=raw" in note) == template
+    for keys in (["data.tools_key=null", chat], ["data.tools_key=tools", "data.chat=auto"]):
+        if template or keys[0].endswith("null"):
+            job = make_job(config_of(folder, file, *SFT, *keys))
+            assert not [note for note in job.data_notes() if "prompt is text" in note]
