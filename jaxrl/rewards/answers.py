@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 TOLERANCE = Fraction(1, 10**6)
-"""Relative difference at which two numbers are equal where one of them is not whole."""
+"""Relative difference at which two numbers are equal where a decimal is the other one rounded."""
 LONGEST_NUMBER = 1000
 """Characters; Python refuses to read numbers of more than 4300 digits."""
 LONGEST_EXPRESSION = 1000
@@ -67,22 +67,26 @@ NUMBER = re.compile(
     rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
 )
 """In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
-_WHOLE = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
-    r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
-    rf"|{_UNSIGNED}|\d+\.(?=\Z))"
-    r"(?:\s*(?P<scale>dozen|hundred|thousand|million|billion|trillion)s?\b)?"
-    r"(?P<rest>.*)",
-    re.DOTALL,
-)
 _SCALES = {
     "dozen": 12,
     "hundred": 100,
     "thousand": 10**3,
+    "lakh": 10**5,
     "million": 10**6,
+    "crore": 10**7,
     "billion": 10**9,
+    "bn": 10**9,
     "trillion": 10**12,
 }
+_SCALE = "|".join(_SCALES)
+_WHOLE = re.compile(
+    r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
+    r"(?P<number>\d{1,3}(?: \d{3})+(?![\d/])(?:\.\d+)?|\d+ \d+\s?/\s?\d+"
+    rf"|{_UNSIGNED}|\d+\.(?=\Z))"
+    rf"(?:\s*(?P<scale>{_SCALE})s?\b)?"
+    r"(?P<rest>.*)",
+    re.DOTALL,
+)
 _NAME = re.compile(
     r"([A-Za-z]+(?: [A-Za-z]+)*|\\(?!pi)[a-z]+|[A-Za-z]_\{?\w+\}?|[A-Za-z]\(\w+\))"
     r"\s*(?:=|\\approx|≈)\s*"
@@ -104,12 +108,32 @@ _SAME_UNITS = (
     *("liter litre l", "$ dollar usd buck", "cent ¢", "€ euro", "° degree deg", "rad radian"),
 )
 _UNITS = {word: words.split()[0] for words in _SAME_UNITS for word in words.split()}
+_OTHER_VALUE = (
+    *("plus", "minus", "over", "choose", "factorial", "squared", "cubed", "score", "gross"),
+    *("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth"),
+    *("ninth", "tenth", "hundredth", "thousandth", "mod", "modulo"),
+)
+"""Words that make another value of the number before them."""
 _NO_UNITS = _NAMES | frozenset(
-    ("to", "ln", "plus", "minus", "times", "over", "choose", "factorial", "squared", "cubed")
-    + ("half", "halve", "third", "fourth", "quarter", "fifth", "sixth", "seventh", "eighth")
-    + ("ninth", "tenth", "than", "less", "more", "if", "when", "where", "is", "not")
+    (*_OTHER_VALUE, "to", "ln", "times", "than", "less", "more", "if", "when", "where", "is", "not")
 )
 """Words after a number that make another value of it, or no value."""
+_WORDS_AFTER = re.compile(
+    rf"\s{{0,9}}-?(?:and\s(?:an?|one)\s)?(?:{'|'.join(_OTHER_VALUE)})s?\b"
+    r"|\s{0,9}(?:(?:less|more|fewer) than|times (?:as|the|that|[b-z])|(?:raised )?to the)\b",
+    re.IGNORECASE,
+)
+_WORDS_BEFORE = re.compile(
+    r"(?:\b(?:not|never|cannot|negative|minus|plus|half|third|quarter|double|triple|twice|thrice)"
+    r"|n['’]t|\b(?:root|square|cube|log|logarithm|reciprocal|inverse|opposite|factorial|out) of"
+    r"|\b(?:log|base|(?:less|more|fewer|greater|other|rather) than|at (?:least|most)))"
+    r"(?: (?:of|be|equal|to|the|number|value|base|[-*]+)){0,4}[\s*$(]{0,9}\Z",
+    re.IGNORECASE,
+)
+"""Words before and behind a number or a formula in prose with which it is not the answer."""
+_NEGATIVE = re.compile(
+    r"\A(?:\\text\s*\{\s*)?(?:negative|minus)\b\s*\}?\s*(?=[\d.$\\(])", re.IGNORECASE
+)
 _AFTER = re.compile(
     r"[A-Za-z]|\s*(?:[\^_!√π]|pi\b|sqrt\b|[*/+]\s*[A-Za-z\\(]|-\s*(?:[\\(]|[A-Za-z]\b)|[xyznkpqrtuvw]\b"
     r"|\\(?:pi|sqrt|times|cdot|div|pm|mp|[dt]?frac|log|ln|sin|cos|tan|alpha|beta|theta|cup|infty))"
@@ -138,6 +162,8 @@ class Number:
     """The words behind it that are no such unit, as in `10 apples`."""
     name: str = ""
     """`x` of `x = 5`."""
+    step: Fraction = field(default=Fraction(0), compare=False)
+    """The unit of a decimal's last digit, 1/100 of `1.25`; 0 of what is spelled exactly."""
 
     def same(self, other: Number) -> bool:
         """Whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 is not y = 5."""
@@ -145,16 +171,28 @@ class Number:
             if len(both) == 2 and "" not in both:
                 return False
         if self.percent == other.percent:
-            return same_number(self.value, other.value)
+            return same_number(self.value, other.value, max(self.step, other.step))
         a, b = (self, other) if self.percent else (other, self)
-        return same_number(a.value, b.value) or same_number(a.value / 100, b.value)
+        if b.unit:  # as in $36, which is no 36%
+            return False
+        return same_number(a.value, b.value, max(a.step, b.step)) or same_number(
+            a.value / 100, b.value, max(a.step / 100, b.step)
+        )
 
 
-def same_number(a: Fraction, b: Fraction) -> bool:
-    """Whole numbers exactly; others to a relative TOLERANCE."""
-    if a.denominator == b.denominator == 1:
-        return a == b
-    return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+def same_number(a: Fraction, b: Fraction, step: Fraction) -> bool:
+    """Whether two values are equal: exactly, or where the last digit of the coarser decimal is
+    worth `step`, one is the other rounded to that; to a relative TOLERANCE at least."""
+    difference = abs(a - b)
+    return difference <= min(step / 2, TOLERANCE * max(abs(a), abs(b)))
+
+
+def step_of(number: str, value: Fraction) -> Fraction:
+    """The unit of the last digit of a decimal that `NUMBER` found; 0 where its value is whole."""
+    digits = re.search(r"\.(\d*)(?:[eE]([-+]?\d+))?\Z", number)
+    if digits is None or value.denominator == 1:
+        return Fraction(0)
+    return Fraction(10) ** (int(digits[2] or 0) - len(digits[1]))
 
 
 def last_boxed(text: str) -> str | None:
@@ -220,15 +258,16 @@ def read_number(text: str) -> Number | None:
     rest, percent = m["rest"], False
     if is_percent := re.match(r"\s*\\?%|\s*per\s?cent(?:age)?\b|\s*pct\b", rest):
         rest, percent = rest[is_percent.end() :], True
-    unit = _unit_of(rest)
+    unit = unit_of(rest)
     if value is None or unit is None:
         return None
     things = "" if unit else rest.strip(" .,;:")
     unit = unit or _UNITS.get(m["money"], "")
-    value *= _SCALES.get(m["scale"] or "", 1)
-    value = -value if "-" in (m["sign"], m["sign2"]) else value
+    scale = _SCALES.get(m["scale"] or "", 1)
+    step = step_of(m["number"], value * scale) * scale
+    value = -value * scale if "-" in (m["sign"], m["sign2"]) else value * scale
     name = named[1] if named is not None and len(named[1]) == 1 else ""
-    return Number(value, percent, unit, things, name)
+    return Number(value, percent, unit, things, name, step)
 
 
 def whole_number(text: str) -> Number | None:
@@ -247,13 +286,15 @@ def last_number(text: str) -> Number | None:
     before, after = spelled[: found[-1].start()], spelled[found[-1].end() :]
     value = _to_fraction(found[-1][0])
     percent = re.match(r"\s?\\?%|\s?per\s?cent", after)
-    if value is None or _BEFORE.search(before[-200:]):
+    if value is None or _BEFORE.search(before[-200:]) or _changed(before, after):
         return None
+    if scaled := re.match(rf"\s?({_SCALE})s?\b", after):
+        value, after = value * _SCALES[scaled[1]], after[scaled.end() :]
     if percent is None and _AFTER.match(after):
         unit = _UNIT.match(after)
-        if unit is None or _unit_of(unit[0]) is None:
+        if unit is None or unit_of(unit[0]) is None:
             return None
-    return Number(value, percent is not None)
+    return Number(value, percent is not None, step=step_of(found[-1][0], value))
 
 
 def given_number(text: str) -> Number | None:
@@ -268,14 +309,15 @@ def given_expression(text: str) -> str | Number | None:
     behind that."""
     answer = marked(text)
     if answer is not None:
-        return answer
+        return _NEGATIVE.sub("-", answer)
     answer = stated(text)
     if answer is not None:
+        answer = _NEGATIVE.sub("-", answer)
         for whole in (answer, answer.replace("$", "")):
             if _is_expression(whole):
                 return whole
         if formula := _FORMULA.search(answer):
-            return _content(formula)
+            return _unchanged(formula)
         if re.search(r"\d", answer):
             return last_number(answer)
     if _is_expression(text):
@@ -283,7 +325,7 @@ def given_expression(text: str) -> str | Number | None:
     formulas = list(_FORMULA.finditer(text))
     tail = text[formulas[-1].end() :] if formulas else text
     if formulas and not re.search(r"\d", tail):
-        return _content(formulas[-1])
+        return _unchanged(formulas[-1])
     return last_number(tail)
 
 
@@ -350,6 +392,17 @@ def _content(formula: re.Match[str]) -> str:
     return next(group for group in formula.groups() if group is not None)
 
 
+def _changed(before: str, after: str) -> bool:
+    """Whether the words around a number or a formula make another value of it."""
+    return bool(_WORDS_BEFORE.search(before[-80:]) or _WORDS_AFTER.match(after))
+
+
+def _unchanged(formula: re.Match[str]) -> str | None:
+    text = formula.string
+    changed = _changed(text[: formula.start()], text[formula.end() :])
+    return None if changed else _content(formula)
+
+
 def _is_expression(text: str) -> bool:
     """Whether the whole text may be an expression: one line without words of prose."""
     if len(text) > LONGEST_EXPRESSION or "\n" in text.strip() or not re.search(r"\w", text):
@@ -389,7 +442,7 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
     return end, ", ".join(dict.fromkeys(parts))
 
 
-def _unit_of(rest: str) -> str | None:
+def unit_of(rest: str) -> str | None:
     """The unit that the text behind a number is, "" for none; None where it is something else."""
     rest = rest.rstrip(" .,;:")
     m = _UNIT.fullmatch(rest)
@@ -475,6 +528,8 @@ def literal(text: str) -> str | None:
         return (m[1] or m[2]).lower()
     if _NO_EXPRESSION.search(bare):
         return spelled(text).lower()
+    if _ORDER.fullmatch(bare):
+        return _words(text)
     if re.search(r"[\\=^_+*/<>|{}≤≥]", bare) or read_number(text) is not None:
         return None
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", bare)]
@@ -517,3 +572,5 @@ _NO_EXPRESSION = re.compile(
     r"\d\s?:\s?\d|\b\d{4}-\d{1,2}-\d{1,2}\b|\b\d{1,2}/\d{1,2}/\d{2,4}\b|\A[0-9A-Fa-f]+\s*_"
 )
 """Times and ratios, dates, numbers in a base."""
+_ORDER = re.compile(r"[A-Z]{2,}|[A-Z](?:, [A-Z])+")
+"""Capitals such as ACB or C, A, B: names in an order, not a product or a set."""

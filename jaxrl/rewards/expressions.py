@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -23,17 +25,21 @@ from jaxrl.rewards.answers import (
     given_expression,
     given_texts,
     literal,
+    plain,
     read_number,
     same_literal,
     spelled,
     tidy,
+    unit_of,
 )
 
 # At every call it would warn that nobody limits its time: a process of ours does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 sympy = parser.sympy
 DIGITS = 30
-"""Of exact constants that are compared by their values."""
+"""Of constants that are compared by their values, beside those that exact ones have more."""
+EXACT_BITS, IRRATIONAL_BITS = 1_000_000, 60_000
+"""Sizes of constants beyond which only equal spellings are equal."""
 _NORMAL = parser.NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
@@ -49,7 +55,7 @@ _FUNCTIONS = re.compile(
 _CHARACTERS = {"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge "}
 _CHARACTERS |= {"≠": r"\ne ", "∪": r"\cup ", "±": r"\pm ", "°": r"^\circ ", "**": "^"}
 _CHARACTERS |= {r"\langle": "(", r"\rangle": ")", r"\mathbb R": r"\mathbb{R}"}
-_CHARACTERS |= {r"\varnothing": r"\emptyset "}
+_CHARACTERS |= {r"\varnothing": r"\emptyset ", r"\lbrace": r"\{", r"\rbrace": r"\}"}
 _UNIT = re.compile(
     r"(?<=\S)\s*\\(?:text|mbox|mathrm|textrm|rm)"
     r"\s*\{\s*(?!\s*(?:or|and|if|when|for)\b)[A-Za-z. ]+\}"
@@ -59,7 +65,6 @@ _BARE_UNIT = re.compile(
     r"(?<=[\d}\w)])\s+(?:(?:square|sq|cubic)\s+)?(?:mm|cm|km|ft|feet|inch(?:es)?|units?|meters?|miles?)"
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?\s*\Z"
 )
-_OPENS = {"(": ")", "[": ")]", "{": "}"}
 
 
 def judge(completion: str, answer: str) -> float | None:
@@ -75,20 +80,47 @@ def judge(completion: str, answer: str) -> float | None:
     if any(spelled(text) == spelled(answer) for text in texts):
         return 1.0
     if isinstance(found, str):
-        if literal(found) is not None or _brackets(found) * _brackets(answer) < 0:
+        if literal(found) is not None or not _may_be_one(answer, found):
             return 0.0
         found = read_number(found) or _expression(_latex(found))
     return float(found is not None and _equal(gold, found))
 
 
+def _may_be_one(gold: str, found: str) -> bool:
+    """Whether brackets and units of two answers let them be equal: a set in braces is no tuple, an
+    interval without its ends is not one with them, a tuple is a list only in the same order, and
+    \\text{ cm} behind an expression is not \\text{ m}."""
+    units = {unit for text in (gold, found) if (unit := _unit(text))}
+    if len(units) > 1:
+        return False
+    (a, these), (b, those) = _parts(gold), _parts(found)
+    if "" in (a, b) or a == b or {a, b} == {"{}", ","}:
+        return True
+    if "," not in (a, b) or "=" in gold + found or read_number(gold) or read_number(found):
+        return "," in (a, b)
+    pairs = [
+        [read_number(x) or _expression(_latex(x)) for x in both]
+        for both in zip(these, those, strict=False)
+    ]
+    same = [None not in pair and _equal(*pair) for pair in pairs]
+    return len(these) == len(those) and all(same)
+
+
 def _equal(gold: Any, found: Any) -> bool:
     """Whether two numbers or expressions are equal; an equation `x = 5` equals 5."""
+    gold, found = (_decimal(x) if isinstance(x, sympy.Float) else x for x in (gold, found))
     if isinstance(gold, Number) and isinstance(found, Number):
         return gold.same(found)
     if isinstance(found, Number):
-        return any(_equal(gold, value) for value in _values(found))
+        gold, found = found, gold
     if isinstance(gold, Number):
-        return any(_equal(value, found) for value in _values(gold))
+        if _is_constant(found):
+            return _is_value(found, gold)
+        return any(_equal_expressions(value, found) for value in _values(gold))
+    return _equal_expressions(gold, found)
+
+
+def _equal_expressions(gold: Any, found: Any) -> bool:
     # math-verify would read the ends of an interval from an inequality, and compare these.
     if {_is_inequality(gold), _is_inequality(found)} == {True, False} and any(
         isinstance(one, sympy.FiniteSet) for one in (gold, found)
@@ -106,7 +138,29 @@ def _equal(gold: Any, found: Any) -> bool:
         return _same_solutions(gold, found)
     if _is_constant(gold) and _is_constant(found):
         return _same_value(gold, found)
+    for kind in (sympy.Tuple, sympy.FiniteSet):
+        if isinstance(gold, kind) and isinstance(found, kind):
+            if not all(_is_constant(x) for x in (*gold.args, *found.args)):
+                continue
+            if kind is sympy.Tuple:
+                return len(gold) == len(found) and all(map(_equal, gold, found))
+            return all(
+                any(_equal(x, y) for y in those.args)
+                for these, those in ((gold, found), (found, gold))
+                for x in these.args
+            )
+    if _is_relation(gold) and _is_relation(found):
+        chains = [len(getattr(x, "_unsorted_args", None) or [x]) > 1 for x in (gold, found)]
+        if all(chains) and gold.free_symbols != found.free_symbols:
+            return False
+        if _derivatives(gold) != _derivatives(found):
+            return False
     return bool(verify([gold], [found], timeout_seconds=None))
+
+
+def _derivatives(expression: Any) -> set[Any]:
+    """Those such as dy/dx, which math-verify would compute to be 0."""
+    return {x for x in expression.atoms(sympy.Derivative) if x.expr.is_Symbol}
 
 
 def _same_solutions(gold: Any, found: Any) -> bool:
@@ -122,17 +176,69 @@ def _same_solutions(gold: Any, found: Any) -> bool:
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    """Whether two constants are equal: exactly, or to TOLERANCE where one has decimals."""
-    rounded = a.has(sympy.Float) or b.has(sympy.Float)
-    values = [sympy.N(x, DIGITS) for x in (a, b)]
-    if not all(value.is_finite for value in values):
-        return bool(values[0] == values[1])
-    if not rounded and max(abs(value) for value in values) < 10**DIGITS * 10**DIGITS:
-        difference = a.doit() - b.doit()
-        if difference.is_Rational:
-            return bool(difference == 0)
-    close = float(TOLERANCE) if rounded else sympy.Float(10) ** (10 - DIGITS)
-    return bool(abs(values[0] - values[1]) <= close * max(abs(value) for value in values))
+    """Whether two constants are equal, with as many digits as they have; where they are too large
+    for that, whether they are the same power or the same expression."""
+    bits = _bits(a) + _bits(b)
+    if bits > EXACT_BITS:
+        powers = isinstance(a, sympy.Pow) and isinstance(b, sympy.Pow) and a.base == b.base
+        return bool(a == b or (powers and _same_value(a.exp, b.exp)))
+    a, b = (x.xreplace({f: _rational(f) for f in x.atoms(sympy.Float)}).doit() for x in (a, b))
+    difference = a - b
+    if difference.is_Rational:
+        return bool(difference == 0)
+    digits = DIGITS
+    for _ in range(2):  # most differ in their first digits
+        values = [sympy.N(x, digits) for x in (a, b)]
+        if not all(value.is_finite for value in values):
+            return bool(values[0] == values[1])
+        close = sympy.Float(10, digits) ** (10 - digits) * max(abs(value) for value in values)
+        if bits > IRRATIONAL_BITS or abs(values[0] - values[1]) > close:
+            return False
+        digits += math.ceil(bits / 3)
+    return True
+
+
+def _bits(x: Any) -> float:
+    """About how many bits the exact value of a constant takes."""
+    if x.is_Rational:
+        return float(int(x.p).bit_length() + int(x.q).bit_length())
+    if x.is_Float:
+        return 120.0
+    args = [_bits(one) for one in x.args]
+    if isinstance(x, sympy.Pow | sympy.factorial | sympy.binomial | sympy.exp):
+        last = x.args[0] if isinstance(x, sympy.factorial | sympy.binomial) else x.args[-1]
+        if max(args) > EXACT_BITS or _bits(last) > 130:
+            return math.inf
+        size = max(1.0, float(abs(sympy.N(last))))
+        return size * (args[0] if isinstance(x, sympy.Pow) else 2 + math.log2(size + 1))
+    return sum(args) + 2
+
+
+def _rational(decimal: Any) -> Any:
+    """A decimal as it was spelled, of at most 15 digits."""
+    return sympy.Rational(str(decimal))
+
+
+def _decimal(decimal: Any) -> Number:
+    value, digits = _rational(decimal), str(decimal).partition("e")[0].rstrip("0")
+    exponent = int(str(decimal).partition("e")[2] or 0) - len(digits.partition(".")[2])
+    step = Fraction(10) ** exponent if value.q > 1 else Fraction(0)
+    return Number(Fraction(int(value.p), int(value.q)), step=step)
+
+
+def _is_value(constant: Any, number: Number) -> bool:
+    """Whether a number is a constant: exactly, or where it is a decimal, rounded."""
+    for value in {number.value, number.value / 100} if number.percent else {number.value}:
+        if _same_value(constant, sympy.Rational(value.numerator, value.denominator)):
+            return True
+        step = number.step if value == number.value else number.step / 100
+        if step and _bits(constant) <= EXACT_BITS:
+            exact = sympy.N(constant, DIGITS)
+            close = min(step / 2, TOLERANCE * abs(value))
+            off = abs(exact - sympy.Float(str(value.numerator), 60) / value.denominator)
+            if exact.is_finite and off <= sympy.Float(close.numerator, 60) / close.denominator:
+                return True
+    return False
 
 
 def _is_constant(expression: Any) -> bool:
@@ -165,12 +271,32 @@ def _values(number: Number) -> list[Any]:
     return [sympy.Float(one, DIGITS) for one in values] if rounded else values
 
 
-def _brackets(text: str) -> int:
-    """1 of a tuple or interval, -1 of a set in braces, 0 of anything else."""
-    text = spelled(text).replace("\\", "")
-    if "," not in text or text[0] not in _OPENS or text[-1] not in _OPENS[text[0]]:
-        return 0
-    return -1 if text[0] == "{" else 1
+def _parts(text: str) -> tuple[str, list[str]]:
+    """The brackets around a whole list or tuple, `,` of a list without any, "" of no list; and
+    what is between the commas that stand in no other brackets."""
+    for old, new in _CHARACTERS.items():
+        text = text.replace(old, new)
+    text = spelled(text).replace("\\{", "⟨").replace("\\}", "⟩")
+    parts, depth, closed = [""], 0, len(text)
+    outer = text[:1] in ("(", "[", "⟨")
+    for i, character in enumerate(text):
+        depth += (character in "([{⟨") - (character in ")]}⟩")
+        if depth == 0 and outer:
+            closed = min(closed, i)
+        parts.append("") if character == "," and depth == 0 else None
+        parts[-1] += character if character != "," or depth else ""
+    if outer and closed == len(text) - 1:
+        kind = (text[0] + text[-1]).replace("⟨", "{").replace("⟩", "}")
+        inner = _parts(text[1:-1].replace("⟨", "\\{").replace("⟩", "\\}"))
+        return (kind, inner[1]) if inner[0] == "," else ("", [])
+    return ("," if len(parts) > 1 else "", parts)
+
+
+def _unit(text: str) -> str:
+    r"""The unit behind an expression, as in `10\sqrt3\text{ cm}`; empty where none is known."""
+    text = tidy(text).replace("$", "").rstrip(" .,;:*`")
+    m = _UNIT.search(text) or _BARE_UNIT.search(text)
+    return (unit_of(plain(m[0])) or "") if m else ""
 
 
 def _latex(text: str) -> str:
@@ -202,6 +328,7 @@ def _expression(latex: str) -> Any:
     if (
         not 0 < len(latex) <= LONGEST_EXPRESSION
         or "'" in latex
+        or re.search(r"\\[lc]?dots(?![A-Za-z])", latex)
         or re.search(r"(?<![_^\w.])(?<!frac )\d+ \d", latex)
     ):
         return None
