@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import partial
@@ -16,20 +16,25 @@ from typing import Any
 
 from jaxrl.data.example import Message
 from jaxrl.data.template_limits import limits, program
+from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its thoughts, under the names that data and templates use."""
+OTHER_THOUGHTS = ("thought", "thoughts", "reasoning_text", "reasoning_details")
+"""Fields that some data have for thoughts, which only a template that names them renders."""
 _PROBES = ("Q", "Z")
 """Contents that stand in for a turn's, to see where the template puts it. They differ from their
 first to their last character, and no template writes them between two turns."""
 _LONGEST_FORM = 1000
 """Characters of a form of dates (`%d %B %Y`) in a template."""
+_LONGEST_HEADER = 64
+"""Characters before a turn that are looked for, where it has no header of its own."""
 _NO_BORDERS = (
-    "where this turn of the assistant ends cannot be told from the chat template's text; set"
-    " data.completion_turns=last, or give the model a template that marks what is learned with"
-    " {% generation %}"
+    "where this turn of the assistant begins and ends cannot be told from the chat template's"
+    " text; set data.completion_turns=last, or give the model a template that marks what is"
+    " learned with {% generation %}"
 )
 
 
@@ -51,8 +56,7 @@ def today() -> str:
 
 
 class Unrendered(UserError):
-    """A chat that the template refuses, leaves messages out of, or in whose text the turns cannot
-    be told apart."""
+    """A chat that the template refuses or leaves messages out of."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,14 @@ def split(
             marked is learned, and the token that ends each turn.
 
     Raises:
-        UserError: no template; tool calls of a learned turn that are not rendered.
-        Unrendered: a template that refuses the chat, leaves out messages after the prompt, or in
-            whose text the turns cannot be told apart.
+        UserError: no template; answers or tool calls of a learned turn that are not rendered; a
+            text in which the turns cannot be told apart.
+        Unrendered: a template that refuses the chat, or leaves out messages after the prompt.
     """
     messages = in_form(tokenizer, messages, False, tools)
     text, marks = _rendered(tokenizer, messages, False, tools)
     chat = _Chat(tokenizer, messages, tools, text, tuple(ends))
+    left_out = _left_out(chat, first)
     learned = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     starts = [chat.start(at) for at in learned]
     pieces: list[ChatPiece] = []
@@ -142,7 +147,7 @@ def split(
             spans = _marked(marks, start, spans[-1][1], chat)
         for begin, stop in spans:
             if begin < at:
-                raise Unrendered(f"message {message}: {_NO_BORDERS}")
+                raise UserError(f"message {message}: {_NO_BORDERS}")
             pieces.append(ChatPiece(text[at:begin], False, message))
             pieces.append(ChatPiece(text[begin:stop], True, message))
             at = stop
@@ -151,15 +156,7 @@ def split(
     if at < len(text):
         pieces.append(ChatPiece(text[at:], False, len(messages)))
     begins = starts[0] + len(pieces[0].text)
-    for number, one in enumerate(messages[:-1]):
-        if one["role"] != "assistant" and not _shows_content(chat, number):
-            left_out = (
-                f"message {number}: the chat template does not render messages of {one['role']}"
-            )
-            if number > first:
-                raise Unrendered(left_out)
-            chat.notes.append(("messages", f"{left_out}: the prompt is without it"))
-    notes = [*chat.notes, *_not_rendered(chat, learned, text[begins:])]
+    notes = [*chat.notes, *left_out, *_not_rendered(chat, learned, text[begins:])]
     return Split(
         text[:begins],
         tuple(piece for piece in pieces[1:] if piece.text),
@@ -182,9 +179,9 @@ class _Chat:
         self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
         self.text, self.ends = text, ends
         self.notes: list[tuple[str, str]] = []
+        self._found_words: dict[int, tuple[int, int] | None] = {}
         added = tokenizer.added_tokens_decoder.values()
         self.added = sorted({token.content for token in added}, key=len, reverse=True)
-        self.special = {token.content for token in added if token.special} | set(ends)
         self.generation_prompt: str | None = None
         """The generation prompt of the first turn that is learned; None: the template has none."""
 
@@ -195,23 +192,68 @@ class _Chat:
             self.generation_prompt = prompt
         if prompt is not None and self.text.startswith(prompt):
             return len(prompt)
-        head = os.path.commonprefix([self.text, *self._probed(at)])
-        before = self._tried(self.messages[:at], False)
-        if prompt is not None and before is not None and self.text.startswith(before):
-            head = os.path.commonprefix([head, prompt])
-        begins = self._whole_tokens(len(head))
-        if prompt is not None and not self.notes:
-            parted = os.path.commonprefix([prompt, self.text])
-            self.notes.append(
-                (
-                    "generation prompt",
-                    f"message {at}: the chat template's generation prompt goes on with"
-                    f" {prompt[len(parted) :][:40]!r}, its text of the whole chat with"
-                    f" {self.text[len(parted) :][:40]!r}: learned is the text of the whole chat,"
-                    f" from {self.text[begins:][:40]!r} on",
-                )
+        words = self._words(at)
+        if words is None:
+            raise UserError(
+                f"message {at}: the chat template does not render this turn of the assistant: give"
+                " the model a template of whole chats"
             )
+        heard = next(filter(None, map(self._words, range(at - 1, -1, -1))), (0, 0))
+        low = heard[1] if heard[1] <= words[0] else 0
+        if prompt is None:
+            return self._headless(at, low, words[0])
+        before = self._tried(self.messages[:at], False) or ""
+        tail = prompt[len(os.path.commonprefix([prompt, before])) :]
+        begins, unwritten = self._behind(at, prompt, tail, low, words[0])
+        if not opened_thoughts(prompt):  # what opens the turn's thoughts is its own
+            opened = len(opened_thoughts(self.text[low:begins]))
+            begins, unwritten = begins - opened, self.text[begins - opened : begins] + unwritten
+        if not self.notes:
+            self.notes.append(("generation prompt", self._parting(at, prompt, unwritten, begins)))
         return begins
+
+    def _behind(self, at: int, prompt: str, tail: str, low: int, high: int) -> tuple[int, str]:
+        """Where message `at` begins, whose words begin at `high`, behind the words of a message,
+        which end at `low`: behind the last place that has the `tail` with which a prompt generates,
+        or else the longest head of it. Also returns the rest of the tail, which the text lacks."""
+        if not tail:  # a turn without a header: what it follows
+            for length in range(min(len(prompt), _LONGEST_HEADER), 0, -1):
+                place = self.text.rfind(prompt[-length:], max(0, low - length), high)
+                if place >= 0:
+                    return place + length, ""
+        place = self.text.rfind(tail, low, high + len(tail)) if tail else -1
+        if place >= 0:
+            return place + len(tail), ""
+        first = next((len(one) for one in self.added if one and tail.startswith(one)), 1)
+        for length in range(len(tail) - 1, first - 1, -1):
+            whole = tail[:length].endswith(tuple(self.added))
+            place = self.text.rfind(tail[:length], low, high + length * whole)
+            if place >= 0:
+                begins = self._whole_tokens(place + length)
+                return begins, tail[begins - place :]
+        return self._headless(at, low, high), tail
+
+    def _headless(self, at: int, low: int, high: int) -> int:
+        """Where a turn begins that has not the header of a generation prompt: where a plain turn
+        would have other text, at most at its words."""
+        plain = len(os.path.commonprefix([self.text, *self._probed(at)]))
+        return self._whole_tokens(plain if low <= plain < high else high)
+
+    def _parting(self, at: int, prompt: str, unwritten: str, begins: int) -> str:
+        """What the user should know of a turn that does not follow its generation prompt."""
+        if unwritten:
+            return (
+                f"message {at}: the chat template's generation prompt goes on with"
+                f" {unwritten[:40]!r}, its text of the whole chat with"
+                f" {self.text[begins:][:40]!r}: learned is the text of the whole chat, from there"
+                " on"
+            )
+        parted = self._whole_tokens(len(os.path.commonprefix([prompt, self.text])))
+        return (
+            f"message {at}: the chat template writes the messages before this turn in another way"
+            f" once the chat goes on: {prompt[parted:][:40]!r} in the generation prompt,"
+            f" {self.text[parted:][:40]!r} in the text of the whole chat, which is learned"
+        )
 
     def spans(self, at: int, start: int, limit: int) -> list[tuple[int, int]]:
         """The parts of the text that are message `at`: one, or two where the template writes what
@@ -254,18 +296,20 @@ class _Chat:
         """
         text = self.text
         alone = self._tried(self.messages[: at + 1], False)
-        if alone is not None:
+        for here, there in self._same_places(at, alone):
             # The chat that ends here has the same text up to the token that ends it, which may be
             # another one (`<|return|>` in place of `<|end|>`), or be followed by one.
-            common = self._whole_tokens(len(os.path.commonprefix([text, alone])))
-            if start < common <= limit and not self._without_tokens(alone[common:]).strip():
+            assert alone is not None
+            same = here + len(os.path.commonprefix([text[here:], alone[there:]]))
+            common = self._whole_tokens(same)
+            rest = alone[there + common - here :]
+            if start < common <= limit and not self._without_tokens(rest).strip():
                 content = start + len(text[start:common].rstrip())
-                if self._ends_with_token(text[start:content]):
+                if text[start:content].endswith(self.ends):
                     return content
-                token = _token_at(self.added, text, content)
-                if token is not None and (token in self.ends or alone[common:].strip()):
-                    return text.index(token, content) + len(token)
-                return content
+                stop = _run_end(self.added, text, content, self.ends)
+                ended = stop is not None and text[:stop].endswith(self.ends)
+                return stop if stop is not None and (ended or rest.strip()) else content
         probes = self._probed(at)
         reverse = [one[::-1] for one in (text, *probes)]
         content = len(text) - len(os.path.commonprefix(reverse))
@@ -279,10 +323,51 @@ class _Chat:
         found = [start + turn.index(end) + len(end) for end in self.ends if end in turn]
         if found:
             return min(found)
-        raise Unrendered(f"message {at}: {_NO_BORDERS}")
+        raise UserError(f"message {at}: {_NO_BORDERS}")
 
-    def _ends_with_token(self, text: str) -> bool:
-        return any(text.endswith(token) for token in self.special)
+    def _same_places(self, at: int, alone: str | None) -> Iterator[tuple[int, int]]:
+        """Places of the text and of the chat that ends with message `at`, from which on both have
+        the same: the beginning, or, where that chat has other text before, the end of the words."""
+        if alone is None:
+            return
+        yield 0, 0
+        messages = self.messages[: at + 1]
+        ours = self._words(at)
+        theirs = _Chat(self.tokenizer, messages, self.tools, alone, self.ends)._words(at)
+        if ours and theirs:
+            yield ours[1], theirs[1]
+
+    def _words(self, at: int) -> tuple[int, int] | None:
+        """Where the words of a message (thoughts, content, arguments of calls) begin and end in the
+        text; None: they make no difference to it."""
+        if at not in self._found_words:
+            self._found_words[at] = self._sought_words(at)
+        return self._found_words[at]
+
+    def _sought_words(self, at: int) -> tuple[int, int] | None:
+        message = self.messages[at]
+        changes: JsonObject = {
+            name: _other(str(message[name]).strip())
+            for name in ("content", *THOUGHTS)
+            if str(message.get(name) or "").strip()
+        }
+        if message.get("tool_calls"):
+            other = _with_arguments(message, partial(_other_arguments, _PROBES[0]))
+            changes["tool_calls"] = other["tool_calls"]
+        before, after = self.messages[:at], self.messages[at + 1 :]
+        found: list[str] = []
+        for some in (changes, *({name: value} for name, value in changes.items())):
+            text = self._tried([*before, {**message, **some}, *after], False)
+            if text is not None and text != self.text:
+                found.append(text)
+            if text is not None and some is changes:
+                break  # all at once tells as much as each
+        found = found or [one for one in self._probed(at) if one != self.text]
+        if not found:
+            return None
+        begins = min(len(os.path.commonprefix([self.text, one])) for one in found)
+        same = min(len(os.path.commonprefix([self.text[::-1], one[::-1]])) for one in found)
+        return begins, len(self.text) - same
 
     def _without_tokens(self, text: str) -> str:
         for token in self.added:
@@ -349,14 +434,28 @@ def _marked(
     belong to it: a turn that is learned is learned with its end."""
     spans: list[tuple[int, int]] = []
     for begin, stop in marks:
+        empty = begin == stop and start <= begin <= end  # a turn that says nothing, and ends
         begin, stop = max(begin, start), min(stop, end)
-        if begin < stop and spans and spans[-1][1] == begin:
+        if begin <= stop and spans and spans[-1][1] == begin:
             spans[-1] = spans[-1][0], stop
-        elif begin < stop:
+        elif begin < stop or empty:
             spans.append((begin, stop))
     if spans and not chat._without_tokens(chat.text[spans[-1][1] : end]).strip():
         spans[-1] = spans[-1][0], end
-    return spans
+    return [(begin, stop) for begin, stop in spans if begin < stop]
+
+
+def _left_out(chat: _Chat, first: int) -> list[tuple[str, str]]:
+    """Returns what the prompt is without, as (kind, text). Raises Unrendered for messages that the
+    assistant hears later."""
+    notes = []
+    for number, one in enumerate(chat.messages[:-1]):
+        if one["role"] != "assistant" and not _shows_content(chat, number):
+            why = f"message {number}: the chat template does not render messages of {one['role']}"
+            if number > first:
+                raise Unrendered(why)
+            notes.append(("messages", f"{why}: the prompt is without it"))
+    return notes
 
 
 def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
@@ -381,19 +480,39 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                         f" ({thought[:40]!r}): it is learned without them",
                     )
                 )
-        said = (message.get("content") or "").rpartition("</think>")[2].strip()
-        if said and said not in text and not _shows_content(chat, at):
-            if not message.get("tool_calls"):
-                raise UserError(
-                    f"message {at}: the chat template does not render the answer {said[:40]!r}:"
-                    " give the model a template of whole chats"
+        for field in sorted(set(message) & set(OTHER_THOUGHTS)):
+            if message[field] and not _shows(chat, at, (field,)):
+                notes.append(
+                    (
+                        "other thoughts",
+                        f"message {at}: the chat template does not render its `{field}`: it is"
+                        f" learned without it. Thoughts are read from {' or '.join(THOUGHTS)}",
+                    )
                 )
+        said = (message.get("content") or "").rpartition("</think>")[2].strip()
+        if not said or said in text:
+            continue
+        if _shows_content(chat, at):
+            if not _shows_end(chat, at):
+                notes.append(
+                    (
+                        "content",
+                        f"message {at}: the chat template renders only a part of its `content`"
+                        f" ({said[:40]!r}): that part is learned",
+                    )
+                )
+        elif message.get("tool_calls"):
             notes.append(
                 (
                     "content",
                     f"message {at}: the chat template does not render its `content` beside"
                     f" `tool_calls` ({said[:40]!r}): it is learned without it",
                 )
+            )
+        else:
+            raise UserError(
+                f"message {at}: the chat template does not render the answer {said[:40]!r}:"
+                " give the model a template of whole chats"
             )
     for at, message in enumerate(chat.messages[: learned[0]]):
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
@@ -429,6 +548,13 @@ def _shows_content(chat: _Chat, at: int) -> bool:
     """Whether the content of a message makes a difference to the text."""
     content = (chat.messages[at].get("content") or "").strip()
     return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
+
+
+def _shows_end(chat: _Chat, at: int) -> bool:
+    """Whether the text is another one where a message says more."""
+    message = chat.messages[at]
+    longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
+    return chat._tried([*chat.messages[:at], longer, *chat.messages[at + 1 :]], False) != chat.text
 
 
 def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
@@ -486,6 +612,17 @@ def _call(call: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], change)}
     return {**call, "arguments": change(call.get("arguments"))}
+
+
+def _other(text: str) -> str:
+    """A text that has another first and last character."""
+    ends = (text[0].upper(), text[-1].upper())
+    return next(one for one in (*_PROBES, "X") if one not in ends)
+
+
+def _other_arguments(value: str, arguments: Any) -> Any:
+    """Arguments in the form of these, with another name and value."""
+    return _as_text({value: value}) if isinstance(arguments, str) else {value: value}
 
 
 def _filled(arguments: Any) -> Any:
@@ -567,9 +704,11 @@ def _as_templates_read(message: Message) -> JsonObject:
     """A message with its thoughts under the names that templates read, nulls left out, as
     `apply_chat_template` of transformers gives it."""
     turn = {name: value for name, value in message.items() if value is not None}
-    thought = next((turn[name] for name in THOUGHTS if name in turn), None)
-    if thought is not None:
-        turn = {"thinking": thought, **turn, "reasoning_content": thought}
+    found = [turn[name] for name in THOUGHTS if name in turn]
+    if found:
+        thought = next(filter(None, found), found[0])
+        thinking = turn.get("thinking") or thought
+        turn = {**turn, "thinking": thinking, "reasoning_content": thought}
     return turn
 
 

@@ -275,9 +275,15 @@ class PromptEncoder:
             completion = str(example.completion)
         try:
             found = encode_completion(self.tokenizer, prompt, completion, eos_ids, example.tools)
-        except Unrendered:
+        except Unrendered as why:
             if len(example.turns) < 2:
                 raise
+            self._note(
+                "turn by turn",
+                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: what is"
+                " learned is no text that the template writes of a whole chat. To avoid that, give"
+                " the model a template that renders the whole chat",
+            )
             found = self._turn_by_turn(example, prompt, eos_ids)
         for kind, text in found.notes:
             self._note(kind, text)

@@ -186,10 +186,12 @@ def test_every_turn_is_learned_with_the_end_that_it_has_in_the_whole_chat(
     assert [t.text for t in prompt.turns if t.role == "environment"] == ["2+2?", "2+2?"]
 
 
-def noted(tokenizer: Any, tmp_path: Any, *rows: Mapping[str, Any]) -> list[str]:
+def noted(
+    tokenizer: Any, tmp_path: Any, *rows: Mapping[str, Any], turns: Any = "last"
+) -> list[str]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = Source([JsonlFile(str(path), keys=Keys(tools="tools"))])
+    source = Source([JsonlFile(str(path), keys=Keys(tools="tools", turns=turns))])
     stream = PromptStream(source, PromptEncoder(tokenizer, 500, 500), 2, 0, shuffle=False)
     stream.batch(0)
     return list(stream.noted.values())
@@ -213,6 +215,20 @@ def noted(tokenizer: Any, tmp_path: Any, *rows: Mapping[str, Any]) -> list[str]:
         ),
         (NO_THOUGHTS, {"content": "4"}, None, "goes on with '<think>"),
         (THINKS, {"content": "4", "reasoning_content": "two"}, [TOOL], ""),
+        (THINKS, {"content": "4", "thought": "two"}, None, "does not render its `thought`"),
+        (
+            THINKS,
+            {"content": "4", "reasoning_details": [{"text": "two"}]},
+            None,
+            "does not render its `reasoning_details`",
+        ),
+        (
+            CHATML.replace("m['content']", "m['content'][:4]"),
+            {"content": "four and more"},
+            None,
+            "renders only a part of its `content`",
+        ),
+        (CHATML.replace("m['content']", "m['content'] | upper"), {"content": "four"}, None, ""),
     ],
 )
 def test_what_a_template_does_not_show_is_said_once_with_the_row(
@@ -226,6 +242,126 @@ def test_what_a_template_does_not_show_is_said_once_with_the_row(
         assert expected in note and note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: ")
     else:
         assert not notes
+
+
+DROPS = (
+    "{% for m in messages %}{% set ns = namespace(later=false) %}"
+    "{% for x in messages[loop.index:] %}{% if x.role == 'assistant' %}"
+    "{% set ns.later = true %}{% endif %}{% endfor %}{{ '<|im_start|>' + m.role }}"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content and not ns.later %}"
+    "{{ '[think]' + m.reasoning_content + '[/think]' }}{% endif %}{{ '[final]' }}{% endif %}"
+    "{{ '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+"""It writes the thoughts of a turn only while no other turn follows, as gpt-oss does, and a header
+that goes on behind the generation prompt."""
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+@pytest.mark.parametrize(
+    ("thoughts", "expected"), [({}, ""), ({"reasoning_content": "so"}, "[think]so[/think]")]
+)
+def test_a_turn_begins_behind_its_generation_prompt_where_earlier_turns_differ(
+    tmp_path: Any, turns: str, thoughts: Mapping[str, str], expected: str
+) -> None:
+    says = [{"role": "assistant", "content": text} for text in ("4", "5")]
+    chat = [ASK, {**says[0], "reasoning_content": "hm"}, ASK, {**says[1], **thoughts}]
+    tokenizer = tokenizer_of(DROPS)
+    prompt = encoded(tokenizer, {"messages": chat}, turns=turns)
+    joined = spelt(tokenizer, prompt.tokens) + spelt(tokenizer, prompt.completion)
+    assert f"{joined}\n" == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert spelt(tokenizer, prompt.tokens).endswith("<|im_start|>assistant")
+    last = spelt(tokenizer, prompt.completion[-prompt.turns[-1].tokens if prompt.turns else 0 :])
+    assert last == f"{expected}[final]\n5<|im_end|>"
+    (note,) = noted(tokenizer, tmp_path, {"messages": chat})
+    assert "message 3: the chat template writes the messages before this turn in another" in note
+    assert "'think]hm[/think][final]" in note and "'final]\\n4" in note
+
+
+@pytest.mark.parametrize("calls", ["</tool_call>", "<|call_end|>"])
+def test_a_turn_is_learned_with_its_end_behind_any_other_special_token(calls: str) -> None:
+    template = THINKS.replace("'</tool_call>'", f"'{calls}'")
+    template = template.replace("'<|im_end|>\n'", "'' if loop.last else '<|im_end|>\n'")
+    tokenizer = tokenizer_of(template)
+    tokenizer.add_tokens([calls], special_tokens=True)
+    chat = [
+        ASK,
+        called({}),
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "b"},
+    ]
+    prompt = encoded(tokenizer, {"messages": chat}, turns="all")
+    first = prompt.completion[: prompt.turns[0].tokens]
+    assert spelt(tokenizer, first) == f"<tool_call>w {{}}{calls}<|im_end|>"
+
+
+def test_turns_end_with_the_token_that_begins_what_they_hear() -> None:
+    """GLM's models stop at the role that speaks next."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    tokenizer = tokenizer_of(template)
+    ends = ["<|user|>", "<|tool|>"]
+    tokenizer.add_tokens([*ends, "<|assistant|>", "</tool_call>"], special_tokens=True)
+    answer = {"role": "assistant", "content": "wet"}
+    chat = [ASK, called({}), {"role": "tool", "content": "rain"}, answer, ASK, answer]
+    ids = tuple(tokenizer.convert_tokens_to_ids([*ends, "<|im_end|>"]))
+    prompt = encoded(tokenizer, {"messages": chat}, turns="all", eos_ids=ids)
+    parts, at = list[str](), 0
+    for turn in prompt.turns:
+        parts.append(spelt(tokenizer, prompt.completion[at : at + turn.tokens]))
+        at += turn.tokens
+    assert parts == [
+        "<tool_call>w</tool_call><|tool|>",
+        "rain<|assistant|>",
+        "wet<|user|>",
+        "2+2?<|assistant|>",
+        "wet<|im_end|>",
+    ]
+
+
+def test_a_chat_that_is_rendered_turn_by_turn_is_noted_with_its_row(tmp_path: Any) -> None:
+    one_round = "{% if messages | length > 3 %}{{ raise_exception('one round') }}{% endif %}"
+    answer = {"role": "assistant", "content": "4"}
+    row = {"messages": [ASK, answer, ASK, answer]}
+    (note,) = noted(
+        tokenizer_of(one_round + CHATML), tmp_path, {"messages": [ASK]}, row, row, turns="all"
+    )
+    assert note.startswith(f"data.train: {tmp_path}/rows.jsonl:2: the chat template refuses")
+    assert "one round" in note and "rendered on its own" in note
+
+
+def test_turns_that_cannot_be_found_in_the_text_are_refused() -> None:
+    backwards = CHATML.replace("in messages", "in messages | reverse")
+    answers = [{"role": "assistant", "content": text} for text in ("4", "5")]
+    with pytest.raises(UserError, match="message 1: where this turn of the assistant begins"):
+        encoded(
+            tokenizer_of(backwards), {"messages": [ASK, answers[0], ASK, answers[1]]}, turns="all"
+        )
+
+
+def test_an_empty_turn_whose_content_is_marked_is_learned_with_its_end() -> None:
+    tokenizer = tokenizer_of(MARKS.replace("{{ 'note\n' }}", ""))
+    chat = [ASK, {"role": "assistant", "content": ""}, ASK, {"role": "assistant", "content": "5"}]
+    prompt = encoded(tokenizer, {"messages": chat}, turns="all")
+    learned, at = [], 0
+    for turn in prompt.turns:
+        if turn.role == "assistant":
+            learned.append(spelt(tokenizer, prompt.completion[at : at + turn.tokens]))
+        at += turn.tokens
+    assert learned == ["<|im_end|>", "5<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("empty", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_are_those_of_the_field_that_has_some(name: str, empty: str) -> None:
+    for template in (THINKS, THINKS.replace("m.reasoning_content", "m.thinking")):
+        tokenizer = tokenizer_of(template)
+        message: dict[str, Any] = {"role": "assistant", "content": "4", empty: "", name: "hm"}
+        prompt = encoded(tokenizer, {"messages": [ASK, message]})
+        assert spelt(tokenizer, prompt.completion) == "<think>\nhm\n</think>\n\n4<|im_end|>"
 
 
 def test_calls_that_are_not_rendered_are_refused_with_the_row(tmp_path: Any) -> None:

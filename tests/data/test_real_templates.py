@@ -4,6 +4,8 @@ transformers renders it, with the chat templates of the model families."""
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
+from jaxrl.data.thoughts import CLOSES, OPENS
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
 
@@ -59,8 +62,10 @@ def spelt(tokenizer: Any, tokens: Sequence[int]) -> str:
 def encoded(tokenizer: Any, chat: Chat, tools: Any, turns: Any) -> Prompt:
     row = {"messages": chat, "tools": tools}
     example = to_example(row, Keys(tools="tools", turns=turns), "row")
-    prompt = PromptEncoder(tokenizer, 100_000, 100_000).encode(example, 0)
+    encoder = PromptEncoder(tokenizer, 100_000, 100_000)
+    prompt = encoder.encode(example, 0)
     assert prompt is not None
+    assert "turn by turn" not in encoder.noted, encoder.noted
     return prompt
 
 
@@ -110,6 +115,8 @@ def check(name: str, chat: Chat, tools: Any, turns: Any) -> bool:
     assert list(prompt.to_sample.tokens) == tokenizer(sampled, add_special_tokens=False).input_ids
     if text.startswith(sampled):
         assert prompt.tokens == prompt.to_sample.tokens
+    elif chat[first - 1]["role"] != "assistant":  # some continue a turn without another header
+        check_header(sampled, whole(tokenizer, chat[:first], tools), begin, joined[len(begin) :])
     # What is learned is what the assistant says, and nothing of what it hears.
     learned = "".join(one for trains, one in parts if trains)
     for message in chat[first:]:
@@ -121,6 +128,25 @@ def check(name: str, chat: Chat, tools: Any, turns: Any) -> bool:
     if turns == "all" and "{% generation %}" in tokenizer.chat_template.replace("{%-", "{%"):
         check_marks(tokenizer, chat, tools, text, begin, parts)
     return True
+
+
+def check_header(sampled: str, before: list[str], begin: str, rest: str) -> None:
+    """The completion begins where the generation prompt ends: the prompt ends with the text that it
+    has beyond the messages before it, or with the header of that, and the completion has neither
+    the rest of that text nor of the header."""
+    shared = max(len(os.path.commonprefix([sampled, one])) for one in before) if before else 0
+    tail = sampled[shared:]
+    if not tail or begin.endswith(tail):
+        return
+    header = re.match(r".*?(assistant|model|CHATBOT_TOKEN)(\|?>|<[^<>]*>)?", tail, re.S | re.I)
+    assert header and header[0] in begin[-len(tail) :], f"{begin[-80:]!r} without {tail!r}"
+    behind = begin[begin.rindex(header[0]) :]
+    assert tail.startswith(behind), f"{behind!r} is more than {tail!r}"
+    first = re.match(r"\s*(<[^<>]*>|\w+|\S)", tail[len(behind) :])
+    learned = first is not None and rest.startswith(first[0])
+    # A prompt may close the thoughts that it opens: those that a turn has are all its own.
+    thinks = OPENS.match(rest) and CLOSES.search(tail)
+    assert not learned or thinks, f"{tail!r} goes on in {rest[:80]!r}"
 
 
 def check_marks(
@@ -163,6 +189,7 @@ def check_marks(
 REPORTED = list(CHATS)[:14]
 """The chats that the default suite renders, with some of the others."""
 USUAL = [*REPORTED, "call as other text", "same", "think in both", "calls and thoughts"]
+USUAL += ["rounds", "rounds then more", "round, more, round"]
 OTHERS = [name for name in CHATS if name not in USUAL]
 
 

@@ -93,6 +93,8 @@ RAIN: dict[str, Any] = {
     "tool_call_id": "call00001",
     "content": "rain",
 }
+SUN: dict[str, Any] = {**RAIN, "content": "sun"}
+BOTH: dict[str, Any] = {"role": "assistant", "content": "both"}
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
 OSLO = {"city": "Oslo", "days": 2, "deep": {"a": [1, None, True]}}
 CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
@@ -156,4 +158,60 @@ CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
         True,
     ),
     "call then more": ([ASK, call(OSLO), RAIN, FOUR, MORE, LAST], True),
+    # Agents' chats, whose earlier turns some templates write in another way once later ones follow.
+    "rounds": (
+        [
+            ASK,
+            call({"city": "Oslo"}, reasoning_content="first"),
+            RAIN,
+            call({"city": "Rome"}, reasoning_content="then"),
+            SUN,
+            BOTH,
+        ],
+        True,
+    ),
+    "rounds then more": (
+        [
+            ASK,
+            call({"city": "Oslo"}, reasoning_content="first"),
+            RAIN,
+            call({"city": "Rome"}, reasoning_content="then"),
+            SUN,
+            {**BOTH, "reasoning_content": "done"},
+            MORE,
+            LAST,
+        ],
+        True,
+    ),
+    "round, more, round": (
+        [
+            ASK,
+            call({"city": "Oslo"}, reasoning_content="first"),
+            RAIN,
+            BOTH,
+            MORE,
+            call({"city": "Rome"}),
+            SUN,
+            LAST,
+        ],
+        True,
+    ),
+    "rounds with text": (
+        [ASK, call({"city": "Oslo"}, "I look."), RAIN, call({"city": "Rome"}), SUN, BOTH],
+        True,
+    ),
+    "same rounds": (
+        [
+            ASK,
+            call({"city": "Oslo"}, reasoning_content="first"),
+            RAIN,
+            call({"city": "Oslo"}, reasoning_content="first"),
+            RAIN,
+            FOUR,
+            ASK,
+            FOUR,
+        ],
+        True,
+    ),
+    "answers in a row": ([ASK, FOUR, BOTH], False),
 }
