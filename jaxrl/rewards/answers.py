@@ -241,13 +241,15 @@ def read_number(text: str) -> Number | None:
     spelled = _bare(plain(text))
     if spelled.startswith("$") and spelled.endswith("$"):
         spelled = _bare(spelled[1:-1])
-    spelled = _bare(spelled.removesuffix("$"))
+    spelled = re.sub(r"\A\$([^$]+)\$", r"\1", _bare(spelled.removesuffix("$")))
     if inner := re.fullmatch(r"[(\[{]([^()\[\]{},$]*)[)\]}]", spelled):
         spelled = inner[1].strip()
     spelled = re.sub(r"\A(?:\\approx|\\sim|[≈~])\s*", "", spelled)
     named = _NAME.match(spelled)
     spelled = spelled[_end(named) :]
     before, _, last = spelled.rpartition("=")
+    if named and re.search(r"(?:\A|=)\s*[A-Za-z]\s*\Z", before):  # a = b = 1 is of two values
+        return None
     steps = re.sub(r"\\(?:times|cdot|div|sqrt|[dt]?frac)(?![a-z])", "", before)
     if not re.search(r",(?!\d{3})|[;<>]|\b(?:or|and)\b" if named else r"[A-Za-z\\<>,;]", steps):
         spelled = last.strip()
@@ -398,8 +400,8 @@ def _changed(before: str, after: str) -> bool:
 
 
 def _unchanged(formula: re.Match[str]) -> str | None:
-    text = formula.string
-    changed = _changed(text[: formula.start()], text[formula.end() :])
+    before, after = formula.string[: formula.start()], formula.string[formula.end() :]
+    changed = _changed(before, after) or re.match(rf"\s?(?:{_SCALE})s?\b", after)
     return None if changed else _content(formula)
 
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Unpack
 
 from pydantic import FiniteFloat, TypeAdapter
@@ -68,7 +68,8 @@ class Scores:
     """What a function returned for some items."""
 
     values: list[float | None]
-    """One for each item; None where the function said so, or failed."""
+    """One for each item; None where the function said so, or failed. A completion that a verifier
+    does not judge in time is 0, if it can read the answer."""
     failures: dict[int, Failure]
     """By the item's index."""
     messages: dict[int, str] = field(default_factory=dict)
@@ -151,6 +152,14 @@ class RewardPool(ProcessPool[KillableProcess, tuple[Signature, ...]]):
                     job.calls.create_task(self._call(job, indices))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        late = [i for i, failure in scores.failures.items() if failure.kind == "timeout"]
+        late = [i for i in late if items[i].completion]
+        if late and self.sources[function].option == "verifier":
+            # The completion is wrong, unless its answer lets no text be judged.
+            nothing = [replace(items[i], completion="") for i in late]
+            empty = await self._judge(function, nothing, math.inf)
+            for i, value in zip(late, empty.values, strict=True):
+                scores.values[i] = None if value is None else 0.0
         scores.seconds = time.monotonic() - started
         return scores
 

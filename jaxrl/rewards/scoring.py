@@ -173,7 +173,10 @@ class RewardFunctions:
         config, n, rows = self.config, len(rollout.completions), len(rollout.group_ids)
         scores = dict(zip(self.names, [f.result() for f in futures], strict=True))
         values = {name: _padded(one.values, rows) for name, one in scores.items()}
-        failed = {name: np.isin(np.arange(rows), list(s.failures)) for name, s in scores.items()}
+        failed = {
+            name: np.isin(np.arange(rows), [i for i in s.failures if s.values[i] is None])
+            for name, s in scores.items()
+        }
         weights = dict(zip(self.names, config.weights_of_functions, strict=True))
         if model_scores is not None:
             values[MODEL] = _padded(model_scores[:n], rows)
@@ -200,7 +203,8 @@ class RewardFunctions:
             late = sum(failure.kind == "timeout" for failure in one.failures.values())
             metrics[f"reward/{name}/timeouts"] = float(late)
             metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
-            unjudged = sum(value is None for value in one.values) - len(one.failures)
+            none = {i for i, value in enumerate(one.values) if value is None}
+            unjudged = len(none - one.failures.keys())
             metrics[f"reward/{name}/unjudged"] = float(unjudged)
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
         notes = _notes(total[:n], {name: v[:n] for name, v in used.items()}, scores, config)

@@ -179,8 +179,8 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def verifier(name: str, opening: str = "") -> Verifier:
-    """Returns one of VERIFIERS by its name; it gives None where it does not answer within
-    TIMEOUT_S.
+    """Returns one of VERIFIERS by its name. A completion that it does not judge within TIMEOUT_S is
+    wrong: it gives 0, or None where the prompt's answer cannot be read either.
 
     Args:
         opening: what the chat template opens thoughts with at the end of prompts, as `<think>`; a

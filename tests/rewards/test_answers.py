@@ -245,6 +245,25 @@ REFUSED_HERE = {
         *(("-3 < x < 3", r"\pm 3"), ("-3 < x < 3", "-3, 3"), ("-3 < x < 3", r"\{-3,3\}")),
     ],
     "a word is no product of its letters": [("east", "seat")],
+    "decimals differ in their last digit, powers and factorials in all of theirs": [
+        *(("0.9999999", "0.9999998"), ("1-(0.9)^{2023}", "1-(0.9)^{2022}")),
+        (r"1-\frac{1}{2024!}", r"1+\frac{1}{2024!}"),
+    ],
+    "money is no share, and of one currency": [("\\$45", "45\\%"), ("\\$45", r"45\text{ euros}")],
+    "capitals are names in an order": [
+        *(("ACB", "ABC"), ("ACB", "CBA"), ("ACB", r"A\cdot C\cdot B"), ("AAB", "ABA")),
+        ("C, B, A", "A, B, C"),
+    ],
+    "a tuple is a list in its order only, and an interval is none": [
+        *(("7,3,5", "(7,5,3)"), ("7,3,5", "[7,5,3]"), ("7,3,5", "(3,5,7)")),
+        *(("1,8", "(8,1)"), ("1,8", "[8,1]")),
+    ],
+    "units behind an expression": [
+        (r"10\sqrt{3}\text{ m}", rf"10\sqrt{{3}}\text{{ {unit}")
+        for unit in ("cm}", "m}^2", "feet}")
+    ],
+    "a = b is not c": [("a=b=c=1", "a=b=1")],
+    "dy/dx is not dx/dy, nor 0": [(r"\frac{dy}{dx}=2x", r"\frac{dx}{dy}=2x")],
 }
 """Where math-verify accepts a wrong (answer, spelling), and why it is wrong."""
 
@@ -520,3 +539,27 @@ def test_words_before_a_formula_change_nothing(opening: str) -> None:
                     said,
                 )
                 assert VERIFIERS[verifier](said, Example("", answer="2")) == 0.0, (verifier, said)
+
+
+@pytest.mark.parametrize("name", ["math", "number"])
+def test_words_around_a_number_in_prose_make_another_of_it(name: str) -> None:
+    """Wherever no box marks the answer, with and without a formula."""
+    if name == "math":
+        pytest.importorskip("math_verify")
+    before = "not|negative|minus|half of|double|triple|twice|square root of|the cube root of|log of"
+    before += "|log base|one less than|at least|more than|cannot be|never|the reciprocal of"
+    after = "squared|cubed|halves|tenths|thirds|factorial|more than x|and a half|plus one|gross"
+    after += "|score|bn|lakh|million|minus one|less than x|choose 2|mod 5"
+    phrases = [f"{words} %s" for words in before.split("|")]
+    phrases += [f"%s {words}" for words in after.split("|")]
+    forms = ("The answer is %s.", "So the answer is **%s**.", "Answer: %s", "#### %s", "It is %s.")
+    for phrase, form, number in itertools.product(phrases, forms, ("3", "$3$")):
+        text = form % (phrase % number)
+        assert judge(name, text, "3") == 0, text
+    for text in ("The answer is negative 3.", "Answer: minus 3", r"\boxed{\text{negative }3}"):
+        assert judge(name, text, "-3") == 1
+    for text in ("It is not 4 but 3.", "It is 3 more.", "There are 3 of them.", "So 3 is it."):
+        assert judge(name, text, "3") == 1, text
+    assert judge(name, "There are 3 million people.", "3000000") == 1
+    assert judge(name, r"The answer cannot be $\frac34$.", r"\frac{3}{4}") == 0
+    assert judge(name, "It is not 42", "42") == 0

@@ -10,6 +10,8 @@ from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, whole_number
+from jaxrl.rewards.items import Item, ItemSource
+from jaxrl.rewards.pool import RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
 
 
@@ -149,3 +151,17 @@ def test_a_completion_that_begins_in_thoughts_answers_behind_them(name):
     assert inside(right, answer) == 0 and verifier(name)(right, answer) == 1
     assert inside(rf"so \boxed{{42}}, or 41?</think>{right}", answer) == 1
     assert inside(r"so 42, \boxed{42}</think>41 \boxed{41}", answer) == 0
+
+
+def test_a_completion_that_is_not_judged_in_time_is_wrong() -> None:
+    """It cannot escape its 0; the failure is counted all the same."""
+    pytest.importorskip("math_verify")
+    source = ItemSource("math", "math", "verifier")
+    with RewardPool([source], workers=1, timeout=2, startup=120) as pool:
+        items = [
+            Item("", r"\boxed{(10^9)!+\binom{10^9}{5\cdot10^8}}", "5", {}),
+            Item("", "5", "5", {}),
+        ]
+        scores = pool.judge(0, items).result()
+    assert scores.values == [0.0, 1.0]
+    assert [failure.kind for failure in scores.failures.values()] == ["timeout"]
