@@ -384,13 +384,13 @@ def test_the_format(completion: str, score: float) -> None:
     assert think_format(completion) == score
 
 
-def test_a_completion_that_never_ends_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """In evaluation: math-verify computes what the completion says."""
     pytest.importorskip("math_verify")
     monkeypatch.setattr(verifiers, "TIMEOUT_S", 1.0)
     verifiers._pool.cache_clear()
     math = verifiers.verifier("math")
-    assert math("$9^{9^{9^{9}}}$", Example("p", answer="5")) is None
+    assert math(r"$\prod_{k=1}^{10^7} k$", Example("p", answer="5")) == 0
     assert math("so 5", Example("p", answer="5")) == 1
     assert math("so 5", Example("p", answer=None)) is None
     assert math("5", Example("p", answer="")) is None
@@ -407,7 +407,7 @@ def test_the_scorers_of_reasoning_gym_run_in_a_process(monkeypatch: pytest.Monke
     auto = verifiers.verifier("auto")
     answer = example.columns["entry"]["metadata"]["expression"]
     assert auto(answer, example) == verifiers.VERIFIERS["auto"](answer, example) == 1
-    assert auto("9**9**9**9", example) is None
+    assert auto("9**9**9**9", example) == 0
     assert auto(answer, example) == 1
     verifiers._pool("auto").close()
     verifiers._pool.cache_clear()
