@@ -29,7 +29,8 @@ from jaxrl.train import main, train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-GSPO += [
+GSPO = [
+    *GSPO,
     "mesh=actor=2,rollout=1",
     "data.eval=null",
     "reference.dtype=float32",

@@ -112,7 +112,7 @@ def test_a_template_or_a_system_prompt_that_uses_one_is_refused(
 def test_held_out_rows_are_checked(folder: Path, tmp_path: Path) -> None:
     file = rows(tmp_path, PLAIN, PLAIN | {"prompt": NEW})
     with pytest.raises(UserError, match="data.eval: .*rows.jsonl:2: the prompt has tokens"):
-        make_job(config_of(folder, "arithmetic", f"data.eval={file}", *GSPO))
+        make_job(config_of(folder, "arithmetic", *GSPO, f"data.eval={file}"))
     source = resolve_model(folder)
     given = [f"data.eval={file}", "max_prompt_tokens=64", "max_new_tokens=8"]
     with pytest.raises(UserError, match="data.eval: .*rows.jsonl:2: the prompt has tokens"):
