@@ -35,7 +35,7 @@ from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError, near, short, user_path
 from jaxrl.process.interrupt import left_behind
-from jaxrl.process.streams import fill_missing, is_read, settle, to_stderr
+from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -207,7 +207,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
         to_stderr(str(error) or "interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if is_read(sys.stdout):
+        if has_reader(sys.stdout):
             raise
         return EXIT_FAILED  # as of any program before `| head`: nobody is left to be told
     return 0 if code is None else code

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.data.example import Example, JsonObject
-from jaxrl.data.rows import KEYS, Keys, kind, names_in, parse_json, to_example
+from jaxrl.data.rows import KEYS, Keys, kind, names_in, parse_row_json, to_example
 from jaxrl.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
@@ -87,7 +87,7 @@ class JsonlFile:
     def _parse(self, raw: bytes, line: int) -> JsonObject:
         where = self._place(line)
         try:
-            row = parse_json(raw.removeprefix(BOM).decode())
+            row = parse_row_json(raw.removeprefix(BOM).decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
         except json.JSONDecodeError as error:

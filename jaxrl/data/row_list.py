@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl.data.example import Example, JsonObject
 from jaxrl.data.jsonl import BOM, JsonlFile
-from jaxrl.data.rows import Keys, kind, names_in, parse_json, plain, to_example
+from jaxrl.data.rows import Keys, kind, names_in, parse_row_json, plain, to_example
 from jaxrl.errors import UserError
 
 FIELD_CHARACTERS = 2**31 - 1
@@ -89,14 +89,14 @@ def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
     data = _read(path, label)
     if data.removeprefix(BOM).lstrip()[:1] != b"[":
         try:
-            one = [parse_json(data.removeprefix(BOM).decode())] if b"\n" in data.strip() else []
+            one = [parse_row_json(data.removeprefix(BOM).decode())] if b"\n" in data.strip() else []
         except (RecursionError, ValueError):
             one = []
         if not one:
             return JsonlFile(path, keys, label)
         return RowList(str(path), one, keys, label, digest=hashlib.sha256(data).hexdigest())
     try:
-        rows = parse_json(data.removeprefix(BOM).decode())
+        rows = parse_row_json(data.removeprefix(BOM).decode())
     except json.JSONDecodeError as error:
         raise UserError(
             f"{label}: {path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}"

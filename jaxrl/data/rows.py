@@ -189,7 +189,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def parse_json(text: str) -> Any:
+def parse_row_json(text: str) -> Any:
     """The value of a JSON text, in which NaN, which JSON does not have, is null."""
     return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
 
@@ -215,7 +215,7 @@ def _parsed(value: Any) -> Any:
     """The list or object that a text is the JSON of; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
-            return parse_json(value)
+            return parse_row_json(value)
     return value
 
 

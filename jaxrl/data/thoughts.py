@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 THOUGHTS = {
     **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
@@ -14,6 +16,8 @@ THOUGHTS = {
 """What opens thoughts -> what closes them. gpt-oss has messages of their own for them."""
 OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
 CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+_OPENING_TOKENS = 32
+"""At the end of a prompt, in which a tag and line breaks are looked for."""
 
 
 def opened_thoughts(prompt: str) -> str:
@@ -21,6 +25,12 @@ def opened_thoughts(prompt: str) -> str:
     else ""."""
     opens = next(reversed(list(OPENS.finditer(prompt))), None)
     return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
+
+
+def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included."""
+    end = list(tokens[-_OPENING_TOKENS:])
+    return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
 
 
 def after_thoughts(turn: str) -> str | None:

@@ -15,7 +15,7 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.thoughts import opened_thoughts
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.journal import Journal, Place, forget
@@ -31,8 +31,6 @@ from jaxrl.types import Prompt
 
 MOST_WORKERS = 16
 """Processes where `environment.workers` is null, on a machine with many cores."""
-OPENING_TOKENS = 16
-"""Of those that the model reads before a turn, in which its thoughts may be opened."""
 PROMPT = -1
 """Turn that stands for what `reset` returned, in records."""
 
@@ -113,7 +111,7 @@ class Episodes:
         if facts.resets:
             batch.reset()
         begun = [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)]
-        batch.openings = [self.opening(prompt.tokens) for prompt in begun]
+        batch.openings = [opening_of(self.tokenizer, prompt.tokens) for prompt in begun]
         if facts.tools and not self._looked:
             self._looked = True
             self._tell_unseen_tools(begun[0])
@@ -121,11 +119,6 @@ class Episodes:
 
     def close(self) -> None:
         self.pool.close()
-
-    def opening(self, tokens: Sequence[int]) -> str:
-        """What opens the model's thoughts at the end of tokens that it reads; else ""."""
-        end = list(tokens[-OPENING_TOKENS:])
-        return opened_thoughts(self.tokenizer.decode(end, skip_special_tokens=False))
 
     def _tell_unseen_tools(self, prompt: Prompt) -> None:
         """Says so where a prompt is the same without the tools."""
@@ -295,7 +288,7 @@ class EpisodeBatch:
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
-        episode.opening = self._all.opening(tokens)
+        episode.opening = opening_of(self._all.tokenizer, tokens)
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)

@@ -83,7 +83,7 @@ def fill_missing() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
-def is_read(stream: IO[str]) -> bool:
+def has_reader(stream: IO[str]) -> bool:
     """Returns whether anybody reads a stream: nobody does a pipe whose reader has ended."""
     try:
         asked = select.poll()

@@ -30,6 +30,7 @@ from jaxrl.config.base import Overrides
 from jaxrl.config.evaluated import MESH, PLACEMENT, READ, SLOTS, UNREAD
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.models.kernels import CPU, default_dtype, target_of
@@ -112,7 +113,7 @@ def prepare(
     source = source.for_length(inputs.longest_sequence(config))
     encode = inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
     sets = inputs.held_out_sets(config, encode)
-    opening = inputs.opening_of(tokenizer, sets[0].prompts)
+    opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
     judge = verifier(config.data.verifier, opening)
     enable_compile_cache(config.compile_cache)
     devices, placed = _mesh(source, config)

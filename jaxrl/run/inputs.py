@@ -15,17 +15,13 @@ from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
-from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
-from jaxrl.types import Prompt
 
 TWICE = " (by default they are twice the student's)"
-_OPENING_TOKENS = 16
-"""At the end of a prompt, in which a tag and line breaks are looked for."""
 
 
 def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
@@ -36,17 +32,6 @@ def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None)
     """
     path = source.tokenizer_path
     return None if path is None else dated(tokenizers.load_tokenizer(path), chat_date)
-
-
-def opening_of(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> str:
-    """Returns what the chat template opens thoughts with at the end of prompts; "" where it does
-    not. The first prompt speaks for all.
-
-    Args:
-        prompts: as they are sampled from.
-    """
-    end = list(prompts[0].tokens[-_OPENING_TOKENS:])
-    return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
 
 
 def end_ids(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from jaxrl.data import hub_sets
 from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import (
     Tokenizer,
     check_every_token,
@@ -46,7 +47,6 @@ from jaxrl.run.inputs import (
     held_out_sets,
     keys,
     longest_sequence,
-    opening_of,
     pad_id,
     token_notes,
     tokenizer_of,
@@ -255,7 +255,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             row_weights(config, example.columns, where)
     evaluates, why = _evaluates_teacher(config, teachers, held_out)
     notes.append(why)
-    opening = opening_of(tokenizer, prompts)
+    opening = opening_of(tokenizer, prompts[0].tokens)  # the first speaks for all
     return Job(
         config=config,
         student=student,

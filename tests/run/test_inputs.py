@@ -14,15 +14,15 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import load_model
 from jaxrl.checkpoint.source import resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward_model import score
 from jaxrl.run.generation import end_ids_of
 from jaxrl.run.held_out import prepare
-from jaxrl.run.inputs import end_ids, opening_of, tokenizer_of
+from jaxrl.run.inputs import end_ids, tokenizer_of
 from jaxrl.run.job import make_job
-from jaxrl.types import Prompt
 
 NEW = "<new>"
 SFT = ["algorithm=sft", "teacher.model=null"]
@@ -237,7 +237,7 @@ def test_a_prompt_says_whether_completions_begin_in_thoughts(end: str, opened: b
     for tags in ((), ("<think>", "</think>")):  # as text, and as special tokens
         tokenizer = tiny_tokenizer(template, extra=tags)
         tokens = encode_prompt(tokenizer, [{"role": "user", "content": "<think> about 2+2"}])
-        assert bool(opening_of(tokenizer, [Prompt(0, tokens, "2+2")])) is opened
+        assert bool(opening_of(tokenizer, tokens)) is opened
 
 
 @pytest.mark.parametrize("keys", [[], ["data.chat=raw"], ["data.completion_turns=all"]])
