@@ -28,8 +28,8 @@ from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import Account
-from jaxrl.plan.roles import role_accounts
+from jaxrl.plan.inputs import Account
+from jaxrl.plan.accounts import role_accounts
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.axes import Axes, row_shards

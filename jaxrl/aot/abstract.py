@@ -20,8 +20,7 @@ from jaxrl.losses.cells import WORDS, Cells, Side
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
-from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import Account
+from jaxrl.plan.inputs import Account, PlanInputs
 from jaxrl.plan.setting import Setting
 from jaxrl.roles.scorer import score_program
 from jaxrl.sharding.axes import ROWS, Axes

@@ -16,12 +16,9 @@ from typing import Any
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
-from jaxrl.models.activations import split
 from jaxrl.models.config import DecoderConfig
+from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes, split, trained_bytes
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
-from jaxrl.plan.roles import micro_batches
-from jaxrl.plan.sampling import forms
 from jaxrl.plan.setting import Setting
 from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
@@ -109,7 +106,7 @@ def stage_costs(
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    shared = forms(m, "rollout")[""].rows > 0
+    shared = m.slots("rollout").rows > 0
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
     work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
@@ -200,7 +197,7 @@ def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
 
 def _update(m: Setting) -> Sent:
     axes, c = m.axes["actor"], m.config
-    count, rows = micro_batches(m)
+    count, rows = m.micro_batches()
     passes = count * c.minibatches * c.actor.epochs_per_batch
     forward = 2 if c.actor.remat == "full" else 1
     gathers = (forward + 1) * _gathered(m, "actor", m.student)

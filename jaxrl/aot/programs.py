@@ -23,7 +23,7 @@ from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.lora import frozen_and_trained, join
 from jaxrl.models.parameters import Params, head
 from jaxrl.models.rules import head_sharding
-from jaxrl.plan.roles import TEMPLATE_TOKENS, TO_TEACHER, UPDATE_PHASES
+from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
 from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
@@ -94,7 +94,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
         "update",
         programs.update,
         (state, frozen | {PLANNED: shaped((), jnp.int32, everywhere)}, batch, place, group),
-        UPDATE_PHASES,
+        (UPDATE, STEP),
         calls=passes,
     )
     if batch.old_logprobs is not None:

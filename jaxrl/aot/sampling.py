@@ -17,7 +17,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.pages import PAGE, Pages
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.plan.sampling import EVALUATIONS, asked, evaluated, prefill_rows
+from jaxrl.plan.setting import asked, evaluated
 from jaxrl.process.plain import Keywords
 from jaxrl.roles.rollout import evaluation_sampling, training_sampling
 from jaxrl.sampling import decode
@@ -58,7 +58,7 @@ class Sampling:
             share: fraction of the training batches that this role samples.
         """
         c, engine, params = self.run.config, self.engine, self.params
-        prompts = prefill_rows(c, self.role, self.width, self.run.setting.axes[self.role])
+        prompts = self.run.setting.prefill_rows(self.role)
         held = self._cache(prompts, self.width, None)
         slots, rows = caches = self._caches(*asked(c, self.role)[0])
         yield from self._resized(slots, local_bytes((params, held, rows)), share)
@@ -107,13 +107,13 @@ class Sampling:
         launches = -(-self.run.setting.sequences // engine.slots)
         launches *= -(-c.max_new_tokens // engine.launch_tokens)
         for i, (own, *given) in enumerate(found.values()):
-            name = "decode" + EVALUATIONS * bool(i)
+            name = "decode for evaluations" if i else "decode"
             records = c.policy.router_replay and not i and self.role != "teacher"
             yield self._program(
                 name,
                 decode.launch,
                 *(self.params, own, self._ints(engine.slots, 6), self._ints(), *given),
-                phase=name,
+                phase="decode",
                 kwargs=sizes | {"record": records},
                 beside=beside,
                 calls=0 if i else math.ceil(share * launches),

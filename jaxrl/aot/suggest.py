@@ -17,10 +17,10 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import assignments, shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
+from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.advice import REMATS, Change, set_key
 from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import GB, PlanInputs
-from jaxrl.plan.roles import pool_peaks
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
 from jaxrl.sharding.axes import Axes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxrl.checkpoint.source import lora_of, resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.errors import user_path
+from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.hub_names import gguf_parts
 from jaxrl.formats.places import WEIGHTS, find_folder
@@ -28,13 +28,13 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
+from jaxrl.models.pages import PAGE
 from jaxrl.models.shared_prompts import why_not_shared
+from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, relief, room, set_key
+from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import GB, HostMemory, PlanInputs, PoolPeak
-from jaxrl.plan.memory import Account, optimizer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.roles import pool_peaks, role_accounts
-from jaxrl.plan.sampling import pool_note
+from jaxrl.plan.inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.setting import Setting
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
@@ -416,6 +416,35 @@ def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         )
     elif why is not None:
         yield f"sampling: each slot holds and reads a copy of its prompt: {why}"
+
+
+def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
+    """What `rollout.cache_tokens` saves.
+
+    Args:
+        why: the cache cannot be in pages.
+
+    Raises:
+        UserError: the cache cannot be in pages, and why.
+    """
+    key = f"rollout.cache_tokens={m.config.rollout.cache_tokens}"
+    if why is not None:
+        raise UserError(
+            f"{key} needs prompts apart from completions, and here a cache holds both: {why}; set"
+            " it to null"
+        )
+    axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
+    of = m.slots("rollout")
+    sizes = (of.own, (of.slots, of.positions))
+    pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
+    room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
+    if of.pages < of.slots:
+        room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
+    return (
+        f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {pool:.2f} GB; its"
+        f" {of.slots} slots with {of.positions} tokens each would take {slots:.2f} GB. {room};"
+        " where pages run out, the youngest sample waits"
+    )
 
 
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:

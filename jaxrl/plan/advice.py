@@ -14,8 +14,8 @@ from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
+from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.roles import micro_batches, pool_peaks
 from jaxrl.plan.setting import Setting
 from jaxrl.roles.optimizer import average_dtype
 from jaxrl.sharding.placement import Pool
@@ -115,7 +115,7 @@ def _quickest_first(
 
 def _larger_micro_batches(m: Setting) -> Iterator[int | None]:
     """Budgets that cut an update in fewer micro-batches; null for one."""
-    count, _ = micro_batches(m)
+    count, _ = m.micro_batches()
     if count > 1:
         yield None
     for fewer in range(2, count):
@@ -235,7 +235,7 @@ def _is_long(config: Config, inputs: PlanInputs, role: str) -> bool:
     """Whether one sequence is all that a device computes at once: fewer of them cannot help."""
     setting = Setting(config, inputs, inputs.axes(config))
     if role == "actor":
-        return micro_batches(setting)[1] == 1
+        return setting.micro_batches()[1] == 1
     section = config.teacher if role == "teacher" else config.reference
     parts = section.num_microbatches
     return -(-setting.rows(role, setting.sequences) // parts) == 1
@@ -243,7 +243,7 @@ def _is_long(config: Config, inputs: PlanInputs, role: str) -> bool:
 
 def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]:
     setting = Setting(config, inputs, inputs.axes(config))
-    width, (_, rows) = -(-setting.width // setting.axes["actor"].context), micro_batches(setting)
+    width, (_, rows) = -(-setting.width // setting.axes["actor"].context), setting.micro_batches()
     fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]
     yield [("actor.remat", "full")]

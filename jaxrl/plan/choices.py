@@ -11,9 +11,9 @@ many slots as do, and each takes the next sequence when its own has ended.
 from __future__ import annotations
 
 from jaxrl.config.schema import Config
+from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.inputs import GB, PlanInputs
-from jaxrl.plan.roles import pool_peaks
 from jaxrl.sharding.axes import Axes
 
 FROZEN = ("teacher", "reference", "reward", "grouper")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -11,11 +12,73 @@ from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target
-from jaxrl.plan.memory import Account, peak
 from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.placement import Placement, Pool
 
 GB = 1e9
+Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Some bytes of a role on one device."""
+
+    column: Column
+    """Temporary copies of weights count as activations."""
+    name: str
+    bytes: int
+    phase: str | None = None
+    """The phase that it exists in; None: it is resident."""
+    away: frozenset[str] = frozenset()
+    """Of a resident entry, the moments (`actor: publish`) and roles while which it is freed, or on
+    the host."""
+
+    def there(self, moment: str) -> bool:
+        """Whether a resident entry is on the device at `ROLE: PHASE`."""
+        return not self.away & {moment, moment.partition(":")[0]}
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything that one role holds on one of its devices."""
+
+    role: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def resident(self) -> int:
+        return sum(p.bytes for p in self.entries if p.phase is None)
+
+    def phases(self) -> dict[str, int]:
+        """Phase -> bytes beyond what is resident."""
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            if entry.phase is not None:
+                found[entry.phase] = found.get(entry.phase, 0) + entry.bytes
+        return found
+
+    def column(self, column: Column) -> int:
+        """What is resident of a column, and the most that one phase adds to it."""
+        mine = Account(self.role, tuple(e for e in self.entries if e.column == column))
+        return mine.peak
+
+    @property
+    def peak(self) -> int:
+        return peak((self,))[0]
+
+
+def peak(accounts: Iterable[Account]) -> tuple[int, str]:
+    """Peak bytes of a device that holds these roles, and the moment of it (`actor: update`)."""
+    accounts = tuple(accounts)
+    moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
+    resident = [entry for a in accounts for entry in a.entries if entry.phase is None]
+
+    def total(moment: str) -> int:
+        there = sum(entry.bytes for entry in resident if entry.there(moment))
+        return there + moments.get(moment, 0)
+
+    moment = max(moments, key=total, default="")
+    return total(moment), moment
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
+from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.losses.cells import WORDS
-from jaxrl.models.activations import F32, Pass
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import fuses
+from jaxrl.models.kernels import fuses, step_kernel_of
+from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout
+from jaxrl.models.shared_prompts import why_not_shared
+from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
+from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
+from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
+from jaxrl.sampling.page_pool import pool_pages
+from jaxrl.sampling.prompt_rows import rows_at_most
 from jaxrl.sharding.axes import Axes
 
 
@@ -200,7 +207,7 @@ class Setting:
         group = scored_group(self.sequences, parts, shards, shared)
         rows = -(-self.sequences // (parts * shards * group)) * group
         run = self.run(role, model, rows, prompts + self.completions(role), joined=group > 1)
-        return replace(run, shared=None if group == 1 else (group, prompts), packed=True)
+        return replace(run, shared=None if group == 1 else (group, prompts))
 
     def rows(self, role: str, sequences: int) -> int:
         """How many of `sequences` are on one device of a role."""
@@ -219,16 +226,95 @@ class Setting:
         dtype = self.config.roles[role].compute_dtype
         target = self.inputs.target
         fused = all(fuses(target, dim, dtype, joined) for dim in model.head_dims)
-        axes, platform = self.axes[role], self.inputs.target.platform
-        return Pass(model, axes, rows, width, ITEMSIZE[dtype], fused, platform=platform)
+        return Pass(model, self.axes[role], rows, width, dtype, fused)
 
     def chunk(self, rows: int, role: str = "actor") -> int:
         """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""
         return min(self.config.distill.chunk_tokens, rows * self.completions(role))
 
-    def one_chunk(self, rows: int) -> bool:
-        """Whether all completion tokens are one chunk: XLA then removes the loop over chunks."""
-        return self.config.distill.chunk_tokens >= rows * self.new_tokens
+    def micro_batches(self) -> tuple[int, int]:
+        """Returns the number of micro-batches of an update, and the rows of one on a device."""
+        rows, group = self.update_rows, self.shared_group
+        tokens = self.prompt_tokens + group * self.new_tokens  # of a group, its prompt once
+        groups = -(-rows // group)
+        most = groups if self.budget is None else max(1, self.budget // tokens)
+        count = -(-groups // most)
+        return count, -(-groups // count) * group
+
+    def step_kernel(self, role: str, dim: int) -> str | None:
+        """Names the kernel of a decode step's attention, if there is one for heads of `dim`."""
+        return step_kernel_of(self.inputs.target, dim, self.config.roles[role].compute_dtype)
+
+    def prefill_rows(self, role: str) -> int:
+        """Returns the number of prompts in the largest prefill of a role, over its whole mesh."""
+        c, width, shards = self.config, self.prompts(role), self.axes[role].rows
+        slots = c.rollout.slots or self.sequences
+        return max(prefill_batch(slots, *way, width, shards) for way in asked(c, role))
+
+    def slots(self, role: str) -> Slots:
+        """Returns the slots of the sampling engine of a role: the larger of those of training and
+        of evaluations."""
+        c, axes = self.config, self.axes[role]
+        width, multiple = self.prompts(role), self.inputs.target.width_multiple
+        count = -(-(c.rollout.slots or self.sequences) // axes.size) * axes.size // axes.rows
+        most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+        if c.data.eval is not None:
+            most = max(most, c.eval.max_new_tokens or 0)
+        episodes = role == "rollout" and c.environment.name is not None
+        whole = round_up(width + most + ANSWER_TOKENS[1] * episodes, multiple)
+        tokens = c.rollout.cache_tokens if role == "rollout" else None
+        pages = 0 if tokens is None else pool_pages(tokens, count, most)
+        found = []
+        for prompts, samples in asked(c, role):
+            why = why_not_shared(
+                self.sampled(role),
+                self.inputs.target,
+                c.roles[role].compute_dtype,
+                samples=samples,
+                prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
+                episodes=episodes,
+                paged=tokens is not None,
+            )
+            rows, seats = rows_at_most(count, axes.rows, samples, prompts), min(samples, count)
+            shared = Slots(count, round_up(most, multiple), rows, seats, pages, whole)
+            found.append(shared if why is None else Slots(count, whole, whole=whole))
+        return max(found, key=lambda each: math.prod(each.own) + each.rows * width)
+
+
+class Slots(NamedTuple):
+    """The slots of a device that samples, and the prompts that they share, if any."""
+
+    slots: int
+    positions: int
+    """Of each slot's cache, or of the longest completion in a pool of pages."""
+    rows: int = 0
+    """Shared prompts, at most."""
+    seats: int = 0
+    """Slots that read one of them, at most."""
+    pages: int = 0
+    """Of the pool, where there is one in place of the slots' caches."""
+    whole: int = 0
+    """Positions of the longest sequence with its prompt."""
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Returns rows and positions of the cache."""
+        return (self.pages, PAGE) if self.pages else (self.slots, self.positions)
+
+
+def asked(config: Config, role: str) -> list[tuple[int, int]]:
+    """Returns the prompts, and samples of each, for which a role is asked at once: those of
+    training batches, where it samples any, and of evaluations, where it does so for them."""
+    trains, evaluates = sampled_share(config) > 0, evaluated(config, role)
+    if role == "teacher":
+        trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
+    found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
+    return found + [(config.eval.prompts, config.eval.samples)] * evaluates
+
+
+def evaluated(config: Config, role: str) -> bool:
+    """Returns whether a role that samples is evaluated."""
+    return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
 
 
 def signal_bytes(config: Config, widths: Sequence[int]) -> int:

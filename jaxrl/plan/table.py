@@ -9,8 +9,7 @@ from typing import get_args
 from rich import box
 from rich.table import Table
 
-from jaxrl.plan.inputs import GB, PoolPeak
-from jaxrl.plan.memory import Account, Column
+from jaxrl.plan.inputs import GB, Account, Column, PoolPeak
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts

@@ -37,7 +37,7 @@ from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.plan import Plan
-from jaxrl.plan.roles import TEMPLATE_TOKENS
+from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment

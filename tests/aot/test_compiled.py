@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 import pytest
 from cases import and_slow
 from compiled_runs import (
     BATCH,
     GROUP,
+    LEAST,
+    MOST,
     NEEDS_COMPILERS,
     NEW,
     PROMPT,
@@ -29,21 +30,11 @@ from compiled_runs import (
     programs,
     state_bytes,
 )
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.aot.abstract import Program, local_bytes, shaped
+from jaxrl.aot.abstract import local_bytes
 from jaxrl.aot.hlo import read
-from jaxrl.aot.machine import machine, prepare
-from jaxrl.models import bert
-from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import compiling_for, target_of
-from jaxrl.plan.frozen_memory import encoder_bytes, encoder_work
-from jaxrl.roles.encoder import encode_batch
-from jaxrl.sharding.axes import ROWS, Axes
-from jaxrl.sharding.mesh import role_mesh
 
 pytestmark = NEEDS_COMPILERS
-WITHIN = 0.05
 LAYERS = {28: ("update", "score"), 2: ("prefill", "decode")}
 """Depth of the models -> programs. Sampling compiles one layer after the other; the others scan."""
 
@@ -142,7 +133,7 @@ def test_a_cache_in_pages_is_neither_copied_nor_gathered(made, paged):
 def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(paged, name):
     program = paged[name].program
     planned = program.planned(paged[name].plan.accounts["rollout"])
-    assert planned == pytest.approx(program.held(paged[name].compiled), rel=WITHIN)
+    assert LEAST <= planned / program.held(paged[name].compiled) <= MOST
 
 
 def test_pages_are_filled_again_in_place(paged):
@@ -197,7 +188,7 @@ def test_a_teacher_with_whole_copies_needs_no_collective(made):
 def test_the_plan_of_a_program_is_what_the_compiler_takes(made, name):
     program = made[name].program
     planned = program.planned(made[name].plan.accounts[program.role])
-    assert planned == pytest.approx(program.held(made[name].compiled), rel=WITHIN)
+    assert LEAST <= planned / program.held(made[name].compiled) <= MOST
 
 
 QK_NORM = {"model_type": "qwen3", "head_dim": 128}
@@ -210,7 +201,7 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(devices, remat, model,
     """At the sizes of the preset."""
     for plan, update in programs(distilled(tmp_path, devices, remat, model), "h200x8", "update"):
         planned = update.planned(plan.accounts["actor"])
-        assert planned == pytest.approx(update.held(update.compile()), rel=WITHIN)
+        assert LEAST <= planned / update.held(update.compile()) <= MOST
 
 
 REWARDED = {
@@ -244,9 +235,8 @@ BY_REWARDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "name",
     [pytest.param(name, marks=[pytest.mark.slow][: name != "adapters"]) for name in BY_REWARDS],
 )
-def test_the_plan_counts_the_kernels_that_are_transposed_before_their_gathers(name, pool, tmp_path):
-    """What `fsdp` splits along another dim than the first, of all layers: 10% of an update of
-    adapters. Beside it the LM head that the reference gathers after its layers."""
+def test_the_plan_of_an_update_by_rewards_is_what_the_compiler_takes(name, pool, tmp_path):
+    """Beside it the score of a reference, which gathers its LM head after the layers."""
     model, student, remat = BY_REWARDS[name]
     run = config(
         tmp_path,
@@ -265,7 +255,7 @@ def test_the_plan_counts_the_kernels_that_are_transposed_before_their_gathers(na
         planned = each.program.planned(each.plan.accounts[each.program.role])
         ratios[each.program.role] = planned / each.program.held(each.compiled)
     assert ratios.keys() == {"actor", "reference"}
-    assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios
+    assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
 
 
 DIVIDED = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode")]
@@ -294,30 +284,7 @@ def test_the_plan_of_weights_divided_over_fsdp_is_what_the_compiler_takes(
     for plan, program in programs(run, "h200x16", name):
         if program.role == role:
             planned = program.planned(plan.accounts[role])
-            assert planned == pytest.approx(program.held(program.compile()), rel=WITHIN)
-
-
-def test_the_plan_of_the_grouper_is_what_the_compiler_takes():
-    """BERT-large, which a GPU needs other arrays for than a CPU."""
-    axes = Axes(fsdp=2)
-    prepare()
-    model = EncoderConfig("bert", 30522, 1024, 24, 16, 4096, 512, 0, 2, 1e-12, "mean", 512)
-    devices, (rows, width) = machine("h200x2").devices, (16, 512)
-    mesh, target = role_mesh(devices, axes), target_of(devices)
-    params = jax.tree.map(
-        lambda shape, at: shaped(shape, "bfloat16", at),
-        bert.tree(bert.shapes(model)),
-        bert.param_shardings(model, mesh),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    at = NamedSharding(mesh, PartitionSpec(ROWS))
-    batch = (shaped((rows * axes.fsdp, width), dtype, at) for dtype in ("int32", bool))
-    embed = Program("grouper", "embed", encode_batch, (model, mesh, params, *batch), ("embed",))
-    with compiling_for(target):
-        held = embed.held(embed.compile())
-    planned = encoder_bytes(model, axes, "bfloat16")
-    planned += encoder_work(model, axes, rows, width, "bfloat16", target)
-    assert planned == pytest.approx(held, rel=WITHIN)
+            assert LEAST <= planned / program.held(program.compile()) <= MOST
 
 
 def test_the_layers_of_a_decode_step_are_one_cuda_graph(made):
@@ -404,7 +371,7 @@ def test_a_decode_step_moves_its_tokens_not_the_experts(mixture):
 def test_the_plan_of_divided_experts_is_what_the_compiler_takes(mixture, name):
     program = mixture[name].program
     planned = program.planned(mixture[name].plan.accounts[program.role])
-    assert planned == pytest.approx(program.held(mixture[name].compiled), rel=0.07)
+    assert LEAST <= planned / program.held(mixture[name].compiled) <= MOST
 
 
 ADAPTED = {
@@ -437,7 +404,7 @@ def test_the_plan_of_adapters_is_what_the_compiler_takes(case, tmp_path):
     for plan, update in programs(run, target, "update"):
         planned, found = update.planned(plan.accounts["actor"]), update.held(update.compile())
         print(planned / found)
-        assert planned == pytest.approx(found, rel=0.1)
+        assert LEAST <= planned / found <= MOST
 
 
 SAMPLING = ["new cache", "fewer slots", "prefill", "insert", "decode"]

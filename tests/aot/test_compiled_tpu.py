@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 from compiled_runs import (
+    LEAST,
+    MOST,
     NEEDS_COMPILERS,
     UPDATES,
     config,
@@ -21,7 +23,6 @@ from jaxrl.aot.check import check
 from jaxrl.roles.microbatch import micro_batch
 
 pytestmark = NEEDS_COMPILERS
-WITHIN = 0.10
 
 
 def test_a_micro_batch_copies_no_other_rows(tmp_path):
@@ -76,7 +77,7 @@ def test_the_plan_of_an_update_is_what_the_compiler_takes(cases, tmp_path_factor
 
     with ThreadPoolExecutor(2) as pool:
         ratios = {str(c): r for c, r in zip(cases, pool.map(ratio, cases), strict=True)}
-    assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios
+    assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
 
 
 def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(tmp_path):
@@ -90,7 +91,7 @@ def test_the_plan_of_a_cache_in_pages_is_what_the_compiler_takes(tmp_path):
         rollout={"slots": 96, "cache_tokens": 48 * 2048},
     )
     planned, reported = planned_and_reported(run, "tpu-v5e:2x2", "rollout", "decode")
-    assert planned == pytest.approx(reported, rel=WITHIN)
+    assert LEAST <= planned / reported <= MOST
 
 
 OTHERS = [("teacher", "score"), ("rollout", "prefill"), ("rollout", "decode"), ("actor", "convert")]
@@ -113,7 +114,7 @@ def test_the_plan_of_scores_of_many_tokens_is_what_the_compiler_takes(axes, tmp_
         },
     )
     planned, reported = planned_and_reported(run, "tpu-v6e:2x4", "teacher", "score")
-    assert planned == pytest.approx(reported, rel=WITHIN)
+    assert LEAST <= planned / reported <= MOST
 
 
 @pytest.mark.slow
@@ -121,4 +122,4 @@ def test_the_plan_of_scores_of_many_tokens_is_what_the_compiler_takes(axes, tmp_
 def test_the_plan_of_another_program_is_what_the_compiler_takes(role, name, tmp_path):
     run = config(tmp_path, {"num_hidden_layers": 28}, mesh="actor=1,rollout=2,teacher=1")
     planned, reported = planned_and_reported(run, "tpu-v5p:2x2x1", role, name)
-    assert planned == pytest.approx(reported, rel=WITHIN)
+    assert LEAST <= planned / reported <= MOST

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_runs import NEEDS_COMPILERS
+from compiled_runs import LEAST, MOST, NEEDS_COMPILERS
 from plan_compared import CASES
 
 pytestmark = NEEDS_COMPILERS
-WITHIN = {"H200": 0.05, "v5e": 0.10, "v5p": 0.10, "v6e": 0.10}
 BY_DEFAULT = {
     "H200: update, GSPO, 32 x 1280, full, 4 devices",  # the vocabulary outweighs the layers
     "v6e: score, 192 x 4096, 28 layers",
@@ -26,4 +25,4 @@ BY_DEFAULT = {
 )
 def test_the_plan_of_a_program_is_within_the_stated_share(name: str, tmp_path: Path) -> None:
     planned, compiled = CASES[name].compared(tmp_path)
-    assert planned == pytest.approx(compiled, rel=WITHIN[name.partition(":")[0]])
+    assert LEAST <= planned / compiled <= MOST

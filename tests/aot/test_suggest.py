@@ -23,10 +23,9 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
+from jaxrl.plan.array_bytes import layer_bytes
 from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.memory import layer_bytes
-from jaxrl.plan.roles import micro_batches
 from jaxrl.plan.setting import Setting
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
@@ -120,7 +119,7 @@ def test_a_prompt_that_samples_share_is_read_once(monkeypatch):
     """16 samples of 2 prompts at a time."""
     given = {"group_size": 16, "max_new_tokens": 256, "rollout": {"slots": 32}}
     shared = costs("actor=2,rollout=2,teacher=4", **given)
-    monkeypatch.setattr("jaxrl.plan.sampling.why_not_shared", lambda *_, **__: "copied")
+    monkeypatch.setattr("jaxrl.plan.setting.why_not_shared", lambda *_, **__: "copied")
     copied = costs("actor=2,rollout=2,teacher=4", **given)
     assert shared["rollout", "generate"] < copied["rollout", "generate"]
     for stage in (("teacher", "score"), ("actor", "update")):
@@ -181,7 +180,7 @@ def test_what_the_compiled_update_does_not_hide_takes_time():
     shares = [{"all-gather": 1.0, "reduce-scatter": share} for share in (1.0, 0.25)]
     hidden, seen = (search(mesh, compiled={"actor": Traffic(1.0, each)}) for each in shares)
     config, inputs = run_of(mesh)
-    count, _ = micro_batches(Setting(config, inputs, inputs.axes(config)))
+    count, _ = Setting(config, inputs, inputs.axes(config)).micro_batches()
     waited = 0.75 * count * layer_bytes(STUDENT, Axes(), "float32") / 2 / (450e9 * LINKS)
     more = seen.now.stages[stage] - hidden.now.stages[stage]
     assert waited > 0.1 and more == pytest.approx(waited)

@@ -23,16 +23,16 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.kinds import LayerKind
+from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.roles import BASE, role_accounts
 from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.placement import place
 
 ROLES = ("actor", "rollout", "teacher")
-LEAST, MOST = 0.7, 1.25
-"""The plan in parts of what XLA takes on a CPU. Its formulas are those of accelerators, which
-`tests/aot` holds to 5% and 10%; a CPU fuses less and packs its arrays otherwise, in models as small
-as these by as much as this."""
+LEAST, MOST = 0.7, 1.55
+"""The plan in parts of what XLA takes on a CPU. The estimate is made for accelerators, whose
+programs `tests/aot` holds between 0.97 and 1.25, and errs on the safe side; a CPU fuses less and
+packs its arrays otherwise, in models as small as these by as much as this."""
 LOCAL = (*[LayerKind(window=50, rope_theta=1e4)] * 3, LayerKind())
 MIXED = (LayerKind(window=50), *[LayerKind()] * 2, LayerKind(rotates=False))
 BOTH = (LayerKind(window=50), LayerKind())
@@ -184,7 +184,7 @@ def test_a_teachers_soft_cap_is_given_to_the_update() -> None:
     assert frozen["teacher_softcap"].shape == ()
 
 
-UPCAST, DEQUANTISED = (1.45, MOST) if version("jaxlib").startswith("0.10.") else (2.7, 1.9)
+UPCAST, DEQUANTISED = (1.6, MOST) if version("jaxlib").startswith("0.10.") else (3.4, 1.9)
 """The same at most of bfloat16, and of weights in 4 or 8 bits: how much of them XLA holds in
 float32 at once is its own affair. From jax 0.12 on it holds little."""
 

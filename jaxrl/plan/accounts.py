@@ -1,0 +1,444 @@
+"""Accounts for the memory of each role on one of its devices, before any weight is read.
+
+Arrays that a role keeps are exact (`plan/array_bytes.py`); what a program needs besides is the
+estimate of `plan/temporaries.py`. An entry is resident or belongs to a phase. A worker does one
+thing at a time, so the peak of a device is the largest over the phases of all roles there: what is
+resident and not away then, and the phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
+from jaxrl.models import bert
+from jaxrl.models.batching import rows_of, width_of
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import GPU, TPU, fuses
+from jaxrl.plan.array_bytes import (
+    F32,
+    ITEMSIZE,
+    cache_bytes,
+    layer_bytes,
+    optimizer_bytes,
+    optimizer_scratch,
+    shards,
+    split,
+    trained_bytes,
+    weight_bytes,
+)
+from jaxrl.plan.inputs import Account, Entry, PlanInputs, PoolPeak
+from jaxrl.plan.setting import Setting
+from jaxrl.plan.temporaries import Pass, logits, table_bytes
+from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
+from jaxrl.sharding.axes import AXIS_NAMES, Axes
+
+LOSS_ARRAYS = 3
+"""Float32 arrays [chunk, V] alive at once in a loss over the whole vocabulary, and in a score that
+chooses tokens; of the log-prob of one token, which goes backward in tiles, `TILE_ARRAYS`."""
+TILE_ARRAYS = 2
+ENTROPY_ARRAYS = 2
+"""Further ones with `distill.entropy_aware`."""
+ALIGNED_ARRAYS = 5
+"""Further ones with a teacher whose tokens are others, beside two of the teacher's vocabulary."""
+UNFUSED_ARRAYS = 4
+"""Further ones on a CPU, which fuses less."""
+SAMPLER_ARRAYS = 3
+"""Float32 arrays [slots, V] alive at once in the sampler; on a TPU `TPU_SAMPLER_ARRAYS`."""
+TPU_SAMPLER_ARRAYS = 5
+LANES = 128
+"""Columns to which a TPU pads the rows of an array."""
+SAFETY = 1.1
+"""Factor on what exists in one phase only: the estimate is to err on the safe side."""
+TEMPLATE_TOKENS = 128
+"""Tokens reserved for the reward model's chat template, and for its tokenizer needing more
+tokens."""
+UPDATE, STEP = "update", "optimizer step"
+SHARED = "parameters, the rollout's too"
+BASE = "frozen base weights"
+SAVED = "saved for the backward pass"
+TO_TEACHER, AVERAGE = "publish to the teacher", "moving average"
+UPDATES = {f"actor: {UPDATE}", f"actor: {STEP}"}
+PUBLISH = {"actor: publish", f"actor: {TO_TEACHER}"}
+
+
+def actor(m: Setting) -> Iterable[Entry]:
+    """Yields what training keeps and needs: parameters, optimizer state, gradients, what the layers
+    save, and the fuller of a block's backward pass and the loss."""
+    c, a, axes, student = m.config, m.config.actor, m.axes["actor"], m.student
+    lora, gathers = student.lora is not None, axes.weights > 1
+    count, rows = m.micro_batches()
+    run = m.run("actor", student, rows, m.width, joined=m.shared_group > 1)
+    if m.shared_group > 1:
+        run = replace(run, shared=(m.shared_group, m.prompt_tokens))
+    computed = trained_bytes(student, axes, a.compute_dtype)
+    layers = computed if lora else layer_bytes(student, axes, a.compute_dtype)
+    # The sum over micro-batches is in float32, beside the gradient of one in the compute dtype.
+    summed = trained_bytes(student, axes, "float32") if count > 1 else 0
+    copies = layers if a.compute_dtype != a.param_dtype else 0
+    if lora and c.base_dtype != a.compute_dtype:
+        copies += weight_bytes(student.base, axes, a.compute_dtype)
+    head = table_bytes(m.vocab, student.d_model, axes, run.itemsize)
+    theirs = 0
+    if m.signal == "hidden":
+        item = ITEMSIZE[c.teacher.compute_dtype]
+        theirs = sum(table_bytes(m.teacher_rows, width, axes, item) for width in m.teacher_widths)
+    # A loss that sums the head's gradient as it goes forward does so in float32, at full width.
+    head_gradient = head * F32 // run.itemsize if m.loss_fused and not lora else 0
+    sent = m.rows("actor", m.sequences) * m.new_tokens * (m.signal_bytes + F32 * len(c.teachers))
+    taken = sent * rows // max(m.rows("actor", m.sequences), 1)
+    loss = logits(m.chunk(rows), m.vocab, axes.tensor, loss_arrays(m)) + 2 * run.residual
+    loss += head + theirs * gathers + head_gradient + taken
+    block = run.backward() + computed - layers
+    state = optimizer_bytes(student, axes, c.optimizer, a.param_dtype, a.moment_dtype)
+    weights = trained_bytes(student, axes, a.param_dtype)
+    # After the layers: the whole gradient of the embedding where it is reduced, then the sum.
+    table = 0 if lora else table_bytes(student.vocab_size, student.embedded, axes, F32)
+    added = max(computed + table * (2 if gathers else 1), summed + computed)
+    scratch = optimizer_scratch(student, axes, c.optimizer)
+    # A TPU copies the embedding and its optimizer state into whole lanes where a device's columns
+    # are none.
+    padded = 0
+    if m.inputs.target.platform == TPU and not lora and student.embedded // axes.weights % LANES:
+        share = table_bytes(student.vocab_size, student.embedded, axes, 1) // axes.weights
+        padded = share * (
+            ITEMSIZE[a.param_dtype] + state // sum(s.size for s in shards(student, axes))
+        )
+    yield Entry("weights", "parameters", weights - m.shared_bytes("rollout"))
+    yield Entry("weights", SHARED, m.shared_bytes("rollout"))
+    yield Entry("weights", BASE, m.base_bytes("actor"))
+    yield Entry("optimizer", "optimizer state", state)
+    for phase in (UPDATE, STEP):
+        yield Entry("activations", "teacher's signal", sent, phase)
+        yield Entry("gradients", "summed gradients", summed, phase)
+        yield Entry("activations", "embedding in whole lanes", padded, phase)
+    yield Entry("gradients", "gradients", layers, UPDATE)
+    yield Entry("activations", f"copy in {a.compute_dtype}", copies, UPDATE)
+    yield Entry("activations", SAVED, run.saved(a.remat), UPDATE)
+    yield Entry("activations", "a block backward, or the loss", max(block, loss), UPDATE)
+    yield Entry("gradients", "gradients, or scratch", max(added, scratch), STEP)
+    yield Entry("activations", "copy for the rollout", _published(m, "rollout"), "publish")
+    if c.policy.router_replay and student.experts is not None:
+        each = student.n_layers * m.width * student.experts.chosen
+        each *= student.experts.id_dtype.itemsize
+        recorded = (m.rows("actor", m.sequences) + 3 * rows) * each
+        yield Entry("activations", "recorded experts", recorded, UPDATE)
+    if c.keeps_ema:
+        yield Entry("optimizer", AVERAGE, weight_bytes(student, axes, "float32"))
+    if c.teacher_follows:
+        yield Entry("activations", "copy for the teacher", _published(m, "teacher"), TO_TEACHER)
+    yield Entry("weights", "teacher's LM head", theirs // axes.weights)
+
+
+def _published(m: Setting, role: str) -> int:
+    """Returns the bytes of the temporary copy, on the actor's mesh, of the policy in a role's dtype
+    and layout: 0 on the same mesh, where the copy is the role's own weights. Arrays that need no
+    conversion are not copied."""
+    dtype = m.config.roles[role].compute_dtype
+    same = dtype == m.published_dtype(role)
+    if m.on_actors_mesh(role) or (same and m.stacked(role)):
+        return 0
+    if m.student.lora is not None:
+        return trained_bytes(m.student, m.axes["actor"], dtype)
+    if same:
+        return layer_bytes(m.student, m.axes["actor"], dtype)
+    lanes = 1.5 if m.inputs.target.platform == TPU else 1  # which pads what it converts
+    return round(lanes * weight_bytes(m.student, m.axes["actor"], dtype))
+
+
+def loss_arrays(m: Setting) -> int:
+    """Returns how many float32 arrays [chunk, V] are alive at once in the actor's loss."""
+    d = m.config.distill
+    if m.signal in (None, "sampled"):
+        return TILE_ARRAYS + 2 * (m.student.final_softcap is not None)
+    arrays = LOSS_ARRAYS + (m.student.final_softcap is not None)
+    if m.signal != "hidden":
+        return arrays
+    arrays += UNFUSED_ARRAYS * m.inputs.on_cpu + len(m.config.teachers)
+    arrays += ENTROPY_ARRAYS if d.entropy_aware else 0
+    if m.aligned:
+        arrays += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
+    return arrays + (d.lean and m.axes["actor"].tensor > 1)
+
+
+def rollout(m: Setting) -> Iterable[Entry]:
+    """Yields what sampling keeps and needs: the policy in its compute dtype, the next version while
+    it arrives, and the cache."""
+    c, axes = m.config, m.axes["rollout"]
+    dtype = c.rollout.compute_dtype
+    whole, merging = trained_bytes(m.student, axes, dtype), 0
+    if c.rollout.merge:  # adapters are added to one kernel of all layers after the other
+        whole = weight_bytes(m.student.plain, axes, dtype)
+        kernels = (s.size for s in shards(m.student.plain, axes) if s.path.endswith("kernel"))
+        merging = F32 * max(kernels)
+    arrives = 0 if m.inputs.together("actor", "rollout") else whole
+    yield Entry("weights", "parameters", whole - m.shared_bytes("rollout"))
+    yield Entry("weights", BASE, m.base_bytes("rollout"))
+    yield Entry("activations", "next version", arrives, "weight sync")
+    yield Entry("activations", "kernels in float32", merging, "weight sync")
+    yield from sampling(m, "rollout")
+    if m.signal == "student_topk":
+        rows = m.rows("rollout", m.sequences)
+        run = m.run("rollout", m.sampled("rollout"), rows, m.width)
+        work = _scoring(m, "rollout", run, rows, 2)  # only token ids are sent
+        yield Entry("activations", "top-k of the policy", work, "score")
+
+
+def sampling(m: Setting, role: str) -> Iterator[Entry]:
+    """Yields the cache of the sampling engine of a role, and what its programs need besides."""
+    c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
+    model, width, of = m.sampled(role), m.prompts(role), m.slots(role)
+    prompts = m.prefill_rows(role)
+    cache = cache_bytes(model, axes, *of.own, dtype)
+    shared = cache_bytes(model, axes, of.rows, width, dtype)
+    held = cache_bytes(model, axes, prompts, width, dtype)
+    run = m.run(role, model, -(-prompts // axes.rows), width)
+    heads, seats = split(model.n_heads, axes.tensor), of.rows * of.seats
+    scores = 2 * heads * (of.slots * of.positions + seats * width) * F32
+    if any(m.step_kernel(role, dim) for dim in model.head_dims):  # a part of each row at a time
+        scores = 2 * heads * (of.slots + seats) * max(model.head_dims) * F32 * 8
+    tpu = m.inputs.target.platform == TPU
+    arrays = TPU_SAMPLER_ARRAYS if tpu else SAMPLER_ARRAYS
+    drawn = logits(of.slots, model.vocab_size, axes.tensor, arrays)
+    table = table_bytes(model.vocab_size, model.embedded, axes, run.itemsize)
+    gathered = 0
+    if axes.weights > 1:  # a CPU gathers all layers first, a GPU some layers ahead
+        layers = layer_bytes(model, axes.gathered, dtype)
+        gathered = table + layers // (5 if m.inputs.target.platform in GPU else 1)
+    if m.inputs.on_cpu and model.quantised is not None:  # which dequantises all layers at once
+        floats = (s for s in shards(model.plain, axes) if s.path.startswith("layers"))
+        gathered += sum(s.bytes(dtype) for s in floats if "experts/" not in s.path)
+    longer = max(cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
+    work = {
+        "prefill": run.forward() + gathered,
+        "decode": max(scores, m.run(role, model, of.slots, 1).every_expert()) + drawn + gathered,
+        "longer cache": longer,
+    }
+    if role == "rollout" and c.environment.name is not None:  # of full length from the start
+        answers = m.run(role, model, ANSWER_ROWS, ANSWER_TOKENS[1])
+        picked = 2 * cache // of.slots * min(of.slots, ANSWER_ROWS)
+        scored = heads * ANSWER_ROWS * ANSWER_TOKENS[1] * of.positions
+        work["answers"] = picked + max(answers.forward(), 2 * F32 * scored)
+    if of.pages:  # the pool does not grow
+        read = cache_bytes(model, axes, 1, of.whole, dtype)
+        work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
+    if of.pages or "answers" in work:
+        del work["longer cache"]
+    for phase, size in work.items():
+        yield Entry("cache", "KV cache", cache, phase)
+        yield Entry("cache", "prompts that slots share", shared, phase)
+        yield Entry("cache", "keys and values of prompts", held, phase)
+        yield Entry("activations", phase, size, phase)
+
+
+def _scoring(m: Setting, role: str, run: Pass, rows: int, arrays: int) -> int:
+    """Returns the bytes of a role's forward pass over `rows` sequences, or of the logits of one
+    chunk of its hidden states.
+
+    Args:
+        arrays: float32 arrays [chunk, V] alive at once; 0 if the hidden states are the result.
+    """
+    axes, model = run.axes, run.config
+    vocab = model.vocab_size if m.aligned else m.vocab
+    work = max(
+        run.forward(), logits(m.chunk(rows, role), vocab, axes.tensor, arrays) + run.residual
+    )
+    if axes.weights == 1:
+        return work
+    table = table_bytes(model.vocab_size, model.embedded, axes, run.itemsize)  # gathered first
+    head = table_bytes(model.vocab_size, model.d_model, axes, run.itemsize) if arrays else 0
+    return head + max(work, table + table // axes.weights)
+
+
+def teacher(m: Setting) -> Iterable[Entry]:
+    """Yields what scoring by the teachers needs, and sampling where the run uses completions of the
+    teacher."""
+    c, model, axes = m.config, m.teacher, m.axes["teacher"]
+    assert model is not None
+    parts, together = c.teacher.num_microbatches, m.inputs.together("actor", "teacher")
+    run = m.scored("teacher", model, parts)
+    signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
+    # Of a mixture of other signals than hidden states, these are sent, and combined.
+    combines = bool(m.inputs.several) and c.mixture is not None and c.distill.signal != "hidden"
+    arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, LOSS_ARRAYS)
+    work = _scoring(m, "teacher", run, run.rows, 0 if combines else arrays)
+    each = [weight_bytes(one, axes, c.teacher.compute_dtype) for one in m.inputs.teachers]
+    weights = max(each) if c.offload.frozen and not combines else sum(each)
+    yield Entry("weights", "parameters", weights - m.shared_bytes("teacher"))
+    arrives = weights if c.teacher_follows and not together else 0
+    yield Entry("activations", "next version", arrives, "weight sync")
+    yield Entry("activations", "signals in flight", m.in_flight)
+    if m.aligned:
+        work += 2 * run.rows * m.completions("teacher") * m.signal_bytes
+    if combines:
+        width = ITEMSIZE[c.teacher.compute_dtype] * sum(m.teacher_widths)
+        work += run.rows * m.new_tokens * width
+        logs = LOSS_ARRAYS + len(m.teacher_widths)
+        combined = logits(m.chunk(run.rows), m.vocab, axes.tensor, logs)
+        combined += 2 * run.rows * m.new_tokens * width
+        yield Entry("activations", "signals of the teachers", combined, "combine")
+    elif m.inputs.several:
+        one = run.rows * m.new_tokens * m.signal_bytes
+        yield Entry("activations", "signals of the teachers", 2 * one, "combine")
+    yield Entry("activations", "signal", signal * (2 if parts > 1 else 1), "score")
+    yield Entry("activations", "forward pass", work, "score")
+    if m.teacher_samples:
+        yield from sampling(m, "teacher")
+
+
+def reference(m: Setting) -> Iterable[Entry]:
+    """Yields what the log-probs under the policy before training need."""
+    section, model = m.config.reference, m.reference
+    run = m.scored("reference", model, section.num_microbatches)
+    weights = weight_bytes(model, m.axes["reference"], section.compute_dtype)
+    if m.student.lora is not None:
+        weights = m.base_bytes("reference")
+    yield Entry("weights", "parameters", weights)
+    yield Entry("activations", "forward pass", _scoring(m, "reference", run, run.rows, 2), "score")
+
+
+def reward(m: Setting) -> Iterable[Entry]:
+    """Yields what the reward model needs, if there is one; reward functions use no device."""
+    c, model = m.config, m.inputs.reward
+    if model is None:
+        return
+    longest = c.reward.max_tokens or c.max_prompt_tokens + c.max_new_tokens + TEMPLATE_TOKENS
+    axes, dtype = m.axes["reward"], c.reward.compute_dtype
+    weights = weight_bytes(model, axes, dtype) + model.d_model * F32
+    yield Entry("weights", "parameters", weights)
+    work = 0
+    for width in _widths(min(longest, model.max_positions)):
+        run = m.run("reward", model, rows_of(width, c.reward.batch_tokens), width)
+        work = max(work, run.forward())
+    if axes.weights > 1:
+        work += table_bytes(model.vocab_size, model.embedded, axes, ITEMSIZE[dtype])
+    yield Entry("activations", "forward pass", work, "score")
+
+
+def grouper(m: Setting) -> Iterable[Entry]:
+    """Yields what the text encoder of similarity groups needs."""
+    c, model = m.config.grouper, m.inputs.grouper
+    if model is None:
+        return
+    axes, dtype, target = m.axes["grouper"], c.compute_dtype, m.inputs.target
+    yield Entry("weights", "parameters", encoder_bytes(model, axes, dtype))
+    item, wide = ITEMSIZE[dtype], split(model.d_ff, axes.tensor)
+    heads, work = split(model.n_heads, axes.tensor), 0
+    for width in _widths(min(m.config.max_new_tokens, model.max_tokens)):
+        tokens = rows_of(width, c.batch_tokens) * width
+        scores = (
+            0 if fuses(target, model.head_dim, dtype) else tokens * width * (3 * heads * F32 + 1)
+        )
+        mlp = tokens * (2 * model.d_model + 2 * wide) * item
+        work = max(work, mlp, tokens * 5 * model.d_model * item + scores)
+    layer = model.d_model * (4 * model.d_model + 2 * model.d_ff) * item // axes.tensor
+    if axes.fsdp > 1:  # second kernels of all layers are transposed before they are gathered
+        layer = layer * model.n_layers // axes.fsdp + layer
+        layer += table_bytes(model.vocab_size, model.d_model, axes, item)
+    yield Entry("activations", "forward pass", work + layer, "embed")
+
+
+def encoder_bytes(model: EncoderConfig, axes: Axes, dtype: DType) -> int:
+    """Returns the bytes of the encoder's parameters on one device; exact."""
+    sizes: dict[str, int] = dict(zip(AXIS_NAMES, axes, strict=True))
+    specs = bert.specs(model, sizes)
+    return ITEMSIZE[dtype] * sum(
+        math.prod(shape) // math.prod(sizes[axis] for axis in specs[path] if axis is not None)
+        for path, shape in bert.shapes(model).items()
+    )
+
+
+@cache
+def _widths(longest: int) -> frozenset[int]:
+    """Returns the widths of all batches whose longest sequence has at most so many tokens."""
+    return frozenset(width_of(n, longest) for n in range(1, longest + 1))
+
+
+ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
+    "actor": actor,
+    "rollout": rollout,
+    "teacher": teacher,
+    "reference": reference,
+    "reward": reward,
+    "grouper": grouper,
+}
+"""Role -> the function that yields its entries; entries of 0 bytes are dropped."""
+
+
+def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
+    """Returns the account of each role of the run; each entry says when it is offloaded or
+    freed (`away`)."""
+    setting, found = Setting(config, inputs, inputs.axes(config)), {}
+    for pool in inputs.placement.pools:
+        for role in (r for r in pool.roles if r in inputs.roles and r in ACCOUNTS):
+            others = {*pool.roles} - {role}
+            entries = [_raised(entry) for entry in ACCOUNTS[role](setting) if entry.bytes]
+            if inputs.on_cpu and config.roles[role].dtype == "bfloat16":
+                entries += _upcast(setting, role, entries)
+            away = (replace(e, away=_away(role, e, others, config)) for e in entries)
+            if entries:
+                found[role] = Account(role, tuple(away))
+    return found
+
+
+def _raised(entry: Entry) -> Entry:
+    """Returns the entry with an estimate raised by `SAFETY`: arrays that stay, caches and weights
+    on their way are exact, and what the layers save nearly is."""
+    moves = entry.phase in ("weight sync", "publish", TO_TEACHER)
+    if entry.phase is None or entry.column == "cache" or entry.name == SAVED or moves:
+        return entry
+    return replace(entry, bytes=round(SAFETY * entry.bytes))
+
+
+def _upcast(m: Setting, role: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Returns, for each phase, the float32 copies in which a CPU computes bfloat16: of the weights
+    of the layers, the head and the activations."""
+    model, axes, found = m.inputs.model(role), m.axes[role], []
+    for phase in dict.fromkeys(e.phase for e in entries if e.phase is not None):
+        size = sum(e.bytes for e in entries if e.phase == phase and e.column == "activations")
+        if isinstance(model, DecoderConfig) and role != "actor":
+            size += layer_bytes(model, axes, "float32")
+            size += table_bytes(model.vocab_size, model.d_model, axes, F32)
+        found.append(Entry("activations", "computed in float32", size, phase))
+    return found
+
+
+def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozenset[str]:
+    """Returns the moments (`ROLE: PHASE`) or whole roles during which a resident entry is not on
+    the device, as `sharding.ledger` has it in a worker.
+
+    Args:
+        others: the other roles of the pool.
+    """
+    if entry.phase is not None or entry.column not in ("weights", "optimizer"):
+        return frozenset()
+    offload = config.offload
+    if entry.name == BASE and role in ("actor", "rollout"):
+        return frozenset(
+            (others | (PUBLISH if role == "actor" else set())) if offload.params else ()
+        )
+    if role == "rollout" or (role == "teacher" and config.teacher_follows):
+        stale = UPDATES if "actor" in others else set()
+        asked = offload.params if role == "rollout" else config.offloads_follower
+        return frozenset(stale | (others - {"actor"} if asked else set()))
+    asked, gone = offload.frozen, others
+    if role == "actor":
+        gone = others | PUBLISH
+        if entry.column == "optimizer":
+            asked = offload.optimizer
+            gone -= {f"actor: {TO_TEACHER}"} if entry.name == AVERAGE else set()
+        elif entry.name == SHARED:
+            asked, gone = offload.params, others - {"rollout"}
+        elif entry.name == "parameters":
+            asked, gone = offload.params, others
+    return frozenset(gone if asked else ())
+
+
+def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:
+    """Returns the fullest device of each pool."""
+    return inputs.pools(role_accounts(inputs, config))
