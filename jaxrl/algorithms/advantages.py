@@ -79,6 +79,60 @@ def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return centred, np.sqrt(variance)[group]
 
 
+def decoupled_rewards(
+    rewards: Mapping[str, Rewards],
+    weights: Mapping[str, float],
+    totals: Rewards,
+    group_ids: Int[np.ndarray, " B"],
+    *,
+    scale_by_std: bool = True,
+) -> Float[np.ndarray, " B"]:
+    """Normalises each reward by itself within its group, and returns their weighted sum.
+
+    S_i = sum over k of w_k (r_ik - mean_k) / (std_k + 1e-6), where mean and std (ddof = 1) are of
+    reward k in the group of sample i (GDPO, arXiv 2601.05242). Combinations of rewards
+    that have the same sum stay apart.
+
+    Args:
+        rewards: name -> one reward for each sample. One that is missing or the same in the whole
+            group adds 0.
+        weights: name -> weight, for names of `rewards`.
+        totals: rewards as `combine_rewards` has them: NaN where a sample counts as unrewarded.
+        group_ids: which samples belong together; -1 at padding.
+        scale_by_std: divide by the std.
+
+    Returns:
+        NaN where a sample has no reward, and at padding.
+    """
+    ids = np.asarray(group_ids)
+    left_out = np.isnan(as_rewards(totals)) | (ids < 0)
+    total = np.zeros(len(ids))
+    for name, weight in weights.items():
+        values = np.where(left_out, np.nan, as_rewards(rewards[name]))
+        total += weight * within(values, ids, ids if scale_by_std else None)
+    return np.where(left_out, np.nan, total)
+
+
+def batch_normalised(
+    values: Float[np.ndarray, " B"], *, scale_by_std: bool = True
+) -> Float[np.ndarray, " B"]:
+    """Returns (S - mean) / (std + 1e-6) over the whole batch, so that the size of advantages does
+    not grow with the number of rewards (GDPO, arXiv 2601.05242).
+
+    Args:
+        values: of `decoupled_rewards`, whose mean over each group is 0; NaN is left out, and
+            becomes 0.
+        scale_by_std: divide by the std (ddof = 1).
+    """
+    given = values[~np.isnan(values)]
+    if len(given) < 2 or given.std(ddof=1) < TOLERANCE:
+        return np.zeros(len(values))
+    divisor = given.std(ddof=1) + EPS if scale_by_std else 1.0
+    # A group without differences stays at exactly 0: the mean is 0 up to rounding.
+    moved = np.where(values == 0, 0, values - given.mean())
+    return np.where(np.isnan(values), 0, moved / divisor)
+
+
 def turn_advantages(
     rewards: Sequence[Rewards],
     group_ids: Int[np.ndarray, " B"],

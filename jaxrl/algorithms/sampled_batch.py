@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxrl.algorithms.advantages import (
     Selection,
+    batch_normalised,
+    decoupled_rewards,
     group_advantages,
     select_groups,
     turn_advantages,
@@ -20,9 +22,12 @@ from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.rewards.combine import as_rewards
-from jaxrl.rewards.scoring import ENVIRONMENT, RewardReport
+from jaxrl.rewards.scoring import ENVIRONMENT, MODEL, OVERLONG, RewardReport
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch, Tree
+
+KL = "kl"
+"""Name of the KL penalty among the rewards that are normalised each by itself."""
 
 
 def prepare_rewarded(config: Config) -> Prepare:
@@ -38,13 +43,22 @@ def prepare_rewarded(config: Config) -> Prepare:
         rewards = np.array(report.rewards, np.float64)
         reference = join_parts(scores["reference"]) if "reference" in scores else None
         metrics: dict[str, float] = {}
+        kl: dict[str, np.ndarray] = {}
         if config.policy.reward_kl_coef > 0:
-            penalty = _reward_kl(config, rollout, reference)
+            penalty = kl[KL] = _reward_kl(config, rollout, reference)
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
         if _credits_turns(config):
             advantages = _by_turn(config, rollout, rewards, report)
             reported: dict[str, float] = {}
+        elif _decoupled(config):
+            scaled = _scales_by_std(config)
+            weights = _weights(config, report) | dict.fromkeys(kl, -config.policy.reward_kl_coef)
+            parts = {**report.per_reward, **kl}
+            summed = decoupled_rewards(
+                parts, weights, rewards, rollout.group_ids, scale_by_std=scaled
+            )
+            advantages, reported = batch_normalised(summed, scale_by_std=scaled), {}
         else:
             advantages, reported = _advantages(config, rollout, rewards, scores)
         selection = selected(config, rollout, report)
@@ -103,8 +117,14 @@ def selected(config: Config, rollout: Rollout, report: RewardReport) -> Selectio
     """Selects the groups that teach something, for dynamic sampling of either kind and for the
     metrics. Penalties for length and KL do not count. With `environment.credit=turn` the rewards of
     all turns of a group are compared, so a group is kept exactly if one of its turns would have an
-    advantage without penalties.
+    advantage without penalties. With `policy.reward_combination=normalize_then_sum` the sums of
+    normalised rewards are compared.
     """
+    if _decoupled(config):
+        weights = _weights(config, report)
+        weights.pop(OVERLONG, None)
+        summed = decoupled_rewards(report.per_reward, weights, report.task, rollout.group_ids)
+        return select_groups(summed, rollout.group_ids)
     if not _credits_turns(config):
         return select_groups(report.task, rollout.group_ids)
     turns = _turn_rewards(config, rollout, report, report.task, _has_other_rewards(config))
@@ -115,6 +135,24 @@ def selected(config: Config, rollout: Rollout, report: RewardReport) -> Selectio
 
 def _credits_turns(config: Config) -> bool:
     return config.environment.name is not None and config.environment.credit == "turn"
+
+
+def _decoupled(config: Config) -> bool:
+    return config.policy.reward_combination == "normalize_then_sum"
+
+
+def _weights(config: Config, report: RewardReport) -> dict[str, float]:
+    """Returns the weight of each reward of a report that counts, by name."""
+    reward, own = config.rewards, {}
+    if reward.model:
+        own[MODEL] = reward.model_weight
+    if config.environment.name is not None:
+        own[ENVIRONMENT] = config.environment.weight
+    if reward.overlong_buffer:
+        own[OVERLONG] = reward.overlong_penalty
+    functions = [name for name in report.per_reward if name not in own]
+    own |= zip(functions, reward.weights_of_functions, strict=True)
+    return {name: weight for name, weight in own.items() if weight != 0}
 
 
 def _has_other_rewards(config: Config) -> bool:

@@ -69,6 +69,7 @@ THEIRS: dict[str, str] = {
     "algorithm": "loss_type loss_mode adv_estimator advantage_estimator",
     "policy.aggregation": "loss_type loss_agg_mode",
     "policy.ratio": "importance_sampling_level",
+    "policy.reward_combination": "multi_objective_aggregation",
     "policy.scale_by_std": "scale_rewards norm_adv_by_std_in_grpo",
     "policy.dynamic_sampling": "filter_groups filter_groups.enable dynamic_filtering",
     "policy.correction": "vllm_importance_sampling_correction rollout_is",

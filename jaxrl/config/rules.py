@@ -276,6 +276,16 @@ def _with_rewards(c: RunConfig) -> Iterator[str]:
             "environment.credit=turn compares turns, and policy.advantages=similarity whole"
             " completions: set one of them to its default"
         )
+    if c.policy.reward_combination == "normalize_then_sum":
+        others = {
+            "policy.advantages=similarity": c.policy.advantages == "similarity",
+            "environment.credit=turn": c.environment.credit == "turn",
+        }
+        for key in (key for key, on in others.items() if on):
+            yield (
+                f"policy.reward_combination=normalize_then_sum and {key} both decide what a reward"
+                " is compared with: set one of them to its default"
+            )
     if c.group_size < 2:
         yield (
             f"group_size={c.group_size}: algorithm={c.algorithm} compares the completions of a"

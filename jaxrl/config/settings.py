@@ -283,6 +283,12 @@ class PolicyConfig(Section):
     advantages: Literal["group", "similarity"] = "group"
     """Completions with which a reward is compared. group: all of the same prompt. similarity: those
     of the same prompt with a similar text (section `grouper`)."""
+    reward_combination: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How several rewards become one advantage. sum_then_normalize: their weighted sum is compared
+    within the group. normalize_then_sum: each reward is normalised by itself within its group, the
+    weighted sum is normalised over the batch (GDPO), so that rewards of different sizes keep their
+    weights and combinations stay apart that have the same sum. Penalties for length and KL count as
+    rewards of their own then."""
     scale_by_std: Flag | None = None
     """Divide advantages by the standard deviation of the rewards that they are compared with (for
     similarity groups `grouper.std_scope` chooses which). null: the algorithm's own."""

@@ -178,6 +178,7 @@ _OTHERS = {
         "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division"
         " by the standard deviation",
     ),
+    "gdpo": "is grpo here, with policy.reward_combination=normalize_then_sum",
     **dict.fromkeys(("opd", "on_policy_distillation", "distillation", "gold"), "is gkd here"),
 }
 """Algorithms of other libraries -> the end of the sentence about them."""

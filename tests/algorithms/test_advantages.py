@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from jaxrl.algorithms.advantages import (
+    batch_normalised,
+    decoupled_rewards,
     group_advantages,
     opd_advantages,
     select_groups,
@@ -149,3 +151,68 @@ def test_distillation_as_advantage_by_hand():
     np.testing.assert_array_equal(clamped, [[1 - 10, 1 - 10, 0]])
     per_token = opd_advantages(np.array([[1.0, 2.0, np.nan]]), *holes, mask)
     np.testing.assert_allclose(per_token, [[1 - np.log(2), 2 + 2 * np.log(2), 0]], rtol=1e-5)
+
+
+# Several rewards, each normalised by itself (GDPO).
+
+
+def gdpo(rewards, weights, ids, scale=True, totals=None):
+    if totals is None:
+        totals = sum(weights[name] * np.asarray(given, float) for name, given in rewards.items())
+    summed = decoupled_rewards(rewards, weights, totals, ids, scale_by_std=scale)
+    return batch_normalised(summed, scale_by_std=scale)
+
+
+def test_gdpo_by_hand():
+    """Group 0: (1, 0) and (0, 4) have std sqrt(1/2) and 4 sqrt(1/2), so both normalise to
+    +-sqrt(1/2): S = +-(2 - 1) sqrt(1/2). Group 1 differs in one reward: S = +-2 sqrt(1/2)."""
+    rewards = {"a": [1, 0, 1, 0], "b": [0, 4, 7, 7]}
+    got = gdpo(rewards, {"a": 2.0, "b": 1.0}, np.array([0, 0, 1, 1]))
+    summed = np.array([1, -1, 2, -2]) * np.sqrt(0.5)
+    np.testing.assert_allclose(got, summed / summed.std(ddof=1), rtol=1e-5)
+
+
+def test_gdpo_keeps_apart_what_has_the_same_sum():
+    """The paper's example: two rewards in {0, 1}. (0, 1) and (0, 2) are the same advantages for
+    GRPO, (0, 2) is twice as far for GDPO before the batch is normalised."""
+    ids = np.array([0, 0, 1, 1])
+    rewards = {"a": [0, 1, 0, 1], "b": [0, 0, 0, 1]}
+    one = {"a": 1.0, "b": 1.0}
+    together = group_advantages([0, 1, 0, 2], ids)
+    np.testing.assert_allclose(together[:2], together[2:], rtol=1e-5)
+    got = gdpo(rewards, one, ids)
+    np.testing.assert_allclose(got[2:], 2 * got[:2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_gdpo_of_one_reward_is_grpo_over_the_std_of_the_batch(scale):
+    alone = group_advantages(REWARDS, IDS, scale_by_std=scale)
+    got = gdpo({"a": REWARDS}, {"a": 3.0}, IDS, scale)
+    live = IDS >= 0
+    expected = 3 * alone[live]
+    if scale:
+        expected /= expected.std(ddof=1)
+    np.testing.assert_allclose(got[live], expected, rtol=1e-5)
+    assert not got[~live].any() and got[IDS == 100000] == 0
+
+
+def test_gdpo_does_not_depend_on_the_size_of_a_reward_nor_on_the_order_of_rows():
+    other = RNG.normal(0, 1, len(IDS))
+    weights = {"a": 1.0, "b": 0.5}
+    got = gdpo({"a": REWARDS, "b": other}, weights, IDS)
+    large = gdpo({"a": REWARDS, "b": 1000 * other}, weights, IDS)
+    np.testing.assert_allclose(large, got, rtol=1e-4, atol=1e-6)
+    order = RNG.permutation(len(IDS))
+    moved = gdpo({"a": REWARDS[order], "b": other[order]}, weights, IDS[order])
+    np.testing.assert_allclose(moved, got[order], rtol=1e-12, atol=1e-12)
+    live = got[IDS >= 0]
+    np.testing.assert_allclose((live.mean(), live.std(ddof=1)), (0, 1), atol=1e-5)
+
+
+def test_gdpo_leaves_out_samples_without_a_reward_and_groups_without_differences():
+    ids = np.array([0, 0, 0, 1, 1, -1])
+    rewards = {"a": [1, None, 0, 2, 2, 9], "b": [1, 5, 0, 3, 3, 9]}
+    totals = [2, np.nan, 0, 5, 5, np.nan]
+    got = gdpo(rewards, {"a": 1.0, "b": 1.0}, ids, totals=totals)
+    assert got[1] == 0 and not got[3:].any() and got[0] == -got[2] > 0
+    assert not gdpo({"a": [1, 1]}, {"a": 1.0}, np.array([0, 0])).any()

@@ -11,12 +11,17 @@ from cases import and_slow
 from objectives import config
 from tiny_models import make_mesh, random_params
 
-from jaxrl.algorithms.advantages import group_advantages
+from jaxrl.algorithms.advantages import (
+    batch_normalised,
+    decoupled_rewards,
+    group_advantages,
+)
 from jaxrl.algorithms.methods import METHODS, method_of, needed_roles
 from jaxrl.algorithms.objective import configured, objective_notes, policy_objective
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.data.batch import make_rollout
+from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.distill import entropy_aware_from_topk
 from jaxrl.losses.divergence import EntropyAware
@@ -393,6 +398,43 @@ def test_advantages_are_those_of_the_groups_and_padding_has_none():
     np.testing.assert_allclose(plain.advantages[:G], by_hand, atol=1e-6)
     same, _ = prepared("grpo", "policy.scale_by_std=false")
     np.testing.assert_array_equal(same.advantages, plain.advantages)
+
+
+def test_rewards_that_are_normalised_each_by_itself():
+    """The report's rewards with the config's weights, and the penalties as rewards of their own."""
+    functions = ["reward.functions=[exact, math]", "reward.weights=[2, 1]"]
+    asked = [*functions, "policy.reward_combination=normalize_then_sum"]
+    draw, none = np.random.default_rng(8), np.isnan(rewards())
+    each = {"exact": rewards(), "math": np.where(none, np.nan, draw.normal(size=rows()))}
+    overlong = {"overlong": np.where(none, np.nan, draw.uniform(-1, 0, rows()))}
+    task = 2 * each["exact"] + each["math"]
+
+    def batch(total, per_reward, *overrides):
+        report = RewardReport(total, task, per_reward, {}, ())
+        made = prepare_rewarded(config("grpo", *asked, *overrides))
+        return made(rollout(), {"reward": [report]})
+
+    ids, weights = rollout().group_ids, {"exact": 2, "math": 1}
+    got, told = batch(task, each)
+    summed = decoupled_rewards(each, weights, task, ids)
+    np.testing.assert_allclose(got.advantages, batch_normalised(summed), rtol=1e-5, atol=1e-6)
+    assert told["policy/degenerate_groups"] == 0  # math differs where exact does not
+    keys = ["reward.overlong_buffer=4", "reward.overlong_penalty=0.5"]
+    longer, _ = batch(task + 0.5 * overlong["overlong"], each | overlong, *keys)
+    summed = decoupled_rewards(each | overlong, weights | {"overlong": 0.5}, task, ids)
+    np.testing.assert_allclose(longer.advantages, batch_normalised(summed), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["policy.advantages=similarity", "grouper.model=x"],
+        ["environment.name=guess_number", "environment.credit=turn"],
+    ],
+)
+def test_rewards_are_compared_in_one_way_only(other):
+    with pytest.raises(UserError, match="normalize_then_sum and .* both decide"):
+        config("grpo", "policy.reward_combination=normalize_then_sum", *other)
 
 
 def test_a_completion_without_a_reward_is_in_no_statistic():
