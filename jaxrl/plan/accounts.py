@@ -83,6 +83,9 @@ def actor(m: Setting) -> Iterable[Entry]:
     copies = layers if a.compute_dtype != a.param_dtype else 0
     if lora and c.base_dtype != a.compute_dtype:
         copies += weight_bytes(student.base, axes, a.compute_dtype)
+    if lora and gathers and m.inputs.target.platform in GPU:
+        # Kernels that are split along their last dim are transposed before they are gathered.
+        copies += layer_bytes(student.base, axes, c.base_dtype) // 2
     head = table_bytes(m.vocab, student.d_model, axes, run.itemsize)
     theirs = 0
     if m.signal == "hidden":
@@ -118,7 +121,7 @@ def actor(m: Setting) -> Iterable[Entry]:
         yield Entry("gradients", "summed gradients", summed, phase)
         yield Entry("activations", "embedding in whole lanes", padded, phase)
     yield Entry("gradients", "gradients", layers, UPDATE)
-    yield Entry("activations", f"copy in {a.compute_dtype}", copies, UPDATE)
+    yield Entry("activations", "copies of weights", copies, UPDATE)
     yield Entry("activations", SAVED, run.saved(a.remat), UPDATE)
     yield Entry("activations", "a block backward, or the loss", max(block, loss), UPDATE)
     yield Entry("gradients", "gradients, or scratch", max(added, scratch), STEP)
