@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
-from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import gguf_parts, model_name
 from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
@@ -63,8 +61,6 @@ class ModelSource:
     tensors: weights.Tensors = field(repr=False, compare=False)
     tokenizer_path: Path | None
     """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
-    scratch: Scratch | None = None
-    """Where the roles of a starting run share the conversion of a GGUF file."""
     adapter: peft.Adapter | None = None
     """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
     the base where `config.lora` says that the adapters are trained further."""
@@ -74,7 +70,7 @@ class ModelSource:
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
         given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
-        return _resolve_shared, (self.name, self.scratch, *given)
+        return _resolve_again, (self.name, *given)
 
     def with_weights(self) -> ModelSource:
         """Returns the same model once its weights are here: those of a model on a hub are fetched,
@@ -108,14 +104,13 @@ class ModelSource:
     ) -> Params:
         """Parameters without adapters, each device reading only its slices; quantised where
         `config` is."""
-        tensors = self._read_from()
-        if weights.held_against(self.config, tensors) != self.config:
+        if weights.held_against(self.config, self.tensors) != self.config:
             raise UserError(
                 f"model {self.name!r}: lm_head.weight is not the embedding, but config.json says"
                 " tie_word_embeddings=true. The weights are here now: start again, and its own"
                 " head is used"
             )
-        return weights.load(tensors, self.config.base, mesh, dtype, layout)
+        return weights.load(self.tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
         """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
@@ -166,11 +161,7 @@ class ModelSource:
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
-        return weights.load_head(self._read_from(), self.config, mesh, dtype)
-
-    def _read_from(self) -> weights.Tensors:
-        file: Any = self.tensors
-        return file if self.scratch is None else Converted(file, self.scratch)
+        return weights.load_head(self.tensors, self.config, mesh, dtype)
 
     def keep_layers(self, keep: tuple[int, ...]) -> ModelSource:
         """The same model with only some of its layers, in the given order."""
@@ -245,9 +236,8 @@ def resolve_student(config: Config) -> ModelSource:
     return found if lora is None else found.with_lora(lora, config.quantised)
 
 
-def _resolve_shared(
+def _resolve_again(
     name: str,
-    scratch: Scratch | None,
     lora: Lora | None,
     quantised: Quantisation | None,
     length: int | None,
@@ -255,7 +245,7 @@ def _resolve_shared(
 ) -> ModelSource:
     found = resolve_model(name)
     config = replace(found.config, sequence_length=length, eos_ids=eos_ids)
-    found = replace(found, config=config, scratch=scratch)
+    found = replace(found, config=config)
     return found if lora is None else found.with_lora(lora, quantised)
 
 
