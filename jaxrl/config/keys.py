@@ -5,17 +5,20 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxrl.config.aliases import alias_hint
-from jaxrl.config.base import MISSING
 from jaxrl.errors import UserError, closest, near, short
 
 SHOWN_ERRORS = 4
 """Lines in one error message; what is beyond is counted."""
 
+MISSING = "is required and not set"
+"""How the error about a key without a value and without a default ends."""
 MAPPING = "mapping of NAME"
 """How the type of a key that takes a mapping begins."""
 _PLAIN = {
@@ -23,6 +26,10 @@ _PLAIN = {
     "too_short": "the list should not be empty",
 }
 """Wording for the error types whose own names Python types or internals."""
+
+
+OTHER_LIBRARIES = Path(__file__).parent.parent / "assets" / "other_libraries.yaml"
+"""What the keys of TRL, verl and others are called here, or that they are not here."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,37 @@ def _near_path(path: str, known: list[str]) -> str:
     if alias:
         return alias
     return near(path, same_word) or near(path, known) or " (--help lists them all)"
+
+
+def alias_hint(path: str, whole: bool = False) -> str:
+    """Returns `` (here it is X)`` for a key of another library; empty for any other.
+
+    Args:
+        whole: only where the whole path is known, not where its last or first words are.
+    """
+    aliases, absent, trees = other_libraries()
+    words = path.split(".")
+    if words[0] in absent:
+        return f" ({absent[words[0]]})"
+    for end in [path] if whole else [".".join(words[i:]) for i in range(len(words))]:
+        if end in aliases:
+            return f" (here it is {' or '.join(aliases[end])})"
+        if end in absent:
+            return f" ({absent[end]})"
+    return f" ({trees[words[0]]})" if words[0] in trees and not whole else ""
+
+
+@cache
+def other_libraries() -> tuple[dict[str, list[str]], dict[str, str], dict[str, str]]:
+    """Reads `OTHER_LIBRARIES`: a name there -> our keys, a name of what is absent -> what there is
+    instead, and a first word -> the page about its keys."""
+    table = yaml.safe_load(OTHER_LIBRARIES.read_text(encoding="utf-8"))
+    aliases: dict[str, list[str]] = {}
+    for key, names in table["here"].items():
+        for name in names.split():
+            aliases.setdefault(name, []).append(key)
+    absent = {name: why for why, names in table["absent"].items() for name in names.split()}
+    return aliases, absent, table["trees"]
 
 
 def _section(annotation: object) -> type[BaseModel] | None:

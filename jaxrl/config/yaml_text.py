@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxrl.config.aliases import alias_hint
+from jaxrl.config.keys import alias_hint
 from jaxrl.errors import UserError, short
 from jaxrl.process.plain import JsonObject
 

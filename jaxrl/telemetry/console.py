@@ -15,9 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal, Self, cast
 
 from rich.columns import Columns
+from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -27,9 +29,11 @@ from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.telemetry.screen import Cell, Terminal, in_notebook
 from jaxrl.telemetry.ticker import Ticker
 from jaxrl.types import Row
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 States = Callable[[], Sequence[WorkerState]]
@@ -44,6 +48,8 @@ SILENT_S = 60.0
 """Seconds without a step or a line after which plain mode prints what the workers do."""
 DEAF_S = 10.0
 """Seconds without an answer of a worker from which on that is shown."""
+CELL_EVERY_S = 0.2
+"""Shortest time between two drawings: each is sent to the browser whole."""
 
 _SHOWN: dict[str, tuple[str, str]] = {
     "distill/divergence": ("divergence", ".4f"),
@@ -305,6 +311,69 @@ class _Display:
         if self._samples:
             display.add_row(_sample_table(self._samples))
         self._screen.show(display)
+
+
+class Terminal:
+    """Messages scroll by above the display."""
+
+    def __init__(self, out: Output) -> None:
+        file = cast(IO[str], out)
+        self._console = RichConsole(
+            file=file, force_terminal=True, force_jupyter=False, highlight=False
+        )
+        # Drawn when something changed: no refresh thread of rich's.
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def show(self, display: Table) -> None:
+        """In place of what it showed last."""
+        self._live.start()
+        self._live.update(display, refresh=True)
+
+    def close(self) -> None:
+        """What is shown last stays."""
+        self._live.stop()
+
+
+class Cell:
+    """Messages are printed; the display stays where it was first shown."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._handle: DisplayHandle | None = None
+        self._undrawn: Table | None = None
+        self._drawn_at = -CELL_EVERY_S
+
+    def message(self, text: str) -> None:
+        self._out.line(text)
+
+    def show(self, display: Table) -> None:
+        """In place of what it showed last."""
+        self._undrawn = display
+        if time.monotonic() - self._drawn_at >= CELL_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """What is shown last stays."""
+        self._draw()
+
+    def _draw(self) -> None:
+        import IPython.display
+
+        if self._undrawn is None:
+            return
+        if self._handle is None:
+            self._handle = IPython.display.display(self._undrawn, display_id=True)
+        else:
+            self._handle.update(self._undrawn)
+        self._undrawn, self._drawn_at = None, time.monotonic()
+
+
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook (Jupyter, Colab)."""
+    return RichConsole().is_jupyter
 
 
 def worker_line(state: WorkerState, now: float) -> str:

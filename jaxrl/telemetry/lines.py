@@ -1,4 +1,5 @@
-"""A file of lines that grows, and that a full disk makes incomplete but never ends a run."""
+"""Files of lines that grow, and that a full disk makes incomplete but never ends a run; `log.txt`:
+everything that a run said, each message with its time."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from typing import IO, Self
 
 from jaxrl.errors import UserError
+from jaxrl.process.streams import to_stderr
 
+LOG_FILE = "log.txt"
 COPIED = 1 << 20
 """Bytes of a file that are in memory at once while it is copied."""
 HELD = 10_000
@@ -222,6 +226,30 @@ class LineFile:
             size = sum(map(len, kept)) + _copy(old, new, old.tell(), self._size)
         _write_all(new, self._tail)
         return size
+
+
+class RunLog(LineFile):
+    """Appends messages; a resumed run adds to what is there. Any thread may write.
+
+    A message is on the disk when `write` returns. A disk that refuses is reported once and raises
+    nothing; what it refused is written when there is room.
+    """
+
+    def __init__(self, path: str | Path, notify: Callable[[str], None] = to_stderr) -> None:
+        """
+        Args:
+            notify: takes the one message of a disk that refuses. It may write to this log.
+        """
+        super().__init__(path, notify, keep=lambda file: file.seek(0, os.SEEK_END))
+        if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
+            self.append([""])  # a killed run's last line stays, and ends here
+
+    def write(self, text: str) -> None:
+        """One message; its lines after the first are indented. Dropped when the log is closed."""
+        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
+        first, *rest = text.splitlines() or [""]
+        lines = [f"{stamp} {first}", *(f"{'':{len(stamp)}} {line}" for line in rest)]
+        self.append([line.rstrip() for line in lines])
 
 
 def _is_no_file(path: Path) -> bool:
