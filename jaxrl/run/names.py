@@ -46,7 +46,6 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
             recorded.setdefault((each, _asked(name)), []).append(name)
     pins: dict[HubName, HubName] = {}
     notes: list[str] = []
-    newest: dict[HubName, str | None] = {}
 
     def pin(key: str, text: str) -> str:
         name = _on_hub(key, text)
@@ -70,11 +69,7 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
             if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text
             raise UserError(f"{key}: {error}") from error
-        if found is before and repo not in newest and None not in newest.values():
-            newest[repo] = hub.newest(name)  # a hub that does not answer is asked once
-        moved = _moved(name, found, newest.get(repo)) if found is before else ""
-        commit = (found.sha or "")[:SHOWN]
-        notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
+        notes.append(f"{key}: {name.asked} is commit {(found.sha or '')[:SHOWN]}; {size}")
         return str(found)
 
     mapping: JsonObject = config.model_dump(mode="json")
@@ -137,14 +132,3 @@ def _on_hub(key: str, text: str) -> HubName | None:
 def _asked(name: HubName) -> HubName:
     """The same for all forms of a name: without its commit, and without the branch `main`."""
     return replace(name, revision=None if name.revision == "main" else name.revision, commit=None)
-
-
-def _moved(name: HubName, before: HubName, now: str | None) -> str:
-    """The message about a revision that is another commit than when the run began."""
-    old = before.sha
-    if old is None or now is None or now == old:
-        return ""
-    return (
-        f"{name.asked} was commit {old[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the"
-        f" run keeps {old[:SHOWN]}"
-    )
