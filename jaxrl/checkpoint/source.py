@@ -44,7 +44,7 @@ FINAL = "final"
 
 
 def chat_date_of(config: JsonObject) -> str | None:
-    """`data.chat_date` of the config that a run wrote."""
+    """Returns `data.chat_date` of the config that a run wrote."""
     data = config.get("data")
     return data.get("chat_date") if isinstance(data, dict) else None
 
@@ -66,7 +66,7 @@ class ModelSource:
     the base where `config.lora` says that the adapters are trained further."""
 
     def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[object, ...]]:
-        """Another process finds it by its name again: no open file travels."""
+        """Lets another process find it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
         given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
@@ -88,7 +88,7 @@ class ModelSource:
 
     @property
     def run_config(self) -> Path | None:
-        """The config of the run that wrote this model; None where no run did."""
+        """Returns the config of the run that wrote this model; None where no run did."""
         place = self.path.resolve()
         folder = place.parent if place.name == FINAL else place
         if folder == place and not (place / store.MANIFEST).is_file():
@@ -96,14 +96,14 @@ class ModelSource:
         return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
 
     def for_length(self, tokens: int) -> ModelSource:
-        """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
+        """Returns the same model for sequences of at most so many tokens
+        (`DecoderConfig.for_length`)."""
         return replace(self, config=self.config.for_length(tokens))
 
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
-        """Parameters without adapters, each device reading only its slices; quantised where
-        `config` is."""
+        """Returns parameters without adapters; each device reads its slices."""
         if weights.held_against(self.config, self.tensors) != self.config:
             raise UserError(
                 f"model {self.name!r}: lm_head.weight is not the embedding, but config.json says"
@@ -113,13 +113,13 @@ class ModelSource:
         return weights.load(self.tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
-        """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
+        """Returns the stacked adapters of `config.lora`: the checkpoint's, or new ones."""
         pairs = None if self.adapter is None else self.adapter.pairs()
         return peft.load(self.config, pairs, mesh, dtype, seed)
 
     def with_lora(self, lora: Lora, quantised: Quantisation | None = None) -> ModelSource:
-        """The same model with adapters to train, over kernels that are quantised or not. Raises
-        UserError where it has others."""
+        """Returns the same model with adapters to train, over kernels that are quantised or not.
+        Raises UserError where it has others."""
         config = replace(self.config, lora=lora, quantised=quantised)
         if self.adapter is None:
             return replace(self, config=config)
@@ -145,26 +145,26 @@ class ModelSource:
 
     @property
     def start(self) -> ModelSource:
-        """The model before training, without adapters of its own."""
+        """Returns the model before training, without adapters of its own."""
         if self.adapter is None:
             return replace(self, config=self.config.base)
         return replace(self, config=self.config.plain, tensors=self.adapter)
 
     @property
     def base_name(self) -> str:
-        """Name of the model without its adapters; of one that is here, the folder or file that
-        its weights are read from."""
+        """Returns the name of the model without its adapters; of one that is here, the folder or
+        file that its weights are read from."""
         name, place = self.name, self.path
         if self.adapter is not None:
             name, place = self.adapter.base, self.adapter.base_path
         return str(place.resolve()) if user_path(name).exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
+        """Returns the LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
         return weights.load_head(self.tensors, self.config, mesh, dtype)
 
     def keep_layers(self, keep: tuple[int, ...]) -> ModelSource:
-        """The same model with only some of its layers, in the given order."""
+        """Returns the same model with only some of its layers, in the given order."""
         wrong = [i for i in keep if not 0 <= i < self.config.n_layers]
         if wrong or not keep:
             raise UserError(
@@ -222,7 +222,7 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
 
 def lora_of(config: Config) -> Lora | None:
-    """`student.lora`."""
+    """Returns `student.lora`."""
     c = config.student.lora
     rank, alpha, targets, init = c.rank, c.alpha, c.targets, c.init
     if rank is None:
@@ -231,7 +231,7 @@ def lora_of(config: Config) -> Lora | None:
 
 
 def resolve_student(config: Config) -> ModelSource:
-    """`student.model`, with the adapters of `student.lora`."""
+    """Returns `student.model`, with the adapters of `student.lora`."""
     found, lora = resolve_model(config.student.model), lora_of(config)
     return found if lora is None else found.with_lora(lora, config.quantised)
 
@@ -279,7 +279,7 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
 def _once(
     read: Callable[[], Mapping[str, peft.Pair]],
 ) -> Callable[[], Mapping[str, peft.Pair]]:
-    """A function that reads at its first call only, though two workers may call it at once."""
+    """Returns a function that reads at its first call only, also where two workers call it."""
     lock, kept = threading.Lock(), cache(read)
 
     def result() -> Mapping[str, peft.Pair]:
@@ -350,12 +350,12 @@ def _in_run_directory(name: str, place: Path) -> Path:
 
 
 def _gguf_files(found: Iterable[Path]) -> list[Path]:
-    """GGUF files; of a model in several, the first."""
+    """Returns the GGUF files; of a model in several, the first."""
     return sorted(file for file in found if gguf_parts(file.name)[0] == file.name)
 
 
 def _in_package(name: str, package: str) -> Path:
-    """The GGUF file inside an installed Python package."""
+    """Returns the GGUF file inside an installed Python package."""
     folder = package_folder(name, package)
     files = _gguf_files(folder.rglob("*.gguf"))
     if len(files) != 1:
@@ -378,8 +378,8 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The transformers tokenizer, whose chat template shows the date of the model's run, if a
-        run made it; None where the checkpoint has none."""
+        """Returns the transformers tokenizer, whose chat template shows the date of the model's
+        run, if a run made it; None where the checkpoint has none."""
         path, run = self.source.tokenizer_path, self.source.run_config
         if path is None:
             return None
@@ -389,7 +389,7 @@ class Model:
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]
     ) -> Float[jax.Array, "B T V"]:
-        """Next-token logits [B, T, V] float32; padding (mask False) may be on either side."""
+        """Returns next-token logits [B, T, V] float32; padding may be on either side."""
         tokens, mask, n = self._rows(tokens, mask)
         return _logits(self.config, self.mesh, self.params, tokens, mask)[:n]
 
@@ -399,7 +399,7 @@ class Model:
         mask: Bool[ArrayLike, "B T"],
         temperature: float = 1.0,
     ) -> Float[jax.Array, "B T"]:
-        """Log-probability [B, T] of each token given the ones before it, nats, float32.
+        """Returns the log-probability [B, T] of each token given the ones before it, nats, float32.
 
         0 at padding and at each row's first valid token, which nothing predicts.
         """
@@ -432,8 +432,7 @@ class Model:
 def load_model(
     path: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str = "float32"
 ) -> Model:
-    """Loads a checkpoint by any of the names that `resolve_model` knows, sharded over `mesh` where
-    given."""
+    """Loads a checkpoint by any name that `resolve_model` knows, sharded over `mesh`."""
     source = resolve_model(path).with_weights()
     return Model(source, source.load(mesh, dtype), mesh)
 

@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def called_as(module: str) -> str:
-    """How this command was called: `jaxrl train`, or `python -m` with one module or the other."""
+    """Returns how this command was called: `jaxrl train`, or `python -m` with a module."""
     main = sys.modules["__main__"]
     started = main.__spec__.name if main.__spec__ is not None else ""
     command = module.rpartition(".")[2].replace("_", "-")
@@ -262,7 +262,7 @@ def leave(code: int, patience: float = 5.0) -> NoReturn:
 
 
 def keys_help(width: int) -> str:
-    """Every config key with its type, default and docstring, grouped by section."""
+    """Returns every config key with its type, default and docstring, grouped by section."""
     width = max(60, min(width, 120))
     lines = ["config keys (in the file, or as key=value):"]
     for group in config_keys.groups(Config):

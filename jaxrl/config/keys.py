@@ -58,12 +58,12 @@ class Group(NamedTuple):
 
     @property
     def doc(self) -> str:
-        """The docstring of the section, on one line."""
+        """Returns the docstring of the section, on one line."""
         return " ".join((self.model.__doc__ or "").split())
 
 
 def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
-    """The keys of ``model`` and then of each section in it, in the order of definition."""
+    """Yields the keys of ``model`` and then of each section in it, in the order of definition."""
     fields = model.model_fields.items()
     below = {name: s for name, field in fields if (s := _section(field.annotation)) is not None}
     own = (
@@ -83,17 +83,17 @@ def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
 
 
 def keys(model: type[BaseModel]) -> Iterator[Key]:
-    """Every key under ``model``, in the order of ``groups``."""
+    """Yields every key under ``model``, in the order of ``groups``."""
     return (key for group in groups(model) for key in group.keys)
 
 
 def mappings(model: type[BaseModel]) -> list[str]:
-    """Every key under ``model`` whose value may be a mapping with names of the user's choice."""
+    """Returns every key under ``model`` whose value may be a mapping with the user's names."""
     return [key.path for key in keys(model) if MAPPING in key.type]
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:
-    """A validation error in a few lines: the dotted key, what is wrong, the value.
+    """Returns a validation error in a few lines: the dotted key, what is wrong, the value.
 
     Unknown keys come alone: what else is wrong may follow from them.
     """
@@ -113,14 +113,14 @@ def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> Non
 
 
 def _unknown(model: type[BaseModel], error: ValidationError) -> str:
-    """A line for each unknown key, with the near one."""
+    """Returns a line for each unknown key, with the near one."""
     known = [key.path for key in keys(model)]
     paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
     return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in map(short, paths)])
 
 
 def _unknown_paths(item: Any) -> Iterator[str]:
-    """Every key in what was given to no key at all, or in a mapping given to a plain key."""
+    """Yields every key in what was given to no key at all, or in a mapping given to a plain key."""
     given, where = item["input"], item["loc"]
     plain = item["type"] not in ("missing", "value_error")
     named = all(isinstance(part, str) for part in where)  # not an entry of a list
@@ -144,7 +144,8 @@ def _explain_one(item: Any) -> str:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """True for what pydantic adds to a location for a union, such as ``constrained-int``."""
+    """Returns True for what pydantic adds to a location for a union, such as
+    ``constrained-int``."""
     return isinstance(part, str) and not part.isidentifier()
 
 
@@ -163,7 +164,7 @@ def _leaves(path: str, value: object) -> Iterator[str]:
 
 
 def _near_path(path: str, known: list[str]) -> str:
-    """A hint at the key that was meant: in the same section, else the same word, else any."""
+    """Returns a hint at the key meant: in the same section, else the same word, else any."""
     if path in known:
         return ": in a file, nest it (a section's name, then the key indented below)"
     exact = alias_hint(path, whole=True)

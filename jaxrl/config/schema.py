@@ -81,7 +81,7 @@ class Base:
 
 
 def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[str] = ()) -> Base:
-    """The keys of a run.
+    """Returns the keys of a run.
 
     Args:
         path: a YAML file, or `builtin:quickstart`. None: the plain defaults where one of `OWN` is
@@ -113,7 +113,7 @@ def read_keys(path: Path) -> JsonObject:
 
 
 def _names(error: str, value: str) -> bool:
-    """Whether an error names `word=value`."""
+    """Returns whether an error names `word=value`."""
     return re.search(rf"(?<!\w){re.escape(value)}(?![\w.])", error) is not None
 
 
@@ -138,7 +138,7 @@ class Config(RunConfig, metaclass=_Parsed):
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:
-        """The config of a YAML file, with some keys overridden.
+        """Returns the config of a YAML file, with some keys overridden.
 
         Args:
             path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
@@ -174,7 +174,7 @@ class Config(RunConfig, metaclass=_Parsed):
     def load_base(
         cls, path: str | Path | None = None, overrides: Overrides = ()
     ) -> tuple[Self, Base]:
-        """`load`, and the source of the keys that nobody set."""
+        """Does what `load` does, and returns the source of the keys that nobody set."""
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
@@ -188,7 +188,7 @@ class Config(RunConfig, metaclass=_Parsed):
 
     @classmethod
     def parse(cls, mapping: JsonObject) -> Self:
-        """The config that nested dicts describe; raises ``UserError`` naming the key."""
+        """Returns the config that nested dicts describe; raises ``UserError`` naming the key."""
         try:
             return cls.model_validate(mapping)
         except ValidationError as error:
@@ -200,5 +200,5 @@ class Config(RunConfig, metaclass=_Parsed):
             ) from None
 
     def dump(self) -> str:
-        """YAML of every key with its value; ``load`` reads it back to an equal config."""
+        """Returns YAML of every key with its value; ``load`` reads it back to an equal config."""
         return yaml_text.dump_mapping(self.model_dump(mode="json"))

@@ -48,8 +48,8 @@ CARD = (README, ".gitattributes")
 
 
 def pin(name: HubName) -> HubName:
-    """The name with the commit that its revision is now. Where the hub does not answer, the commit
-    that the cache has of that revision counts.
+    """Returns the name with the commit that its revision is now. Where the hub does not answer, the
+    commit that the cache has of that revision counts.
 
     Raises:
         UserError: there is no such repository or revision, or no access to it.
@@ -74,15 +74,15 @@ def pin(name: HubName) -> HubName:
 
 
 def pinned(text: str) -> str:
-    """`pin` of a model's name; any text that names none on a hub as it is."""
+    """Returns `pin` of a model's name; any text that names none on a hub as it is."""
     name = model_name(text)
     return text if name is None else str(pin(name))
 
 
 def folder(name: HubName) -> Path:
-    """What describes a model: its config and tokenizer files in the cache, fetched where they are
-    not there. Of a name with a GGUF file: that file, which is all in one; of one in several files
-    all of them are fetched.
+    """Returns what describes a model: its config and tokenizer files in the cache, fetched where
+    they are not there. Of a name with a GGUF file: that file, which is all in one; of one in
+    several files all of them are fetched.
 
     Raises:
         UserError: it cannot be fetched, or the repository holds no model.
@@ -101,7 +101,7 @@ def folder(name: HubName) -> Path:
 
 
 def with_weights(name: HubName) -> Path:
-    """`folder`, with the safetensors.
+    """Returns `folder`, with the safetensors.
 
     Raises:
         UserError: they cannot be fetched, or the repository has none.
@@ -156,12 +156,12 @@ def _remove(place: Path, file: str) -> None:
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
-    """Whether all of these files of a pinned name are in the cache."""
+    """Returns whether all of these files of a pinned name are in the cache."""
     return not _lacking(name, snapshot(name, CARD), wanted)
 
 
 def is_commit(place: Path) -> bool:
-    """Whether a folder is a commit of a repository in the cache, named after it."""
+    """Returns whether a folder is a commit of a repository in the cache, named after it."""
     if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
         return False
     from huggingface_hub import constants
@@ -170,12 +170,12 @@ def is_commit(place: Path) -> bool:
 
 
 def is_whole(name: HubName, place: Path) -> bool:
-    """Whether all safetensors of a pinned model are in its folder."""
+    """Returns whether all safetensors of a pinned model are in its folder."""
     return not _lacking(name, place, _weight_files(place))
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    """The folder in the cache that has the files of a pinned name which fit any of the patterns.
+    """Returns the folder in the cache with the files of a pinned name that fit a pattern.
 
     Raises:
         UserError: they cannot be fetched.
@@ -186,7 +186,7 @@ def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
 
 
 def files(name: HubName) -> dict[str, int]:
-    """Path -> bytes of all files of a pinned name.
+    """Returns path -> bytes of all files of a pinned name.
 
     Raises:
         UserError: the hub does not answer, and the cache has no list of them.
@@ -201,7 +201,7 @@ def files(name: HubName) -> dict[str, int]:
 
 
 def _cached_list(name: HubName) -> dict[str, int]:
-    """`files`, of the cache alone. A list that cannot be right does not stay there."""
+    """Returns `files`, of the cache alone. A list that cannot be right does not stay there."""
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
@@ -243,7 +243,7 @@ def _is_sound(blob: Path) -> bool:
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
-    """Those of the files that are not in the cache, or not in the size that the hub says."""
+    """Returns the files that are not in the cache, or not in the size that the hub says."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     sizes: dict[str, int] = {}
@@ -258,15 +258,15 @@ def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables with which another host asks the same hub. Each has a cache and a token of its
-    own."""
+    """Returns the variables with which another host asks the same hub. Each has a cache and a token
+    of its own."""
     return {
         name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE") if name in os.environ
     }
 
 
 def weight_bytes(name: HubName) -> int:
-    """Bytes of the weights of a pinned model, of which only the description has been fetched."""
+    """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
     wanted = gguf_parts(path) if path else _weight_files(folder(name))
     return sum(sizes.get(file, 0) for file in wanted)
@@ -353,7 +353,7 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
 
 
 def _storage(name: HubName) -> Path:
-    """The folder of a repository in the cache."""
+    """Returns the folder of a repository in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

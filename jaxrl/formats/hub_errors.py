@@ -145,8 +145,7 @@ def _limit(request: Any) -> None:
 
 
 def _check_answer(response: Any) -> None:
-    """Raises BadAnswer for an answer that names a file of its choice, or that wants to be waited
-    for too long.
+    """Raises BadAnswer for an answer that names a file, or wants a long wait.
 
     The library makes names of files of the ETag of a HEAD request and of the commit of any.
     """
@@ -240,14 +239,14 @@ def _why(name: HubName, error: BaseException) -> str:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
+    """Returns whether HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether an error says that no hub answers."""
+    """Returns whether an error says that no hub answers."""
     from huggingface_hub.utils import _http
 
     unreachable = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
@@ -255,7 +254,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def not_cached(name: HubName, file: str | None = None) -> str:
-    """The message where a name, or one of its files, would have to be fetched, offline."""
+    """Returns the message where a name, or one of its files, would have to be fetched, offline."""
     from huggingface_hub import constants
 
     what = f"its {file}" if file else "it"
@@ -273,7 +272,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _near(name: HubName) -> str:
-    """The repository of that organisation with the most similar name, if the hub says one."""
+    """Returns the organisation's repository with the most similar name, if there is one."""
     from huggingface_hub import HfApi
 
     author, _, _ = name.repo.partition("/")

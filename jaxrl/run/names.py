@@ -29,8 +29,8 @@ SHOWN = 12
 
 
 def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, ...]]:
-    """The config with a commit in every name on a hub, and a message about each. The configs and
-    tokenizers of its models are then in the hub's cache; weights and data need not be.
+    """Returns the config with a commit in every name on a hub, and a message about each. The
+    configs and tokenizers of its models are then in the hub's cache; weights and data need not be.
 
     Args:
         dry: leave the names of data that cannot be found as they are, for a plan without them.
@@ -93,13 +93,13 @@ def fetch_models(config: Config) -> bool:
 
 
 def _keys(config: Config) -> list[str]:
-    """The keys of the models and data that the run reads."""
+    """Returns the keys of the models and data that the run reads."""
     embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
     return [key for key in (*MODELS, *DATA) if key != "grouper.model" or embeds]
 
 
 def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]]:
-    """The names on a hub under these keys of a config, each with its key."""
+    """Returns the names on a hub under these keys of a config, each with its key."""
     found: list[tuple[str, HubName]] = []
 
     def keep(key: str, text: str) -> str:
@@ -130,5 +130,5 @@ def _on_hub(key: str, text: str) -> HubName | None:
 
 
 def _asked(name: HubName) -> HubName:
-    """The same for all forms of a name: without its commit, and without the branch `main`."""
+    """Returns the same for all forms of a name: without commit, without branch `main`."""
     return replace(name, revision=None if name.revision == "main" else name.revision, commit=None)

@@ -52,7 +52,7 @@ PLACEHOLDERS = {
 
 
 def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Each name with the two ends of its 95% interval."""
+    """Returns each name with the two ends of its 95% interval."""
     table = {}
     for name, metric in names.items():
         table[name] = metric
@@ -64,7 +64,7 @@ def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
-    """What an evaluation measures on one set of held-out prompts, or on all of them."""
+    """Returns what an evaluation measures on one set of held-out prompts, or on all of them."""
     rates = {
         f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
         f"{prefix}/pass@{{k}}": Metric(
@@ -276,7 +276,7 @@ Row = dict[str, int | float | None]
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    """The names with a variable part, as regular expressions."""
+    """Returns the names with a variable part, as regular expressions."""
     found = []
     for name, metric in METRICS.items():
         parts = re.split(r"\{(\w+)\}", name)  # fixed text and placeholders by turns
@@ -288,7 +288,7 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
 
 
 def describe(name: str) -> Metric | None:
-    """What ``name`` means; None where the table does not have it."""
+    """Returns what ``name`` means; None where the table does not have it."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
     matches = (metric for pattern, metric in _patterns() if pattern.fullmatch(name))
@@ -296,7 +296,7 @@ def describe(name: str) -> Metric | None:
 
 
 def _plain(name: str, value: Value, unit: str) -> int | float | None:
-    """A Python number; null where it is not finite. Accepts jax and numpy scalars."""
+    """Returns a Python number; null where it is not finite. Accepts jax and numpy scalars."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -350,7 +350,7 @@ class JsonLines(LineFile):
         super().__init__(path, notify, None if after is None else self._keep)
 
     def _keep(self, file: IO[bytes]) -> int:
-        """Bytes of the rows to keep; one line at a time is in memory.
+        """Returns the bytes of the rows to keep; one line at a time is in memory.
 
         A file with damage among them is moved aside whole; the rows before it are copied back.
         """
@@ -415,7 +415,11 @@ def _parse(path: Path, number: int, line: str | bytes) -> JsonObject:
 
 
 def read_metrics(run: str | Path) -> list[JsonObject]:
-    """Rows of a run directory or of its ``metrics.jsonl``; a torn last line is left out."""
+    """Returns the rows of a run, but for a torn last line.
+
+    Args:
+        run: a run directory or its ``metrics.jsonl``.
+    """
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path
     if path.exists() and not path.is_file():
@@ -432,7 +436,7 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
 
 
 def _finite_fields(sample: Sample) -> JsonObject:
-    """The fields of a sample; null for a number that is not finite, as in rows."""
+    """Returns the fields of a sample; null for a number that is not finite, as in rows."""
     return {
         name: finite(value) if isinstance(value, float) else value
         for name, value in dataclasses.asdict(sample).items()
@@ -470,7 +474,7 @@ class Sample:
 
     @property
     def judged(self) -> str:
-        """The reward that it was trained with, else the verifier's score; empty without either."""
+        """Returns the reward that it was trained with, else the verifier's score, or ''."""
         if self.reward is not None:
             return f"reward {self.reward:.2g}"
         return "" if self.score is None else f"score {self.score:.2g}"
@@ -524,7 +528,7 @@ class SamplesWriter(JsonLines):
 
 
 def markdown() -> str:
-    """The page docs/metrics.md."""
+    """Returns the page docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -19,6 +19,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.formats.torch_bin import TorchBinFolder, open_weights
+from jaxrl.roles.encoder import embed
 
 REFERENCES = Path(__file__).parent.parent / "references"
 EXPECTED = {
@@ -182,6 +183,25 @@ def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
     assert "there is no such file" in refusal(tmp_path)
     with pytest.raises(UserError, match="no weights here"):
         open_weights(tmp_path)
+
+
+@NEEDS_TORCH
+def test_an_encoder_embeds_the_same_from_what_torch_saved(tmp_path: Path) -> None:
+    """In two files with an index, as bge-m3 is published."""
+    import torch
+    from safetensors.torch import load_file
+
+    published, weight_map = REFERENCES / "tiny_bge", {}
+    ignored = shutil.ignore_patterns("*.safetensors*")
+    folder = shutil.copytree(published, tmp_path / "encoder", ignore=ignored)
+    for i, file in enumerate(sorted(published.glob("*.safetensors"))):
+        tensors = load_file(file)
+        torch.save(tensors, folder / f"{i}.bin")
+        weight_map |= dict.fromkeys(tensors, f"{i}.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    texts = ["one", "another text"]
+    np.testing.assert_array_equal(embed(folder, texts), embed(published, texts))
 
 
 def test_without_torch_the_extra_and_the_conversion_are_named(
