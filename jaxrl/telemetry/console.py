@@ -76,16 +76,12 @@ def _shown(row: Row) -> list[tuple[str, str]]:
     for name, (label, form) in _SHOWN.items():
         if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
             continue
-        value = row[name]
-        text = "not finite" if value is None else format(value, form) + _interval(row, name)
+        value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+        text = "not finite" if value is None else format(value, form)
+        if value is not None and low is not None and high is not None:
+            text += f" ±{50 * (high - low):.1f}"  # half the 95% interval, in points
         shown.append((label, text))
     return shown
-
-
-def _interval(row: Row, name: str) -> str:
-    """Returns half the width of the fraction's 95% interval, in points, where the row has one."""
-    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return "" if low is None or high is None else f" ±{50 * (high - low):.1f}"
 
 
 def format_seconds(seconds: float) -> str:

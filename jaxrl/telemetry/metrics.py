@@ -323,10 +323,6 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
     return row
 
 
-def _line(row: Row) -> str:
-    return json.dumps(row, allow_nan=False)
-
-
 class JsonLines(LineFile):
     """A file of JSON objects, one a line, each with a ``step`` that never falls."""
 
@@ -389,7 +385,7 @@ class MetricsWriter(JsonLines):
             raise ValueError(f"step {step} after step {self._step}: steps must rise")
         self._step = step
         self.first, self.last = self.first or row, row
-        self.append([_line(row)])
+        self.append([json.dumps(row, allow_nan=False)])
         return row
 
     def amend(self, step: int, metrics: Mapping[str, Value]) -> Row:
@@ -400,7 +396,7 @@ class MetricsWriter(JsonLines):
         self.last = old | _row(step, metrics)
         if self.first is old:
             self.first = self.last
-        self.replace_last(_line(old), _line(self.last))
+        self.replace_last(*(json.dumps(row, allow_nan=False) for row in (old, self.last)))
         return self.last
 
 
@@ -433,14 +429,6 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: no {METRICS_FILE} of a run") from error
-
-
-def _finite_fields(sample: Sample) -> JsonObject:
-    """Returns the fields of a sample; null for a number that is not finite, as in rows."""
-    return {
-        name: finite(value) if isinstance(value, float) else value
-        for name, value in dataclasses.asdict(sample).items()
-    }
 
 
 @dataclass(frozen=True)
@@ -524,7 +512,14 @@ class SamplesWriter(JsonLines):
     """
 
     def write(self, samples: Sequence[Sample]) -> None:
-        self.append([json.dumps(_finite_fields(s), ensure_ascii=False) for s in samples])
+        rows = [
+            {
+                name: finite(value) if isinstance(value, float) else value  # null, as in metrics
+                for name, value in dataclasses.asdict(sample).items()
+            }
+            for sample in samples
+        ]
+        self.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 def markdown() -> str:
