@@ -37,7 +37,7 @@ class TablePart:
     def __init__(
         self,
         name: str,
-        open_reader: Callable[[], ParquetReader | DatasetReader | MemoryReader],
+        open_reader: Callable[[], ParquetReader | TableReader],
         keys: Keys,
         label: str,
     ):
@@ -151,42 +151,20 @@ class ParquetReader:
         return self._file.iter_batches(_BATCH, columns=columns)
 
 
-class DatasetReader:
-    """What `datasets.Dataset.save_to_disk` wrote: streams of Arrow, memory-mapped. Images and the
-    like stay bytes that nobody decodes.
-    """
+class TableReader:
+    """A `pyarrow.Table`, or a `datasets.Dataset` of a Python program."""
 
-    def __init__(self, folder: str, files: list[str]):
-        import pyarrow as pa
-
+    def __init__(self, rows: Any, files: tuple[str, ...] = (), features: Any = None):
+        """
+        Args:
+            files: that the rows are in, where they are in any.
+            features: what `datasets` says of the columns; None: as the schema has it.
+        """
         self.files = files
-        self._table = pa.concat_tables(
-            pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files
-        )
-        self.schema = self._table.schema
-        info = json.loads((Path(folder) / "dataset_info.json").read_text(encoding="utf-8"))
-        self.features = info.get("features") or features_in(self.schema)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def row(self, index: int) -> Table:
-        return self._table.slice(index, 1)
-
-    def batches(self, columns: list[str]) -> Iterator[Table]:
-        return iter(self._table.select(columns).to_batches(_BATCH))
-
-
-class MemoryReader:
-    """A `pyarrow.Table` or a `datasets.Dataset` of a Python program."""
-
-    files: tuple[str, ...] = ()
-
-    def __init__(self, rows: Any):
         as_arrow = getattr(rows, "with_format", None)
         self._rows = rows if as_arrow is None else as_arrow("arrow")
         self.schema = rows.schema if as_arrow is None else rows.features.arrow_schema
-        self.features = features_in(self.schema)
+        self.features = features or features_in(self.schema)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -206,18 +184,28 @@ class MemoryReader:
 
 def open_table(name: str, rows: Any, keys: Keys, label: str) -> TablePart:
     """Returns the rows of a `pyarrow.Table` or a `datasets.Dataset`."""
-    return TablePart(name, lambda: MemoryReader(rows), keys, label)
+    return TablePart(name, lambda: TableReader(rows), keys, label)
 
 
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
-    """Returns the rows of a saved `Dataset`, which may be one split of a `DatasetDict`."""
+    """Returns the rows of a saved `Dataset`, which may be one split of a `DatasetDict`: streams of
+    Arrow, memory-mapped. Images and the like stay bytes that nobody decodes."""
     state = Path(folder) / "state.json"
     with _readable(f"{label}: {state}"):
         written = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
         files = [str(Path(folder) / file["filename"]) for file in written]
     if not files:
         raise UserError(f"{label}: {name}: no rows")
-    return TablePart(name, lambda: DatasetReader(folder, files), keys, label)
+
+    def read() -> TableReader:
+        import pyarrow as pa
+
+        streams = (pa.ipc.open_stream(pa.memory_map(file)) for file in files)
+        table = pa.concat_tables(stream.read_all() for stream in streams)
+        info = json.loads((Path(folder) / "dataset_info.json").read_text(encoding="utf-8"))
+        return TableReader(table, tuple(files), info.get("features"))
+
+    return TablePart(name, read, keys, label)
 
 
 def dataset_splits(folder: str, label: str) -> list[str] | None:
