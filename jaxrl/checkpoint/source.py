@@ -215,9 +215,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
     tensors = open_tensors(name, place, read, weights.tensor_shapes(config))
     if not isinstance(tensors, Unfetched):
-        held = weights.held_against(config, tensors)
-        weights.check(tensors, weights.tensor_shapes(held))
-        return ModelSource(name, place, held, tensors, tokenizer)
+        config = weights.held_against(config, tensors)
+        weights.check(tensors, weights.tensor_shapes(config))
     return ModelSource(name, place, config, tensors, tokenizer)
 
 

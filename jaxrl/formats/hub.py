@@ -324,32 +324,32 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
 
     blobs = _storage(name) / "blobs"
 
-    def there() -> set[Path]:
-        """Returns the blobs that are whole: others have names with a dot."""
+    def whole_blobs() -> set[Path]:
+        """Returns the files of the cache that are not being written: those have a dot."""
         return {blob for blob in blobs.glob("*") if PLAIN.fullmatch(blob.name)}
 
-    def call() -> Path:
-        before = there()
+    def fetch_and_check() -> Path:
+        before = whole_blobs()
         try:
-            place = fetch(name.repo, repo_type=name.kind, revision=name.sha)
+            fetched = fetch(name.repo, repo_type=name.kind, revision=name.sha)
         except Exception as error:
             if not is_unreachable(error):  # the list may be what is wrong
                 _forget_list(name)
             raise
-        damaged = [blob for blob in sorted(there() - before) if not _is_sound(blob)]
+        damaged = [blob for blob in sorted(whole_blobs() - before) if not _is_sound(blob)]
         if not damaged:
-            return Path(place)
-        links = {link.resolve(): link.name for link in Path(place).parent.glob("**/*")}
+            return Path(fetched)
+        links = {link.resolve(): link.name for link in Path(fetched).parent.glob("**/*")}
         for blob in damaged:
             blob.unlink()
         _forget_list(name)
-        files = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
+        names = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
         raise BadAnswer(
-            f"{constants.ENDPOINT} sends {files} with other contents than it says (by their"
+            f"{constants.ENDPOINT} sends {names} with other contents than it says (by their"
             " hashes), and they were removed: start again, or set HF_ENDPOINT to another hub"
         )
 
-    return ask(name, call)
+    return ask(name, fetch_and_check)
 
 
 def _storage(name: HubName) -> Path:
