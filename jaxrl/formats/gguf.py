@@ -581,7 +581,7 @@ def _expert(name: str) -> int | None:
 
 
 def _of_state(name: str) -> str:
-    """Returns of a tensor of a layer with a state what comes last in its name; "" of all others."""
+    """Returns the end of the name of a tensor of a layer with a state; "" of all others."""
     return name.partition(".linear_attn.")[2]
 
 

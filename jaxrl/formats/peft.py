@@ -327,7 +327,7 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
 
 
 def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """Yields of each block of stacked parameters its number and, of each adapted tensor that it
+    """Yields for each block of stacked parameters its number and, of each adapted tensor that it
     has, the paths of its projections within a block and its names, layer by layer."""
     assert model.lora is not None
     places = weights.places(model, "stacked")
