@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.config.base import Overrides
-from jaxrl.config.evaluated import MESH, READ
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, Overrides
+from jaxrl.config.settings import EVALUATED, EVALUATED_MESH
 from jaxrl.process.callable_module import make_callable
 
 if TYPE_CHECKING:
@@ -91,10 +90,10 @@ def _parser() -> cli.Parser:
         metavar="FILE.yaml",
         help="keys about evaluation are read from it (default: the config of MODEL's run)",
     )
-    add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {MESH})")
+    add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")
-    add("overrides", nargs="*", metavar="key=value", help=f"set a key of: {', '.join(READ)}")
+    add("overrides", nargs="*", metavar="key=value", help=f"set a key of: {', '.join(EVALUATED)}")
     parser.epilog = f"{cli.called_as('jaxrl.train')} --help tells what each key means."
     return parser
 

@@ -27,7 +27,7 @@ NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def digest_model(place: Path, weights: bool = True) -> str:
-    """Of a model folder, a checkpoint of a run, or a file.
+    """Returns the digest of a model folder, a checkpoint of a run, or a file.
 
     Args:
         weights: False: only of what describes the model, such as its tokenizer.
@@ -54,8 +54,8 @@ def digest_model(place: Path, weights: bool = True) -> str:
 
 
 def digest_file(path: Path) -> str:
-    """sha256, in hex, of the size and the contents; of a large file of some blocks, and of all of
-    the header that a safetensors file begins with.
+    """Returns the sha256, in hex, of the size and the contents; of a large file of some blocks, and
+    of all of the header that a safetensors file begins with.
     """
     try:
         with open(path, "rb") as file:
@@ -76,7 +76,8 @@ def digest_file(path: Path) -> str:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Names of both whose digests differ; what only one of them knows cannot be compared."""
+    """Returns the names of both whose digests differ; what only one of them knows cannot be
+    compared."""
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
-from jaxrl.formats.converted import Converted, Scratch
 from jaxrl.formats.hub_names import gguf_parts, model_name
 from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
@@ -46,7 +44,7 @@ FINAL = "final"
 
 
 def chat_date_of(config: JsonObject) -> str | None:
-    """`data.chat_date` of the config that a run wrote."""
+    """Returns `data.chat_date` of the config that a run wrote."""
     data = config.get("data")
     return data.get("chat_date") if isinstance(data, dict) else None
 
@@ -63,18 +61,16 @@ class ModelSource:
     tensors: weights.Tensors = field(repr=False, compare=False)
     tokenizer_path: Path | None
     """A folder or a GGUF file; None where the checkpoint has no tokenizer."""
-    scratch: Scratch | None = None
-    """Where the roles of a starting run share the conversion of a GGUF file."""
     adapter: peft.Adapter | None = None
     """Of a folder or a checkpoint of adapters; `tensors` then are the merged weights, or those of
     the base where `config.lora` says that the adapters are trained further."""
 
     def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[object, ...]]:
-        """Another process finds it by its name again: no open file travels."""
+        """Lets another process find it by its name again: no open file travels."""
         assert not isinstance(self.tensors, weights.KeptLayers), "a cut model has no name"
         config = self.config
         given = (config.lora, config.quantised, config.sequence_length, config.eos_ids)
-        return _resolve_shared, (self.name, self.scratch, *given)
+        return _resolve_again, (self.name, *given)
 
     def with_weights(self) -> ModelSource:
         """Returns the same model once its weights are here: those of a model on a hub are fetched,
@@ -92,7 +88,7 @@ class ModelSource:
 
     @property
     def run_config(self) -> Path | None:
-        """The config of the run that wrote this model; None where no run did."""
+        """Returns the config of the run that wrote this model; None where no run did."""
         place = self.path.resolve()
         folder = place.parent if place.name == FINAL else place
         if folder == place and not (place / store.MANIFEST).is_file():
@@ -100,31 +96,30 @@ class ModelSource:
         return folder / store.CONFIG if (folder / store.CONFIG).is_file() else None
 
     def for_length(self, tokens: int) -> ModelSource:
-        """The same model for sequences of at most so many tokens (`DecoderConfig.for_length`)."""
+        """Returns the same model for sequences of at most so many tokens
+        (`DecoderConfig.for_length`)."""
         return replace(self, config=self.config.for_length(tokens))
 
     def load(
         self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
     ) -> Params:
-        """Parameters without adapters, each device reading only its slices; quantised where
-        `config` is."""
-        tensors = self._read_from()
-        if weights.held_against(self.config, tensors) != self.config:
+        """Returns parameters without adapters; each device reads its slices."""
+        if weights.held_against(self.config, self.tensors) != self.config:
             raise UserError(
                 f"model {self.name!r}: lm_head.weight is not the embedding, but config.json says"
                 " tie_word_embeddings=true. The weights are here now: start again, and its own"
                 " head is used"
             )
-        return weights.load(tensors, self.config.base, mesh, dtype, layout)
+        return weights.load(self.tensors, self.config.base, mesh, dtype, layout)
 
     def load_adapters(self, mesh: Mesh | None, dtype: DTypeLike, seed: int) -> Params:
-        """The adapters of `config.lora`, stacked: those of the checkpoint, or the first ones."""
+        """Returns the stacked adapters of `config.lora`: the checkpoint's, or new ones."""
         pairs = None if self.adapter is None else self.adapter.pairs()
         return peft.load(self.config, pairs, mesh, dtype, seed)
 
     def with_lora(self, lora: Lora, quantised: Quantisation | None = None) -> ModelSource:
-        """The same model with adapters to train, over kernels that are quantised or not. Raises
-        UserError where it has others."""
+        """Returns the same model with adapters to train, over kernels that are quantised or not.
+        Raises UserError where it has others."""
         config = replace(self.config, lora=lora, quantised=quantised)
         if self.adapter is None:
             return replace(self, config=config)
@@ -150,30 +145,26 @@ class ModelSource:
 
     @property
     def start(self) -> ModelSource:
-        """The model before training, without adapters of its own."""
+        """Returns the model before training, without adapters of its own."""
         if self.adapter is None:
             return replace(self, config=self.config.base)
         return replace(self, config=self.config.plain, tensors=self.adapter)
 
     @property
     def base_name(self) -> str:
-        """Name of the model without its adapters; of one that is here, the folder or file that
-        its weights are read from."""
+        """Returns the name of the model without its adapters; of one that is here, the folder or
+        file that its weights are read from."""
         name, place = self.name, self.path
         if self.adapter is not None:
             name, place = self.adapter.base, self.adapter.base_path
         return str(place.resolve()) if user_path(name).exists() else name
 
     def load_head(self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """The LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
-        return weights.load_head(self._read_from(), self.config, mesh, dtype)
-
-    def _read_from(self) -> weights.Tensors:
-        file: Any = self.tensors
-        return file if self.scratch is None else Converted(file, self.scratch)
+        """Returns the LM head [V, D] alone, rows over `tensor` and D over `fsdp`."""
+        return weights.load_head(self.tensors, self.config, mesh, dtype)
 
     def keep_layers(self, keep: tuple[int, ...]) -> ModelSource:
-        """The same model with only some of its layers, in the given order."""
+        """Returns the same model with only some of its layers, in the given order."""
         wrong = [i for i in keep if not 0 <= i < self.config.n_layers]
         if wrong or not keep:
             raise UserError(
@@ -224,14 +215,13 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 
     tensors = open_tensors(name, place, read, weights.tensor_shapes(config))
     if not isinstance(tensors, Unfetched):
-        held = weights.held_against(config, tensors)
-        weights.check(tensors, weights.tensor_shapes(held))
-        return ModelSource(name, place, held, tensors, tokenizer)
+        config = weights.held_against(config, tensors)
+        weights.check(tensors, weights.tensor_shapes(config))
     return ModelSource(name, place, config, tensors, tokenizer)
 
 
 def lora_of(config: Config) -> Lora | None:
-    """`student.lora`."""
+    """Returns `student.lora`."""
     c = config.student.lora
     rank, alpha, targets, init = c.rank, c.alpha, c.targets, c.init
     if rank is None:
@@ -240,14 +230,13 @@ def lora_of(config: Config) -> Lora | None:
 
 
 def resolve_student(config: Config) -> ModelSource:
-    """`student.model`, with the adapters of `student.lora`."""
+    """Returns `student.model`, with the adapters of `student.lora`."""
     found, lora = resolve_model(config.student.model), lora_of(config)
     return found if lora is None else found.with_lora(lora, config.quantised)
 
 
-def _resolve_shared(
+def _resolve_again(
     name: str,
-    scratch: Scratch | None,
     lora: Lora | None,
     quantised: Quantisation | None,
     length: int | None,
@@ -255,7 +244,7 @@ def _resolve_shared(
 ) -> ModelSource:
     found = resolve_model(name)
     config = replace(found.config, sequence_length=length, eos_ids=eos_ids)
-    found = replace(found, config=config, scratch=scratch)
+    found = replace(found, config=config)
     return found if lora is None else found.with_lora(lora, quantised)
 
 
@@ -289,7 +278,7 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
 def _once(
     read: Callable[[], Mapping[str, peft.Pair]],
 ) -> Callable[[], Mapping[str, peft.Pair]]:
-    """A function that reads at its first call only, though two workers may call it at once."""
+    """Returns a function that reads at its first call only, also where two workers call it."""
     lock, kept = threading.Lock(), cache(read)
 
     def result() -> Mapping[str, peft.Pair]:
@@ -360,12 +349,12 @@ def _in_run_directory(name: str, place: Path) -> Path:
 
 
 def _gguf_files(found: Iterable[Path]) -> list[Path]:
-    """GGUF files; of a model in several, the first."""
+    """Returns the GGUF files; of a model in several, the first."""
     return sorted(file for file in found if gguf_parts(file.name)[0] == file.name)
 
 
 def _in_package(name: str, package: str) -> Path:
-    """The GGUF file inside an installed Python package."""
+    """Returns the GGUF file inside an installed Python package."""
     folder = package_folder(name, package)
     files = _gguf_files(folder.rglob("*.gguf"))
     if len(files) != 1:
@@ -388,8 +377,8 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The transformers tokenizer, whose chat template shows the date of the model's run, if a
-        run made it; None where the checkpoint has none."""
+        """Returns the transformers tokenizer, whose chat template shows the date of the model's
+        run, if a run made it; None where the checkpoint has none."""
         path, run = self.source.tokenizer_path, self.source.run_config
         if path is None:
             return None
@@ -399,7 +388,7 @@ class Model:
     def logits(
         self, tokens: Int[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]
     ) -> Float[jax.Array, "B T V"]:
-        """Next-token logits [B, T, V] float32; padding (mask False) may be on either side."""
+        """Returns next-token logits [B, T, V] float32; padding may be on either side."""
         tokens, mask, n = self._rows(tokens, mask)
         return _logits(self.config, self.mesh, self.params, tokens, mask)[:n]
 
@@ -409,7 +398,7 @@ class Model:
         mask: Bool[ArrayLike, "B T"],
         temperature: float = 1.0,
     ) -> Float[jax.Array, "B T"]:
-        """Log-probability [B, T] of each token given the ones before it, nats, float32.
+        """Returns the log-probability [B, T] of each token given the ones before it, nats, float32.
 
         0 at padding and at each row's first valid token, which nothing predicts.
         """
@@ -442,8 +431,7 @@ class Model:
 def load_model(
     path: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str = "float32"
 ) -> Model:
-    """Loads a checkpoint by any of the names that `resolve_model` knows, sharded over `mesh` where
-    given."""
+    """Loads a checkpoint by any name that `resolve_model` knows, sharded over `mesh`."""
     source = resolve_model(path).with_weights()
     return Model(source, source.load(mesh, dtype), mesh)
 

@@ -30,9 +30,8 @@ from typing import NoReturn
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
-from jaxrl.config.base import Base
 from jaxrl.config.paths import working_directory
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Base, Config
 from jaxrl.errors import RunError, UserError, near, short, user_path
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
@@ -97,7 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def called_as(module: str) -> str:
-    """How this command was called: `jaxrl train`, or `python -m` with one module or the other."""
+    """Returns how this command was called: `jaxrl train`, or `python -m` with a module."""
     main = sys.modules["__main__"]
     started = main.__spec__.name if main.__spec__ is not None else ""
     command = module.rpartition(".")[2].replace("_", "-")
@@ -201,7 +200,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
         with _explained_paths():
             code = command(sys.argv[1:] if argv is None else argv)
     except (UserError, RunError) as error:
-        to_stderr(f"error: {error}{_damage_in_cache(str(error))}")
+        to_stderr(f"error: {error}")
         return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
@@ -230,15 +229,6 @@ def _explained_paths() -> Iterator[None]:
         if not re.search("embedded null (byte|character)", str(error)):
             raise
         raise UserError("a path has a character of code 0 in it") from error
-
-
-def _damage_in_cache(text: str) -> str:
-    """What is to be added to an error about a file of the hub's cache that is damaged there."""
-    if "/snapshots/" not in text:
-        return ""
-    from jaxrl.formats import hub  # imports jax
-
-    return hub.remove_damage(text)
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
@@ -272,7 +262,7 @@ def leave(code: int, patience: float = 5.0) -> NoReturn:
 
 
 def keys_help(width: int) -> str:
-    """Every config key with its type, default and docstring, grouped by section."""
+    """Returns every config key with its type, default and docstring, grouped by section."""
     width = max(60, min(width, 120))
     lines = ["config keys (in the file, or as key=value):"]
     for group in config_keys.groups(Config):

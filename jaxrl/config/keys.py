@@ -5,17 +5,20 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxrl.config.aliases import alias_hint
-from jaxrl.config.base import MISSING
 from jaxrl.errors import UserError, closest, near, short
 
 SHOWN_ERRORS = 4
 """Lines in one error message; what is beyond is counted."""
 
+MISSING = "is required and not set"
+"""How the error about a key without a value and without a default ends."""
 MAPPING = "mapping of NAME"
 """How the type of a key that takes a mapping begins."""
 _PLAIN = {
@@ -23,6 +26,10 @@ _PLAIN = {
     "too_short": "the list should not be empty",
 }
 """Wording for the error types whose own names Python types or internals."""
+
+
+OTHER_LIBRARIES = Path(__file__).parent.parent / "assets" / "other_libraries.yaml"
+"""What the keys of TRL, verl and others are called here, or that they are not here."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,12 @@ class Group(NamedTuple):
 
     @property
     def doc(self) -> str:
-        """The docstring of the section, on one line."""
+        """Returns the docstring of the section, on one line."""
         return " ".join((self.model.__doc__ or "").split())
 
 
 def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
-    """The keys of ``model`` and then of each section in it, in the order of definition."""
+    """Yields the keys of ``model`` and then of each section in it, in the order of definition."""
     fields = model.model_fields.items()
     below = {name: s for name, field in fields if (s := _section(field.annotation)) is not None}
     own = (
@@ -76,17 +83,17 @@ def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
 
 
 def keys(model: type[BaseModel]) -> Iterator[Key]:
-    """Every key under ``model``, in the order of ``groups``."""
+    """Yields every key under ``model``, in the order of ``groups``."""
     return (key for group in groups(model) for key in group.keys)
 
 
 def mappings(model: type[BaseModel]) -> list[str]:
-    """Every key under ``model`` whose value may be a mapping with names of the user's choice."""
+    """Returns every key under ``model`` whose value may be a mapping with the user's names."""
     return [key.path for key in keys(model) if MAPPING in key.type]
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:
-    """A validation error in a few lines: the dotted key, what is wrong, the value.
+    """Returns a validation error in a few lines: the dotted key, what is wrong, the value.
 
     Unknown keys come alone: what else is wrong may follow from them.
     """
@@ -106,14 +113,14 @@ def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> Non
 
 
 def _unknown(model: type[BaseModel], error: ValidationError) -> str:
-    """A line for each unknown key, with the near one."""
+    """Returns a line for each unknown key, with the near one."""
     known = [key.path for key in keys(model)]
     paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
     return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in map(short, paths)])
 
 
 def _unknown_paths(item: Any) -> Iterator[str]:
-    """Every key in what was given to no key at all, or in a mapping given to a plain key."""
+    """Yields every key in what was given to no key at all, or in a mapping given to a plain key."""
     given, where = item["input"], item["loc"]
     plain = item["type"] not in ("missing", "value_error")
     named = all(isinstance(part, str) for part in where)  # not an entry of a list
@@ -137,7 +144,8 @@ def _explain_one(item: Any) -> str:
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """True for what pydantic adds to a location for a union, such as ``constrained-int``."""
+    """Returns True for what pydantic adds to a location for a union, such as
+    ``constrained-int``."""
     return isinstance(part, str) and not part.isidentifier()
 
 
@@ -156,7 +164,7 @@ def _leaves(path: str, value: object) -> Iterator[str]:
 
 
 def _near_path(path: str, known: list[str]) -> str:
-    """A hint at the key that was meant: in the same section, else the same word, else any."""
+    """Returns a hint at the key meant: in the same section, else the same word, else any."""
     if path in known:
         return ": in a file, nest it (a section's name, then the key indented below)"
     exact = alias_hint(path, whole=True)
@@ -174,6 +182,37 @@ def _near_path(path: str, known: list[str]) -> str:
     if alias:
         return alias
     return near(path, same_word) or near(path, known) or " (--help lists them all)"
+
+
+def alias_hint(path: str, whole: bool = False) -> str:
+    """Returns `` (here it is X)`` for a key of another library; empty for any other.
+
+    Args:
+        whole: only where the whole path is known, not where its last or first words are.
+    """
+    aliases, absent, trees = other_libraries()
+    words = path.split(".")
+    if words[0] in absent:
+        return f" ({absent[words[0]]})"
+    for end in [path] if whole else [".".join(words[i:]) for i in range(len(words))]:
+        if end in aliases:
+            return f" (here it is {' or '.join(aliases[end])})"
+        if end in absent:
+            return f" ({absent[end]})"
+    return f" ({trees[words[0]]})" if words[0] in trees and not whole else ""
+
+
+@cache
+def other_libraries() -> tuple[dict[str, list[str]], dict[str, str], dict[str, str]]:
+    """Reads `OTHER_LIBRARIES`: a name there -> our keys, a name of what is absent -> what there is
+    instead, and a first word -> the page about its keys."""
+    table = yaml.safe_load(OTHER_LIBRARIES.read_text(encoding="utf-8"))
+    aliases: dict[str, list[str]] = {}
+    for key, names in table["here"].items():
+        for name in names.split():
+            aliases.setdefault(name, []).append(key)
+    absent = {name: why for why, names in table["absent"].items() for name in names.split()}
+    return aliases, absent, table["trees"]
 
 
 def _section(annotation: object) -> type[BaseModel] | None:

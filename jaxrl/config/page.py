@@ -65,7 +65,7 @@ TABLE = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 
 def markdown() -> str:
-    """The page docs/config.md."""
+    """Returns the page docs/config.md."""
     lines = [HEAD]
     for group in config_keys.groups(Config):
         title = [f"## {group.path}", "", group.doc] if group.path else ["## A run"]

@@ -25,7 +25,7 @@ KEYS = ("algorithm", "teacher.cache", "teacher.ca_file", *MODELS, *DATA, *CODE)
 
 
 def working_directory() -> Path:
-    """The folder that relative paths start at. Raises UserError where it has been removed."""
+    """Returns the folder that relative paths start at. Raises UserError where it is gone."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -33,14 +33,14 @@ def working_directory() -> Path:
 
 
 def beside(mapping: JsonObject, folder: Path, keys: Sequence[str] = KEYS) -> JsonObject:
-    """A config's mapping, in which paths that exist in the folder are absolute."""
+    """Returns a config's mapping, in which paths that exist in the folder are absolute."""
     for key in keys:
         mapping = changed(mapping, key, lambda text: _absolute(text, folder))
     return mapping
 
 
 def without_folders(value: object) -> object:
-    """A value of a key in `CODE` with the names of its files alone."""
+    """Returns a value of a key in `CODE` with the names of its files alone."""
     if isinstance(value, dict):
         return {name: without_folders(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -49,14 +49,14 @@ def without_folders(value: object) -> object:
 
 
 def changed(mapping: JsonObject, key: str, change: Callable[[str], str]) -> JsonObject:
-    """A mapping with each text under a key changed; under `teachers`, each model."""
+    """Returns a mapping with each text under a key changed; under `teachers`, each model."""
     if key == TEACHERS and isinstance(given := mapping.get(key), dict):
         return mapping | {key: _models_changed(given, change)}
     return _changed(mapping, key.split("."), change)
 
 
 def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
-    """A value with each text under the path changed; lists and mappings are copied."""
+    """Returns a value with each text under the path changed; lists and mappings are copied."""
     if path and isinstance(value, dict) and path[0] in value:
         return value | {path[0]: _changed(value[path[0]], path[1:], change)}
     if path:
@@ -71,7 +71,7 @@ def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
 
 
 def _models_changed(teachers: JsonObject, change: Callable[[str], str]) -> JsonObject:
-    """Several teachers with the model of each changed, which may stand alone or with other keys."""
+    """Returns teachers with each model changed, which may stand alone or with other keys."""
     return {
         name: change(one) if isinstance(one, str) else _changed(one, ["model"], change)
         for name, one in teachers.items()
@@ -79,7 +79,7 @@ def _models_changed(teachers: JsonObject, change: Callable[[str], str]) -> JsonO
 
 
 def _absolute(text: str, folder: Path) -> str:
-    """The text with its path, which options or the name of a function may follow, from a folder."""
+    """Returns a text with its path absolute; options or a function's name may follow it."""
     before, colon, after = text.rpartition(":")
     for path, rest in ((text, ""), (before, colon + after)):
         looks = "\0" not in path and ("/" in path or os.path.splitext(path)[1])
@@ -96,7 +96,7 @@ def _exists(folder: Path, path: str) -> bool:
 
 
 def _file_name(text: object) -> object:
-    """`file.py`, `file.py:function` and absolute paths without a folder; anything else as it is."""
+    """Returns `file.py`, `file.py:function`, absolute paths without folder; else the text."""
     if not isinstance(text, str):
         return text
     if text.endswith(".py") or Path(text).is_absolute() and ".py:" not in text:

@@ -1,4 +1,5 @@
-"""The config of a run: one frozen class per section, a docstring under each key.
+"""The config of a run: one frozen class per section, a docstring under each key, and where the keys
+of a run come from: a file, the quickstart or the plain defaults.
 
 The keys of models and their devices are in `config.roles`, all others in `config.settings` and
 `config.run_config`; conditions on several sections are in `config.rules`. The class defaults suit
@@ -9,7 +10,10 @@ algorithm learns from a teacher, ``teacher.model`` have no default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,15 +22,99 @@ from pydantic import ValidationError
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
-from jaxrl.config.base import Base, Overrides, base_of
 from jaxrl.config.rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError, shown
+from jaxrl.errors import UserError, shown, user_path
 from jaxrl.process.plain import JsonObject
 
 CONFIG_FILE = "config.yaml"
 """Name of the config in a run directory."""
+QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
+BUILTIN = "builtin:quickstart"
+"""The name of that file, where a config is asked for."""
+OWN = ("student.model", "data.train")
+"""Keys with which a run without a file is no longer the quickstart."""
+
+Overrides = Sequence[str] | Mapping[str, object]
+"""`key=value` strings, or a mapping of keys (dotted, or nested) to values."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where the keys of a run come from."""
+
+    note: str
+    """For the reader of a run."""
+    mapping: JsonObject
+    """All keys: those of the file, the quickstart or none, and those that were set."""
+    unset: Mapping[str, object]
+    """The quickstart's keys that were not set, with their values; empty for another base."""
+    own: tuple[str, ...] = ()
+    """The keys for which a run without a file is not the quickstart."""
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors inside also say which of the values that they name nobody has set."""
+        try:
+            yield
+        except UserError as error:
+            why = self._why(str(error))
+            if not why:
+                raise
+            raise UserError(f"{error}\n{why}") from error
+
+    def _why(self, error: str) -> str:
+        if self.own and config_keys.MISSING in error:
+            return (
+                f"with {' and '.join(self.own)} set and no --config the other keys have their"
+                f" defaults; --config {BUILTIN} takes the quickstart's"
+            )
+        named = [
+            f"{key}={yaml_text.shown(value)}"
+            for key, value in self.unset.items()
+            if _names(error, f"{key.rpartition('.')[2]}={yaml_text.shown(value)}")
+        ]
+        if not named:
+            return ""
+        return f"from the built-in quickstart, for there is no --config: {', '.join(named)}"
+
+
+def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[str] = ()) -> Base:
+    """Returns the keys of a run.
+
+    Args:
+        path: a YAML file, or `builtin:quickstart`. None: the plain defaults where one of `OWN` is
+            set, else the quickstart.
+        mappings: keys whose value may be a whole mapping.
+
+    Raises:
+        UserError: the file cannot be read, or an override is none.
+    """
+    given = dict(yaml_text.assignments(overrides, mappings))
+    own = tuple(key for key in OWN if key in given) if path is None else ()
+    start: JsonObject = {}
+    if own:
+        note = f"no file and {' and '.join(own)} set, so the defaults"
+    elif path is None or str(path) == BUILTIN:
+        start, note = read_keys(QUICKSTART), "the built-in quickstart"
+    else:
+        start, note = read_keys(user_path(path)), str(path)
+    if given:
+        note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
+    known = dict(yaml_text.assignments(start)) if path is None else {}
+    unset = {key: value for key, value in known.items() if key not in given}
+    return Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
+
+
+def read_keys(path: Path) -> JsonObject:
+    """Returns the mapping in a YAML file; paths that exist beside the file are absolute."""
+    return config_paths.beside(yaml_text.read_mapping(path), path.absolute().parent)
+
+
+def _names(error: str, value: str) -> bool:
+    """Returns whether an error names `word=value`."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?![\w.])", error) is not None
 
 
 class _Parsed(type(Section)):  # type: ignore[misc]
@@ -50,7 +138,7 @@ class Config(RunConfig, metaclass=_Parsed):
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:
-        """The config of a YAML file, with some keys overridden.
+        """Returns the config of a YAML file, with some keys overridden.
 
         Args:
             path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
@@ -86,7 +174,7 @@ class Config(RunConfig, metaclass=_Parsed):
     def load_base(
         cls, path: str | Path | None = None, overrides: Overrides = ()
     ) -> tuple[Self, Base]:
-        """`load`, and the source of the keys that nobody set."""
+        """Does what `load` does, and returns the source of the keys that nobody set."""
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
@@ -100,7 +188,7 @@ class Config(RunConfig, metaclass=_Parsed):
 
     @classmethod
     def parse(cls, mapping: JsonObject) -> Self:
-        """The config that nested dicts describe; raises ``UserError`` naming the key."""
+        """Returns the config that nested dicts describe; raises ``UserError`` naming the key."""
         try:
             return cls.model_validate(mapping)
         except ValidationError as error:
@@ -112,5 +200,5 @@ class Config(RunConfig, metaclass=_Parsed):
             ) from None
 
     def dump(self) -> str:
-        """YAML of every key with its value; ``load`` reads it back to an equal config."""
+        """Returns YAML of every key with its value; ``load`` reads it back to an equal config."""
         return yaml_text.dump_mapping(self.model_dump(mode="json"))

@@ -52,7 +52,7 @@ class Section(BaseModel):
     )
 
     def _rules(self) -> Iterator[str]:
-        """Error messages of the conditions on several keys that are broken; the first is raised."""
+        """Yields a message for each broken condition on several keys; the first is raised."""
         return iter(())
 
     @model_validator(mode="before")

@@ -27,6 +27,24 @@ from jaxrl.config.section import (
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.plain import Keywords
 
+# The keys of a config that the evaluation of a checkpoint reads.
+EVALUATED_MESH = "rollout=1"
+"""Placement where none is asked for."""
+EVALUATED = (
+    *("seed", "mesh", "max_prompt_tokens", "max_new_tokens", "compile_cache", "data"),
+    *("sampling.stop", "rollout", "eval", "environment"),
+)
+"""Keys, and sections, that an evaluation reads."""
+NOT_EVALUATED = (
+    *("data.train", "data.weights", "data.shuffle", "eval.every", "eval.teacher"),
+    *("rollout.merge", "environment.weight", "environment.credit", "environment.discount"),
+)
+"""Keys of those sections that only training reads."""
+PLACEMENT = ("mesh", "rollout.parallel", "rollout.devices")
+"""Keys that belong to the machine, and are not taken over from a run."""
+SLOTS = ("batch_size", "group_size")
+"""Keys of a run that stand for the slots where `rollout.slots` is null."""
+
 
 def _day(value: object) -> object:
     """Checks a date."""

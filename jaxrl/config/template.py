@@ -8,19 +8,19 @@ from string import Formatter
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The names in braces, each once, in order. Raises ValueError where the braces do not fit."""
+    """Returns the names in braces, each once. Raises ValueError where the braces do not fit."""
     return tuple(dict.fromkeys(name for _, name in _parts(text) if name is not None))
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with the value of each name in its place."""
+    """Returns the text with the value of each name in its place."""
     return "".join(
         literal + ("" if name is None else values[name]) for literal, name in _parts(text)
     )
 
 
 def _parts(text: str) -> list[tuple[str, str | None]]:
-    """Pieces of text, each with the name that follows it."""
+    """Returns pieces of text, each with the name that follows it."""
     try:
         parsed = list(Formatter().parse(text))
     except ValueError as error:

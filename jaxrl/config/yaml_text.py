@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxrl.config.aliases import alias_hint
+from jaxrl.config.keys import alias_hint
 from jaxrl.errors import UserError, short
 from jaxrl.process.plain import JsonObject
 
@@ -84,7 +84,7 @@ def _parse(text: str) -> object:
 
 
 def _count_nodes(node: yaml.Node | None, depth: int, count: int) -> int:
-    """`count` and the nodes of a tree in which an alias repeats what it names.
+    """Returns `count` and the nodes of a tree in which an alias repeats what it names.
 
     Raises:
         UserError: the tree is too deep or too large to be a config.
@@ -102,7 +102,7 @@ def _count_nodes(node: yaml.Node | None, depth: int, count: int) -> int:
 
 
 def read_mapping(path: Path) -> JsonObject:
-    """The mapping that a YAML file holds; an empty file is an empty mapping."""
+    """Returns the mapping that a YAML file holds; an empty file is an empty mapping."""
     try:
         content = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,12 +120,12 @@ def read_mapping(path: Path) -> JsonObject:
 
 
 def dump_mapping(mapping: JsonObject) -> str:
-    """YAML text that ``read_mapping`` reads back to an equal mapping, keys in their given order."""
+    """Returns YAML text that ``read_mapping`` reads back to an equal mapping, keys in order."""
     return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def parse_value(text: str) -> object:
-    """The value of an override: a quoted string or ``[list]`` in YAML, else one whole plain scalar.
+    """Returns the value of an override: a quoted string or ``[list]`` in YAML, else one scalar.
 
     Whole: ``data.system_prompt=Answer: yes # or no`` needs no second layer of quotes.
     """
@@ -139,8 +139,8 @@ def parse_value(text: str) -> object:
 def assignments(
     overrides: Sequence[str] | Mapping[str, object], mappings: Collection[str] = ()
 ) -> Iterator[tuple[str, object]]:
-    """Dotted key and value of each override: of ``a.b.c=value`` strings, or of a mapping whose keys
-    are dotted or nested.
+    """Yields dotted key and value of each override: of ``a.b.c=value`` strings, or of a mapping
+    whose keys are dotted or nested.
 
     ``mappings`` are the keys whose value may be a whole mapping; every other one is a section, of
     which an override sets one key.
@@ -182,7 +182,7 @@ def _flat(
 
 
 def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
-    """``mapping`` with the value of each dotted key set."""
+    """Returns ``mapping`` with the value of each dotted key set."""
     result = copy.deepcopy(mapping)
     for key, value in values.items():
         _set(result, key.split("."), value)
@@ -190,7 +190,7 @@ def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
 
 
 def shown(value: object) -> str:
-    """A value as an override is written."""
+    """Returns a value as an override is written."""
     if isinstance(value, str):
         return value
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -42,7 +42,7 @@ Layout = dict[str, dict[str, list[str]]]
 
 
 def fetch(name: HubName, split: Split, label: str) -> list[Path]:
-    """The files of a split, in the hub's cache.
+    """Returns the files of a split, in the hub's cache.
 
     Args:
         split: the use, which chooses the split where the name does not.
@@ -60,13 +60,13 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
 
 
 def is_here(name: HubName, split: Split) -> bool:
-    """Whether the files of a split are in the hub's cache. Raises as `find`."""
+    """Returns whether the files of a split are in the hub's cache. Raises as `find`."""
     name = hub.pin(name)
     return hub.is_here(name, find(name, split))
 
 
 def find(name: HubName, split: Split) -> list[str]:
-    """The paths in the repository of a pinned name of the files of a split."""
+    """Returns the paths in the repository of a pinned name of the files of a split."""
     there = list(hub.files(name))
     config, asked = (*name.rest.split(":")[1:], "", "")[:2]
     layout = _described(there, _front_matter(name)) or _inferred(there)
@@ -83,7 +83,7 @@ def find(name: HubName, split: Split) -> list[str]:
 
 
 def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, how: str) -> str:
-    """The split that is asked for, or else the one named like the use.
+    """Returns the split that is asked for, or else the one named like the use.
 
     Args:
         how: the form in which a split is asked for.
@@ -103,8 +103,8 @@ def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, h
 
 
 def data_files(there: Sequence[P]) -> list[P]:
-    """Those of the paths that are data; `.json` and `.csv` only where there is nothing else, for
-    beside other data they are lists of something."""
+    """Returns those of the paths that are data; `.json` and `.csv` only where there is nothing
+    else, for beside other data they are lists of something."""
     files = [path for path in there if path.suffix in SUFFIXES and not path.name.startswith(".")]
     files = [path for path in files if path.name not in NO_DATA]
     return [path for path in files if path.suffix in SUFFIXES[:2]] or files
@@ -127,7 +127,7 @@ def _config(name: HubName, layout: Layout, asked: str) -> str:
 
 
 def _front_matter(name: HubName) -> list[object]:
-    """`configs` of the README, [] where there is none that can be read."""
+    """Returns `configs` of the README, [] where there is none that can be read."""
     readme = hub.snapshot(name, hub.CARD) / hub.README
     if not readme.is_file():
         return []
@@ -167,12 +167,13 @@ def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
 
 
 def _word(value: object) -> str:
-    """A plain value of a README as text. Text of a list could be of any length: aliases repeat."""
+    """Returns a plain value of a README as text. Text of a list could be of any length: aliases
+    repeat."""
     return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
-    """Split -> patterns of its files, in any of the forms of `data_files`."""
+    """Yields split -> patterns of its files, in any of the forms of `data_files`."""
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     if isinstance(data_files, str):
@@ -190,7 +191,7 @@ def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
 
 
 def _fits(file: str, folder: str, pattern: str) -> bool:
-    """Whether a path fits a pattern, in which only `**` stands for several folders."""
+    """Returns whether a path fits a pattern, in which only `**` stands for several folders."""
     pattern = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
     reached = {0}  # lengths of the beginnings of the path that fit the pattern so far
     for part in filter(None, _WILD.split(pattern)):
@@ -199,7 +200,7 @@ def _fits(file: str, folder: str, pattern: str) -> bool:
 
 
 def _ends(part: str, file: str, start: int) -> Iterable[int]:
-    """Where a part of a pattern may end in a path, from a place in it on."""
+    """Returns where a part of a pattern may end in a path, from a place in it on."""
     if part == "**":
         return range(start, len(file) + 1)
     if part == "**/":
@@ -214,7 +215,7 @@ def _ends(part: str, file: str, start: int) -> Iterable[int]:
 
 
 def _inferred(there: Sequence[str]) -> Layout:
-    """What the paths say. Files that name no split are the split `train`, if none names one."""
+    """Returns what the paths say. Files that name no split are `train`, if none names one."""
     layout: Layout = {}
     unnamed: Layout = {}
     paths = data_files([PurePosixPath(file) for file in there])

@@ -37,7 +37,7 @@ class TablePart:
     def __init__(
         self,
         name: str,
-        open_reader: Callable[[], ParquetReader | DatasetReader | MemoryReader],
+        open_reader: Callable[[], ParquetReader | TableReader],
         keys: Keys,
         label: str,
     ):
@@ -93,7 +93,7 @@ class TablePart:
         return tuple(names)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
-        """The rows of a batch; where one cannot be read, it is named."""
+        """Returns the rows of a batch; where one cannot be read, it is named."""
         try:
             rows: list[JsonObject] = [self._decode(row) for row in batch.to_pylist()]
         except Exception:  # whatever it is, the row that has it raises it again
@@ -151,42 +151,20 @@ class ParquetReader:
         return self._file.iter_batches(_BATCH, columns=columns)
 
 
-class DatasetReader:
-    """What `datasets.Dataset.save_to_disk` wrote: streams of Arrow, memory-mapped. Images and the
-    like stay bytes that nobody decodes.
-    """
+class TableReader:
+    """A `pyarrow.Table`, or a `datasets.Dataset` of a Python program."""
 
-    def __init__(self, folder: str, files: list[str]):
-        import pyarrow as pa
-
+    def __init__(self, rows: Any, files: tuple[str, ...] = (), features: Any = None):
+        """
+        Args:
+            files: that the rows are in, where they are in any.
+            features: what `datasets` says of the columns; None: as the schema has it.
+        """
         self.files = files
-        self._table = pa.concat_tables(
-            pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files
-        )
-        self.schema = self._table.schema
-        info = json.loads((Path(folder) / "dataset_info.json").read_text(encoding="utf-8"))
-        self.features = info.get("features") or features_in(self.schema)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def row(self, index: int) -> Table:
-        return self._table.slice(index, 1)
-
-    def batches(self, columns: list[str]) -> Iterator[Table]:
-        return iter(self._table.select(columns).to_batches(_BATCH))
-
-
-class MemoryReader:
-    """A `pyarrow.Table` or a `datasets.Dataset` of a Python program."""
-
-    files: tuple[str, ...] = ()
-
-    def __init__(self, rows: Any):
         as_arrow = getattr(rows, "with_format", None)
         self._rows = rows if as_arrow is None else as_arrow("arrow")
         self.schema = rows.schema if as_arrow is None else rows.features.arrow_schema
-        self.features = features_in(self.schema)
+        self.features = features or features_in(self.schema)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -205,23 +183,33 @@ class MemoryReader:
 
 
 def open_table(name: str, rows: Any, keys: Keys, label: str) -> TablePart:
-    """The rows of a `pyarrow.Table` or a `datasets.Dataset`."""
-    return TablePart(name, lambda: MemoryReader(rows), keys, label)
+    """Returns the rows of a `pyarrow.Table` or a `datasets.Dataset`."""
+    return TablePart(name, lambda: TableReader(rows), keys, label)
 
 
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
-    """The rows of a saved `Dataset`, which may be one split of a `DatasetDict`."""
+    """Returns the rows of a saved `Dataset`, which may be one split of a `DatasetDict`: streams of
+    Arrow, memory-mapped. Images and the like stay bytes that nobody decodes."""
     state = Path(folder) / "state.json"
     with _readable(f"{label}: {state}"):
         written = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
         files = [str(Path(folder) / file["filename"]) for file in written]
     if not files:
         raise UserError(f"{label}: {name}: no rows")
-    return TablePart(name, lambda: DatasetReader(folder, files), keys, label)
+
+    def read() -> TableReader:
+        import pyarrow as pa
+
+        streams = (pa.ipc.open_stream(pa.memory_map(file)) for file in files)
+        table = pa.concat_tables(stream.read_all() for stream in streams)
+        info = json.loads((Path(folder) / "dataset_info.json").read_text(encoding="utf-8"))
+        return TableReader(table, tuple(files), info.get("features"))
+
+    return TablePart(name, read, keys, label)
 
 
 def dataset_splits(folder: str, label: str) -> list[str] | None:
-    """The splits of a saved `DatasetDict`, [] of a saved `Dataset`, None of any other folder."""
+    """Returns the splits of a saved `DatasetDict`, [] of a saved `Dataset`, else None."""
     index = Path(folder) / "dataset_dict.json"
     if not index.is_file():
         saved = (Path(folder) / "state.json").is_file()
@@ -231,13 +219,13 @@ def dataset_splits(folder: str, label: str) -> list[str] | None:
 
 
 def features_in(schema: Any) -> Any:
-    """What `datasets` says of the columns in the metadata of an Arrow schema; {} without any."""
+    """Returns what `datasets` says of the columns in an Arrow schema's metadata, or {}."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return (metadata.get("info") or {}).get("features") or {}
 
 
 def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject]:
-    """What makes the row that was written of one that `to_pylist` gives.
+    """Returns what makes the row that was written of one that `to_pylist` gives.
 
     The nulls are gone that a struct has for the fields which only other rows have; JSON is parsed,
     which `datasets` writes where objects are too unlike for a struct; maps are objects; a float32
@@ -257,7 +245,7 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
 
 
 def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:
-    """What decodes a value of an Arrow type; None where there is nothing to do."""
+    """Returns what decodes a value of an Arrow type; None where there is nothing to do."""
     import pyarrow.types as types
 
     named = isinstance(feature, dict) and feature.get("_type") == "Json"
@@ -286,7 +274,7 @@ def _decoded(value: JsonObject, fields: Mapping[str, Callable[[Any], Any] | None
 
 
 def _inner(feature: Any, name: str | None) -> Any:
-    """The feature of a field of an object, or (None) of the values of a list; None if unknown."""
+    """Returns the feature of an object's field, or (None) of a list's values, if known."""
     if isinstance(feature, list):
         return feature[0] if name is None and feature else None
     if not isinstance(feature, dict):
@@ -296,7 +284,7 @@ def _inner(feature: Any, name: str | None) -> Any:
 
 @contextmanager
 def _readable(place: str) -> Iterator[None]:
-    """What the readers of files raise is about the file at `place`."""
+    """Turns what the readers of files raise into a UserError about the file at `place`."""
     try:
         yield
     except UserError:

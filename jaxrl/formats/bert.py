@@ -20,7 +20,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Params:
-    """Parameters of a checkpoint in `dtype`; where there is a mesh, each device reads its slices.
+    """Returns parameters of a checkpoint in `dtype`; on a mesh each device reads its slices.
 
     Raises:
         UserError: a tensor is missing or has another shape than `config` asks for.
@@ -37,7 +37,7 @@ def load(
 
 
 def _places(tensors: weights.Tensors, config: EncoderConfig) -> dict[str, Place]:
-    """Path -> where the parameter is; checkpoints with a head put a prefix before every name."""
+    """Returns path -> where the parameter is; checkpoints with a head put a prefix to names."""
     prefix, shapes = FAMILIES[config.family].prefix, bert.shapes(config)
     if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is None:
         prefix = ""

@@ -164,7 +164,7 @@ def _read(path: Path) -> _Reader:
 
 @cache
 def is_read(kind: GGMLQuantizationType) -> bool:
-    """Whether the library dequantises a type."""
+    """Returns whether the library dequantises a type."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
@@ -173,8 +173,8 @@ def is_read(kind: GGMLQuantizationType) -> bool:
 
 
 def architectures() -> dict[str, list[str]]:
-    """`general.architecture` -> the families of such files: one, or one that has no windows and one
-    that has."""
+    """Returns `general.architecture` -> the families of such files: one, or one that has no windows
+    and one that has."""
     found: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
         if family.gguf is not None:
@@ -214,7 +214,7 @@ class GgufFile:
             )
 
     def meta(self, key: str) -> Any:
-        """A value of the metadata; None where there is none."""
+        """Returns a value of the metadata; None where there is none."""
         field = self._reader.fields.get(key)
         try:
             return None if field is None else field.contents()
@@ -227,7 +227,7 @@ class GgufFile:
 
     @cached_property
     def family(self) -> str:
-        """Name of the model's family. Raises UserError for one that is not supported."""
+        """Returns the model's family. Raises UserError for one that is not supported."""
         architecture = self.meta("general.architecture")
         families = architectures()
         if architecture not in families:
@@ -239,7 +239,7 @@ class GgufFile:
 
     @cached_property
     def config(self) -> DecoderConfig:
-        """The config that the metadata describe.
+        """Returns the config that the metadata describe.
 
         Raises:
             UserError: an architecture or a variant that is not supported.
@@ -293,7 +293,7 @@ class GgufFile:
         return config
 
     def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
-        """With what the family reads of a `config.json`, as far as the metadata say it."""
+        """Returns the config with what the metadata say of its family's `config.json`."""
         entry, n = FAMILIES[config.family], config.n_layers
         window, pattern = (
             self.stated(f"attention.sliding_window{key}") for key in ("", "_pattern")
@@ -353,7 +353,7 @@ class GgufFile:
             )
 
     def _states(self, n_layers: int) -> JsonObject:
-        """Of layers that keep a state, the fields of a `config.json`."""
+        """Returns, of layers that keep a state, the fields of a `config.json`."""
         raw: JsonObject = {key: int(self._need(stored)) for key, stored in STATES.items()}
         width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
         if heads < 1 or width % heads:
@@ -370,7 +370,8 @@ class GgufFile:
         return raw
 
     def _kv_heads(self, n_heads: int) -> int:
-        """Some files have a number for each layer, which is 0 of those that do not attend."""
+        """Returns the number of key heads. Some files have one for each layer, which is 0 of those
+        that do not attend."""
         key = "attention.head_count_kv"
         stated = self.stated(key)
         if not (isinstance(stated, list) and FAMILIES[self.family].recurs):
@@ -404,10 +405,6 @@ class GgufFile:
     def file(self, name: str) -> Path:
         return self._file_of.get(gguf_name(self.family, name), self.path)
 
-    def is_quantised(self, name: str) -> bool:
-        """Whether a tensor is stored in blocks, from which its values have to be computed."""
-        return GGML_QUANT_SIZES[self._tensors[gguf_name(self.family, name)].tensor_type][0] > 1
-
     def read(self, name: str, index: Index) -> np.ndarray:
         tensor, expert = self._tensors[gguf_name(self.family, name)], _expert(name)
         shape = tuple(int(n) for n in tensor.shape[::-1])
@@ -429,13 +426,13 @@ class GgufFile:
         return values - 1 if around_one and shifted else values
 
     def _log_decay(self, name: str, stored: np.ndarray) -> np.ndarray:
-        """x of a stored -exp(x)."""
+        """Returns x of a stored -exp(x)."""
         if not (stored < 0).all():
             raise UserError(f"{self.path}: {name} holds -exp(A_log), and a value is not below 0")
         return np.log(-stored)
 
     def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Row of the file for each row in Hugging Face's order.
+        """Returns the row of the file for each row in Hugging Face's order.
 
         The files of some families interleave the two halves that rotate together in each head of q
         and k; value heads of a state are `_tiled`.
@@ -451,7 +448,7 @@ class GgufFile:
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _column_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Column of the file for each column in Hugging Face's order."""
+        """Returns the column of the file for each column in Hugging Face's order."""
         order = np.arange(shape[-1])
         return _tiled(self._delta, order) if _of_state(name) in VALUE_COLUMNS else order
 
@@ -467,8 +464,7 @@ class GgufFile:
         return self._tensors[name]
 
     def stated(self, key: str) -> Any:
-        """A value of the metadata by its key without the architecture; None where there is
-        none."""
+        """Returns a value of the metadata by its key without the architecture, or None."""
         value = self.meta(f"{self.meta('general.architecture')}.{key}")
         return _shortest(value) if isinstance(value, float) else value
 
@@ -481,12 +477,12 @@ class GgufFile:
         return value
 
     def _of_windows(self, key: str) -> Any:
-        """Of the layers with a window, where they have one of their own."""
+        """Returns the value of the layers with a window, where they have one of their own."""
         own = self.stated(f"{key}_swa")
         return self.stated(key) if own is None else own
 
     def _of_model(self, key: str) -> Any:
-        """Of a list that has one for each layer, that of the first one with a window."""
+        """Returns a value; of a list with one for each layer, that of the first with a window."""
         value = self._need(key)
         if not isinstance(value, list):
             return value
@@ -497,7 +493,7 @@ class GgufFile:
         return next((n for n, slid in zip(value, slides, strict=False) if slid), value[0])
 
     def _eos_ids(self) -> tuple[int, ...]:
-        """The end of text, then the end of a turn where a file names both."""
+        """Returns the end of text, then the end of a turn where a file names both."""
         keys = ("eos_token_id", "eot_token_id")
         ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
@@ -520,7 +516,7 @@ class GgufFile:
         )
 
     def _longrope(self) -> LongRope:
-        """Factors of two tensors [R / 2]; what is missing follows from the lengths of contexts."""
+        """Returns factors [R / 2]; what is missing follows from the lengths of contexts."""
         short, long = (
             tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
             for length in ("short", "long")
@@ -547,8 +543,8 @@ class GgufFile:
         return YarnRope.read({"factor": None, "max_position_embeddings": positions} | raw)
 
     def _proportional(self, head_dim: int) -> ProportionalRope | None:
-        """The share of ones in `rope_freqs.weight` [R / 2], which the others, that do not rotate,
-        follow; None where it holds other divisors."""
+        """Returns the share of ones in `rope_freqs.weight` [R / 2], which the others, that do not
+        rotate, follow; None where it holds other divisors."""
         stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
         rotated, dims = int((stored == 1).sum()), self.stated("rope.dimension_count") or head_dim
         expected = np.where(np.arange(len(stored)) < rotated, 1, UNROTATED).astype(np.float32)
@@ -557,7 +553,7 @@ class GgufFile:
         return ProportionalRope(rotated / len(stored))
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
-        """The scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
+        """Returns the scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
         stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
         rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
         half = head_dim // 2
@@ -573,37 +569,37 @@ class GgufFile:
 
 @cache
 def _names(architecture: str) -> TensorNameMap:
-    """Hugging Face name -> GGUF name, as llama.cpp's converter has it."""
+    """Returns Hugging Face name -> GGUF name, as llama.cpp's converter has it."""
     (found,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     return get_tensor_name_map(found, n_blocks=1)
 
 
 def _expert(name: str) -> int | None:
-    """Of a tensor of one expert its number: a file has one tensor of all."""
+    """Returns the number of the expert that a tensor is of: a file has one tensor of all."""
     found = re.search(r"\.experts\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
 
 def _of_state(name: str) -> str:
-    """Of a tensor of a layer with a state what comes last in its name; "" of all others."""
+    """Returns the end of the name of a tensor of a layer with a state; "" of all others."""
     return name.partition(".linear_attn.")[2]
 
 
 def _is_filter(name: str) -> bool:
-    """Whether a tensor is stored without its second dim, which is 1."""
+    """Returns whether a tensor is stored without its second dim, which is 1."""
     return _of_state(name) == "conv1d.weight"
 
 
 def _tiled(delta: Delta, places: np.ndarray) -> np.ndarray:
-    """Those of the `places` in the file, of one or more for each value head, in Hugging Face's
-    order: the file has the first value head of each key head, then the second of each."""
+    """Returns those of the `places` in the file, of one or more for each value head, in Hugging
+    Face's order: the file has the first value head of each key head, then the second of each."""
     tiles = places.reshape(delta.v_heads // delta.k_heads, delta.k_heads, -1)
     return tiles.swapaxes(0, 1).reshape(-1)
 
 
 def gguf_name(family: str, name: str) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`; of a tensor of one expert,
-    the one of all."""
+    """Returns `model.layers.3.self_attn.q_proj.weight` -> `blk.3.attn_q.weight`; of a tensor of one
+    expert, the one of all."""
     name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")  # as the converter does
     layer = re.search(r"\.\d+\.", name)
@@ -624,8 +620,8 @@ def gguf_name(family: str, name: str) -> str:
 def _dequantise_columns(
     data: np.ndarray, kind: GGMLQuantizationType, columns: np.ndarray
 ) -> np.ndarray:
-    """Columns of stored rows as float32; of each that follow one another, only the blocks that hold
-    them are read."""
+    """Returns columns of stored rows as float32; of those that follow one another, only the blocks
+    that hold them are read."""
     runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
     parts = [_dequantise_run(data, kind, int(run[0]), int(run[-1]) + 1) for run in runs]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
@@ -634,7 +630,7 @@ def _dequantise_columns(
 def _dequantise_run(
     data: np.ndarray, kind: GGMLQuantizationType, start: int, stop: int
 ) -> np.ndarray:
-    """Those from `start` up to `stop`."""
+    """Returns those from `start` up to `stop`."""
     block, size = GGML_QUANT_SIZES[kind]
     if block == 1 and data.dtype != np.uint8:
         return np.ascontiguousarray(data[..., start:stop], np.float32)
@@ -644,7 +640,7 @@ def _dequantise_run(
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
+    """Returns the shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -658,7 +654,7 @@ def _opened(path: Path, *states: tuple[int, int]) -> GgufFile:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All files of a model of which one is named. Raises UserError where one is missing."""
+    """Returns all files of a model of which one is named. Raises UserError where one is missing."""
     parts = [path.with_name(name) for name in gguf_parts(path.name)]
     for part in parts:
         if len(parts) > 1 and not part.is_file():
@@ -667,8 +663,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """`GgufFile`, read once as long as its files stay as they are: long token lists take
-    seconds."""
+    """Returns `GgufFile`, read once while its files stay the same: token lists take seconds."""
     place = Path(path)
     if not place.is_file():
         raise UserError(f"model {str(path)!r}: there is no such file")

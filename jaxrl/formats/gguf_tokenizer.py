@@ -73,7 +73,7 @@ PRE: dict[str, Pre] = {
 
 
 def load(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its chat template."""
+    """Returns the tokenizer of a GGUF file, with its chat template."""
     return build(open_gguf(path))
 
 
@@ -89,7 +89,7 @@ def save(path: str | os.PathLike[str], folder: Path) -> None:
 
 
 def build(file: GgufFile) -> PreTrainedTokenizerFast:
-    """`load` of a file that is open.
+    """Does what `load` does, for a file that is open.
 
     Raises:
         UserError: a tokenizer model or a pre-tokenizer that is not supported.
@@ -141,7 +141,7 @@ def _templates(file: GgufFile) -> str | dict[str, str] | None:
 
 
 def _named(file: GgufFile, key: str, supported: Mapping[str, T]) -> T:
-    """What the metadata name by a key. Raises UserError."""
+    """Returns what the metadata name by a key. Raises UserError."""
     name = file.meta(f"tokenizer.ggml.{key}")
     if name not in supported:
         raise UserError(
@@ -157,7 +157,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """BPE over bytes with the merges of the file."""
+    """Makes a BPE over bytes with the merges of the file."""
     pre = _named(file, "pre", PRE)
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, _merges(file), ignore_merges=pre.whole_words))
@@ -170,7 +170,7 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[To
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """BPE over characters whose merges follow from the scores of the pieces (Llama 2)."""
+    """Makes a BPE over characters whose merges follow from the scores of the pieces (Llama 2)."""
     scores: list[float] = file.meta("tokenizer.ggml.scores")
     vocab = {token: i for i, token in enumerate(tokens)}
     ranked = sorted(
@@ -188,14 +188,14 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple
 
 
 def _gemma4(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """BPE over characters with the merges of the file, and bytes of what it has no token for."""
+    """Makes a BPE over characters with the merges of the file, and bytes of the rest."""
     return _of_characters(file, tokens, _merges(file), prefix=False), True
 
 
 def _of_characters(
     file: GgufFile, tokens: list[str], merges: list[tuple[str, str]], prefix: bool
 ) -> Tokenizer:
-    """BPE over characters, in which a space is `SPACE`; `prefix`: one comes before the text."""
+    """Makes a BPE over characters; a space is `SPACE`; `prefix`: one before the text."""
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
     bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)

@@ -123,7 +123,7 @@ class SafetensorsFolder:
         return name not in self._entries and f"{name}{mxfp4.BLOCKS}" in self._entries
 
     def _packed(self, name: str) -> tuple[_Entry, _Entry]:
-        """The bytes of a tensor in MXFP4, and its scales."""
+        """Returns the bytes of a tensor in MXFP4, and its scales."""
         blocks, scales = (self._entries.get(f"{name}{end}") for end in (mxfp4.BLOCKS, mxfp4.SCALES))
         assert blocks is not None
         if scales is None:
@@ -141,13 +141,13 @@ def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
 
 
 def _text_name(name: str) -> str:
-    """A tensor's name without the prefix that it has in a model of images and text too."""
+    """Returns a tensor's name without the prefix that it has in a model of images and text too."""
     name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
-    """`config.json`, merged with the eos ids (and bos, pad) of `generation_config.json`."""
+    """Returns `config.json`, merged with the eos ids (and bos, pad) of `generation_config.json`."""
     folder = Path(path)
     if not folder.exists():
         raise UserError(f"model {str(path)!r}: there is no such folder")
@@ -221,7 +221,7 @@ def write_folder(
     tokenizer_from: str | os.PathLike[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """`save_hf` for anything that gives tensors by Hugging Face name."""
+    """Does what `save_hf` does, for anything that gives tensors by Hugging Face name."""
     if dtype not in WRITTEN:
         raise UserError(f"dtype={dtype!r} cannot be written; choose one of {', '.join(WRITTEN)}")
     with replaced_folder(path) as folder:
@@ -236,7 +236,7 @@ def write_description(
     dtype: str,
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """All of a model folder but its weights."""
+    """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config.to_hf(dtype))
     _write_json(folder / "generation_config.json", _generation_config(config))
@@ -245,7 +245,7 @@ def write_description(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds something that a tokenizer can be made of.
+    """Returns whether the folder holds something that a tokenizer can be made of.
 
     Raises:
         UserError: what has the name of one of its files is none, as a pipe that never ends.
@@ -304,7 +304,7 @@ def check_inside(place: str, paths: Sequence[str]) -> None:
 
 
 def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """`weight_files`. Raises UserError where a folder has none."""
+    """Returns the `weight_files` of safetensors; raises UserError where a folder has none."""
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weight_files(folder, SINGLE, INDEX)
     if not folder.is_dir():
@@ -318,7 +318,7 @@ def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Names, dtypes, shapes and places of the tensors; the library refuses what cannot be."""
+    """Returns the tensors of a file; the library refuses what cannot be."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
     size = file.stat().st_size
@@ -353,7 +353,7 @@ def _write_weights(
     dtype: str,
     shard_bytes: int,
 ) -> None:
-    """One file, or several with an index once they would exceed `shard_bytes`."""
+    """Writes one file, or several with an index once they would exceed `shard_bytes`."""
     itemsize = STORED[WRITTEN[dtype]].itemsize
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -378,7 +378,7 @@ def _write_weights(
 def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
-    """The header from the shapes alone, then one tensor after the other."""
+    """Writes the header from the shapes alone, then one tensor after the other."""
     stored = STORED[WRITTEN[dtype]]
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -406,7 +406,7 @@ def _generation_config(config: DecoderConfig) -> JsonObject:
 
 @contextmanager
 def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write a model into, which is renamed to `path` once the block ends.
+    """Yields a folder to write a model into, which is renamed to `path` once the block ends.
 
     Of a folder that stands there only the files of a model go (`_is_model_file`): others are kept
     in the new one. Nothing is written or removed behind a link, unless it leads to an empty folder
@@ -484,7 +484,7 @@ def remove_model(folder: Path) -> None:
 
 
 def _behind_link(path: Path) -> Path:
-    """Where the model goes: a link to an empty folder, or to a name in one, says where."""
+    """Returns where the model goes: a link to an empty folder, or to a name in one, says where."""
     if not path.is_symlink():
         return path
     with suppress(OSError, RuntimeError):  # a link to itself
@@ -509,7 +509,7 @@ def _merge(old: Path, new: Path) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    """Whether jaxrl writes files of that name into a model's folder."""
+    """Returns whether jaxrl writes files of that name into a model's folder."""
     named = (*TOKENIZER_FILES, "config.json", "generation_config.json", "additional_chat_templates")
     weights_of = r"(model(-\d+-of-\d+)?|adapter_model)\.safetensors(\.index\.json)?"
     return name in (*named, "adapter_config.json") or bool(re.fullmatch(weights_of, name))

@@ -9,38 +9,29 @@ one fetches it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
 
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
 from jaxrl.formats.hub_errors import (
     PLAIN,
     BadAnswer,
+    ask,
     check_variables,
-    explained,
     is_offline,
     is_unreachable,
     not_cached,
-    wait_asked_for,
-    watch,
 )
 from jaxrl.formats.hub_names import COMMIT, HubName, gguf_parts, model_name
 from jaxrl.models.encoder_config import read_json
-from jaxrl.process.interrupt import left_behind
 
-T = TypeVar("T")
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,20 +42,14 @@ DESCRIPTION = (
     *("modules.json", "sentence_bert_config.json", "[0-9]_*/config.json"),
 )
 """Patterns of the files that a plan and a tokenizer are made of."""
-ANSWER_S = 5.0
-"""Longest wait for an answer that a run can do without."""
-WATCHED_S = 0.5
-"""How often a fetch is looked at."""
-SMALL = 100_000_000
-"""Bytes up to which a file is looked at whether or not an error names it."""
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
 
 
 def pin(name: HubName) -> HubName:
-    """The name with the commit that its revision is now. Where the hub does not answer, the commit
-    that the cache has of that revision counts.
+    """Returns the name with the commit that its revision is now. Where the hub does not answer, the
+    commit that the cache has of that revision counts.
 
     Raises:
         UserError: there is no such repository or revision, or no access to it.
@@ -82,35 +67,22 @@ def pin(name: HubName) -> HubName:
         )
         return found.resolved
 
-    commit = _interruptible(name, resolve)
+    commit = ask(name, resolve)
     if not COMMIT.fullmatch(commit):
         raise UserError(f"{name.asked}: {short(commit)!r} is named as its commit, and is none")
     return replace(name, revision=revision, commit=commit)
 
 
-def newest(name: HubName) -> str | None:
-    """The commit that a name's revision is now; None where the hub does not say so soon."""
-    from huggingface_hub import HfApi
-
-    revision = name.revision or "main"
-    with suppress(Exception):  # whatever keeps it from saying so
-        info = HfApi().repo_info(
-            name.repo, repo_type=name.kind, revision=revision, timeout=ANSWER_S
-        )
-        return info.sha
-    return None
-
-
 def pinned(text: str) -> str:
-    """`pin` of a model's name; any text that names none on a hub as it is."""
+    """Returns `pin` of a model's name; any text that names none on a hub as it is."""
     name = model_name(text)
     return text if name is None else str(pin(name))
 
 
 def folder(name: HubName) -> Path:
-    """What describes a model: its config and tokenizer files in the cache, fetched where they are
-    not there. Of a name with a GGUF file: that file, which is all in one; of one in several files
-    all of them are fetched.
+    """Returns what describes a model: its config and tokenizer files in the cache, fetched where
+    they are not there. Of a name with a GGUF file: that file, which is all in one; of one in
+    several files all of them are fetched.
 
     Raises:
         UserError: it cannot be fetched, or the repository holds no model.
@@ -129,7 +101,7 @@ def folder(name: HubName) -> Path:
 
 
 def with_weights(name: HubName) -> Path:
-    """`folder`, with the safetensors.
+    """Returns `folder`, with the safetensors.
 
     Raises:
         UserError: they cannot be fetched, or the repository has none.
@@ -184,12 +156,12 @@ def _remove(place: Path, file: str) -> None:
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
-    """Whether all of these files of a pinned name are in the cache."""
+    """Returns whether all of these files of a pinned name are in the cache."""
     return not _lacking(name, snapshot(name, CARD), wanted)
 
 
 def is_commit(place: Path) -> bool:
-    """Whether a folder is a commit of a repository in the cache, named after it."""
+    """Returns whether a folder is a commit of a repository in the cache, named after it."""
     if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
         return False
     from huggingface_hub import constants
@@ -198,12 +170,12 @@ def is_commit(place: Path) -> bool:
 
 
 def is_whole(name: HubName, place: Path) -> bool:
-    """Whether all safetensors of a pinned model are in its folder."""
+    """Returns whether all safetensors of a pinned model are in its folder."""
     return not _lacking(name, place, _weight_files(place))
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    """The folder in the cache that has the files of a pinned name which fit any of the patterns.
+    """Returns the folder in the cache with the files of a pinned name that fit a pattern.
 
     Raises:
         UserError: they cannot be fetched.
@@ -214,7 +186,7 @@ def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
 
 
 def files(name: HubName) -> dict[str, int]:
-    """Path -> bytes of all files of a pinned name.
+    """Returns path -> bytes of all files of a pinned name.
 
     Raises:
         UserError: the hub does not answer, and the cache has no list of them.
@@ -225,12 +197,11 @@ def files(name: HubName) -> dict[str, int]:
         return _cached_list(name)
     except CachedRepoTreeNotFoundError:
         _fetch(name, CARD)  # the list comes with whatever is fetched
-    with explained(name):
-        return _cached_list(name)
+    return ask(name, lambda: _cached_list(name))
 
 
 def _cached_list(name: HubName) -> dict[str, int]:
-    """`files`, of the cache alone. A list that cannot be right does not stay there."""
+    """Returns `files`, of the cache alone. A list that cannot be right does not stay there."""
     from huggingface_hub import get_cached_repo_tree
 
     tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=name.sha)
@@ -246,13 +217,9 @@ def _cached_list(name: HubName) -> dict[str, int]:
     return {file.path: file.size for file in sorted(tree, key=lambda file: file.path)}
 
 
-def _list_file(name: HubName) -> Path:
-    return _storage(name) / "trees" / f"{name.sha}.json"
-
-
 def _forget_list(name: HubName) -> None:
     """Has the list of a name's files asked for again when it is next needed."""
-    file = _list_file(name)
+    file = _storage(name) / "trees" / f"{name.sha}.json"
     file.unlink(missing_ok=True)
     with suppress(ImportError, AttributeError):  # the library's own memory of this process
         from huggingface_hub._tree_cache import _IN_MEMORY_TREE_CACHE
@@ -260,77 +227,23 @@ def _forget_list(name: HubName) -> None:
         _IN_MEMORY_TREE_CACHE.pop(str(file), None)
 
 
-def _announced(name: HubName) -> dict[str, str]:
-    """Name of a blob -> the SHA-256 that the list has of its file, where it has one."""
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        entries = json.loads(_list_file(name).read_bytes())["files"]
-        place = _storage(name) / SNAPSHOTS / str(name.sha)
-        return {
-            (place / path).resolve().name: str(entry["lfs_sha256"])
-            for path, entry in entries.items()
-            if entry.get("lfs_sha256") and (place / path).is_file()
-        }
-    return {}
-
-
-def is_sound(blob: Path, announced: str | None = None) -> bool:
-    """Whether a file of the cache has the contents that its name says: a large one is named by its
-    SHA-256, a small one by git's hash of it (or by its SHA-1, as some mirrors do).
-
-    Args:
-        announced: another SHA-256 that it must have.
-    """
-    kinds = {64: ("sha256",), 40: ("sha1", "git")}.get(len(blob.name), ())
-    if not re.fullmatch("[0-9a-f]*", blob.name):
-        kinds = ()
-    hashes = {kind: hashlib.sha256() if kind == "sha256" else hashlib.sha1() for kind in kinds}
-    if announced is not None:
-        hashes["sha256"] = hashlib.sha256()
-    if not hashes:
+def _is_sound(blob: Path) -> bool:
+    """Returns whether a file of the cache has the contents that its name says: a large one is named
+    by its SHA-256, a small one by git's hash of it (or by its SHA-1, as some mirrors do)."""
+    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return True
-    if "git" in hashes:
-        hashes["git"].update(b"blob %d\0" % blob.stat().st_size)
+    hashes = [hashlib.sha256()]
+    if len(blob.name) == 40:
+        hashes = [hashlib.sha1(b"blob %d\0" % blob.stat().st_size), hashlib.sha1()]
     with blob.open("rb") as file:
         while part := file.read(1 << 20):
-            for state in hashes.values():
+            for state in hashes:
                 state.update(part)
-    found = {kind: state.hexdigest() for kind, state in hashes.items()}
-    if announced is not None and found["sha256"] != announced:
-        return False
-    return not kinds or blob.name in [found[kind] for kind in kinds]
-
-
-def remove_damage(text: str) -> str:
-    """Removes the files of the cache that an error's text is about and that are damaged there, so
-    that they are fetched again; returns what is to be added to the text."""
-    from huggingface_hub import constants
-
-    root = Path(constants.HF_HUB_CACHE).expanduser()
-    folders = {
-        Path(found[0])
-        for cache in {root, root.resolve()}
-        for found in re.finditer(
-            rf"{re.escape(str(cache))}/[^/\n]+/{SNAPSHOTS}/[0-9a-f]{{40}}", text
-        )
-    }
-    removed = []
-    for folder in folders:
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        for file in files:
-            is_about = str(file) in text or file.stat().st_size < SMALL
-            if is_about and not is_sound(file.resolve()):
-                _remove(folder, str(file.relative_to(folder)))
-                removed.append(str(file))
-    if not removed:
-        return ""
-    return (
-        f"\nThe hub's cache had other contents than the hub says there: {', '.join(removed)} is"
-        " removed, and the same command fetches it again"
-    )
+    return blob.name in [state.hexdigest() for state in hashes]
 
 
 def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
-    """Those of the files that are not in the cache, or not in the size that the hub says."""
+    """Returns the files that are not in the cache, or not in the size that the hub says."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     sizes: dict[str, int] = {}
@@ -345,15 +258,15 @@ def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables with which another host asks the same hub. Each has a cache and a token of its
-    own."""
+    """Returns the variables with which another host asks the same hub. Each has a cache and a token
+    of its own."""
     return {
         name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE") if name in os.environ
     }
 
 
 def weight_bytes(name: HubName) -> int:
-    """Bytes of the weights of a pinned model, of which only the description has been fetched."""
+    """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
     wanted = gguf_parts(path) if path else _weight_files(folder(name))
     return sum(sizes.get(file, 0) for file in wanted)
@@ -405,92 +318,44 @@ def _file(name: HubName) -> Path:
 
 
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
-    """The place that `fetch` returns of a pinned name. What has come has the hashes that the hub
-    says, or is fetched once more; what is wrong then too is removed."""
+    """Returns the place that `fetch` returns of a pinned name, once what has come has the hashes
+    that the hub says; what has others is removed."""
     from huggingface_hub import constants
 
     blobs = _storage(name) / "blobs"
 
-    def fetch_once() -> tuple[str, list[str]]:
-        before = set(_names(blobs))
+    def whole_blobs() -> set[Path]:
+        """Returns the files of the cache that are not being written: those have a dot."""
+        return {blob for blob in blobs.glob("*") if PLAIN.fullmatch(blob.name)}
+
+    def fetch_and_check() -> Path:
+        before = whole_blobs()
         try:
-            place = fetch(name.repo, repo_type=name.kind, revision=name.sha)
+            fetched = fetch(name.repo, repo_type=name.kind, revision=name.sha)
         except Exception as error:
             if not is_unreachable(error):  # the list may be what is wrong
                 _forget_list(name)
             raise
-        new = [blob for blob in _names(blobs) if blob not in before]
-        announced = _announced(name) if new else {}
-        damaged = [blob for blob in new if not is_sound(blobs / blob, announced.get(blob))]
+        damaged = [blob for blob in sorted(whole_blobs() - before) if not _is_sound(blob)]
+        if not damaged:
+            return Path(fetched)
+        links = {link.resolve(): link.name for link in Path(fetched).parent.glob("**/*")}
         for blob in damaged:
-            (blobs / blob).unlink(missing_ok=True)
-        return place, damaged
+            blob.unlink()
+        _forget_list(name)
+        names = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
+        raise BadAnswer(
+            f"{constants.ENDPOINT} sends {names} with other contents than it says (by their"
+            " hashes), and they were removed: start again, or set HF_ENDPOINT to another hub"
+        )
 
-    def fetch_twice() -> Path:
-        place, damaged = fetch_once()
-        if damaged:
-            place, damaged = fetch_once()
-        if damaged:
-            links = {link.resolve().name: link.name for link in blobs.parent.glob("snapshots/**/*")}
-            _forget_list(name)
-            files = ", ".join(sorted(links.get(blob, blob) for blob in damaged))
-            raise BadAnswer(
-                f"{constants.ENDPOINT} sends {files} with other contents than it says (by their"
-                " hashes), twice; they were removed. Try again later, or set HF_ENDPOINT to"
-                " another hub"
-            )
-        return Path(place)
-
-    return _interruptible(name, fetch_twice)
+    return ask(name, fetch_and_check)
 
 
 def _storage(name: HubName) -> Path:
-    """The folder of a repository in the cache."""
+    """Returns the folder of a repository in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     folder = repo_folder_name(repo_id=name.repo, repo_type=name.kind)
     return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
-
-
-def _names(folder: Path) -> list[str]:
-    """The blobs of a repository, without those that are being written."""
-    if not folder.is_dir():
-        return []
-    return sorted(file.name for file in folder.iterdir() if PLAIN.fullmatch(file.name))
-
-
-def _interruptible(name: HubName, fetch: Callable[[], T]) -> T:
-    """What `fetch` returns. It runs in a thread: the library's own wait for its threads ends with
-    the files that they are about, and a signal would be heard after minutes. While the hub asks to
-    be left alone for a while, and not for too long, it is asked again then."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(_patient(fetch))
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    with explained(name):
-        thread.start()
-        try:
-            # not join: Python 3.11 takes a thread for dead whose join a signal interrupts
-            while not wait([done], WATCHED_S).done:
-                watch.check()
-        except BaseException:  # a signal, or a hub that is too slow
-            left_behind.append(thread)
-            raise
-        return done.result()
-
-
-def _patient(fetch: Callable[[], T]) -> T:
-    while True:
-        try:
-            return fetch()
-        except Exception as error:
-            seconds = wait_asked_for(error)
-            if seconds is None:
-                raise
-            time.sleep(seconds)

@@ -51,21 +51,21 @@ class HubName:
 
     @property
     def asked(self) -> HubName:
-        """As the user gives it: without what `pin` adds."""
+        """Returns the name as the user gives it: without what `pin` adds."""
         if self.commit is not None and self.revision == "main":
             return replace(self, revision=None, commit=None)
         return replace(self, commit=None)
 
     @property
     def sha(self) -> str | None:
-        """The commit, where the name says it."""
+        """Returns the commit, where the name says it."""
         if self.commit is None and self.revision and COMMIT.fullmatch(self.revision):
             return self.revision
         return self.commit
 
 
 def model_name(text: str) -> HubName | None:
-    """The model on a hub that a text names; None where it has another form, or is a path here."""
+    """Returns the model on a hub that a text names, if any; a path that exists names none."""
     match = _MODEL.fullmatch(text)
     if match is None or match["repo"].endswith(".gguf") or user_path(text).exists():
         return None
@@ -83,7 +83,7 @@ def gguf_parts(name: str) -> list[str]:
 
 
 def data_name(text: str) -> HubName | None:
-    """The data set on a hub that a text names; None where it has another form."""
+    """Returns the data set on a hub that a text names; None where it has another form."""
     match = _DATA.fullmatch(text)
     if match is None:
         return None

@@ -23,7 +23,7 @@ _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 
 
 def shape_of(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Of the tensor that bytes of these shapes stand for; None where they are none."""
+    """Returns the shape of the tensor that bytes of these shapes stand for, or None."""
     if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != BLOCK // 2:
         return None
     experts, n_out, groups, _ = blocks
@@ -31,7 +31,7 @@ def shape_of(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...
 
 
 def read(blocks: np.ndarray, scales: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    """The box `index` of the tensor that they stand for, in bfloat16, which has all its values.
+    """Returns the box `index` of the tensor in bfloat16, which has all its values.
 
     Beside the result the host holds one expert's part of it, in float32.
     """

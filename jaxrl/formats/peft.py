@@ -89,8 +89,8 @@ class Adapter(weights.Derived):
     """How the kernels were held under these adapters."""
 
     def read(self, name: str, index: weights.Index) -> np.ndarray:
-        """A box of the base model's tensor with what the adapter adds, in float32; of a quantised
-        kernel, what that stands for."""
+        """Returns a box of the base model's tensor with what the adapter adds, in float32; of a
+        quantised kernel, what that stands for."""
         pair = self.pairs().get(name)
         box = self._under.read(name, index)
         if pair is None:
@@ -108,8 +108,8 @@ class Adapter(weights.Derived):
 
 
 def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
-    """What `adapter_config.json` says: the adapters, the name of the base model, and how its
-    kernels were quantised under them.
+    """Returns what `adapter_config.json` says: the adapters, the name of the base model, and how
+    its kernels were quantised under them.
 
     Raises:
         UserError: a variant of LoRA that is not computed here.
@@ -144,8 +144,8 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
 
 
 def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, dict[str, Pair]]:
-    """The pairs of a folder by the name of their kernel's tensor, and the adapters with the targets
-    that the file has. Raises UserError for a file that does not fit the model."""
+    """Returns the pairs of a folder by the name of their kernel's tensor, and the adapters with the
+    targets that the file has. Raises UserError for a file that does not fit the model."""
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder}: {CONFIG} is there, and {WEIGHTS} is missing")
@@ -185,7 +185,7 @@ def _check_named(folder: Path, targets: Sequence[str]) -> None:
     modules, excluded = raw.get("target_modules"), raw.get("exclude_modules")
 
     def names(given: object) -> set[str] | None:
-        """Last words of module names; None of a regular expression, or of none."""
+        """Returns the last words of module names; None of a regular expression, or of none."""
         return {str(one).rpartition(".")[2] for one in given} if isinstance(given, list) else None
 
     wanted, unwanted = names(modules), names(excluded) or set()
@@ -199,15 +199,15 @@ def _check_named(folder: Path, targets: Sequence[str]) -> None:
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
-    """Names of the tensors of a projection's kernels, layer by layer, those of a layer's experts
-    next to each other; none where the model has no such projection."""
+    """Returns names of the tensors of a projection's kernels, layer by layer, those of a layer's
+    experts next to each other; none where the model has no such projection."""
     places = weights.places(model)
     found = (places.get(f"layers/{layer}/{path}/kernel") for layer in range(model.n_layers))
     return tuple(name for place in found if place is not None for name in place.names)
 
 
 def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
-    """The pairs of a stacked tree of numpy arrays, in float32."""
+    """Returns the pairs of a stacked tree of numpy arrays, in float32."""
     found: dict[str, Pair] = {}
     blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
     for i, paths, names in _adapted(model):
@@ -290,7 +290,7 @@ def write(
     pairs: Mapping[str, Pair],
     tokenizer_from: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """`save` of pairs."""
+    """Does what `save` does, for pairs."""
     tensors = {}
     for name, (a, b) in pairs.items():
         tensors[f"{_named(name)}.lora_A.weight"] = a.T
@@ -327,8 +327,8 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
 
 
 def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-    """Of each block of stacked parameters its number and, of each adapted tensor that it has, the
-    paths of its projections within a block and its names, layer by layer."""
+    """Yields for each block of stacked parameters its number and, of each adapted tensor that it
+    has, the paths of its projections within a block and its names, layer by layer."""
     assert model.lora is not None
     places = weights.places(model, "stacked")
     for i, prefix in enumerate(weights.block_layers(model)):
@@ -339,7 +339,7 @@ def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple
 
 
 def _group(block: Params, path: str) -> Params:
-    """The part of a block that has the projection at this path; it is made where it is missing."""
+    """Returns the part of a block that has the projection at this path; makes it if missing."""
     for name in path.split("/")[:-1]:
         block = block.setdefault(name, {})
     return block

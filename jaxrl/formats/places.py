@@ -20,8 +20,8 @@ WEIGHTS = (hf.SINGLE, hf.INDEX, torch_bin.SINGLE, torch_bin.INDEX)
 
 
 def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
-    """The model folder of that name: a folder, `package:NAME` for the one with weights inside an
-    installed Python package, which is not imported, or a name on a hub (`formats.hub`).
+    """Returns the model folder of that name: a folder, `package:NAME` for the one with weights
+    inside an installed Python package, which is not imported, or a name on a hub (`formats.hub`).
 
     Args:
         fetch: also the weights of a model on a hub.
@@ -43,7 +43,7 @@ def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
 
 
 def package_folder(name: str, package: str) -> Path:
-    """The folder of an installed Python package, which is not imported, for the model `name`."""
+    """Returns the folder of an installed package, which is not imported, for model `name`."""
     module = package.replace("-", "_")
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -65,7 +65,7 @@ def _in_package(name: str, package: str) -> Path:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether weights lie in the folder, in a format that is read."""
+    """Returns whether weights lie in the folder, in a format that is read."""
     return any((folder / name).is_file() for name in WEIGHTS)
 
 
@@ -75,8 +75,8 @@ def open_tensors(
     read: Callable[[Path], weights.Tensors],
     shapes: dict[str, tuple[int, ...]],
 ) -> weights.Tensors:
-    """The tensors in a model's folder, after a check of their names and shapes. Those of a model on
-    a hub whose weights are not here are fetched, and checked, once one of them is needed.
+    """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
+    model on a hub whose weights are not here are fetched, and checked, once one of them is needed.
 
     Args:
         name: the model's, as it was given.

@@ -52,13 +52,13 @@ class Tensors(Protocol):
     """Named tensors on disk, under Hugging Face's names and orientation (kernels [out, in])."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor; None where there is none of this name."""
+        """Returns shape of a tensor; None where there is none of this name."""
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A box of a tensor, in the dtype of the file; read-only, it may still lie on disk."""
+        """Returns a box of a tensor in the file's dtype; read-only, it may still lie on disk."""
 
     def file(self, name: str) -> Path:
-        """The file that holds (or should hold) the tensor."""
+        """Returns the file that holds (or should hold) the tensor."""
 
 
 @dataclass(frozen=True)
@@ -142,28 +142,28 @@ class Place:
 
     @property
     def several(self) -> tuple[int, ...]:
-        """Its first dims, of which each combination is a tensor."""
+        """Returns its first dims, of which each combination is a tensor."""
         return tuple(n for n in (self.layers, self.experts) if n)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape of its part of each of the tensors."""
+        """Returns shape of its part of each of the tensors."""
         one = self.shape[len(self.several) :]
         one = (*one[:-2], one[-1], one[-2]) if self.transposed else one
         return (*one[:-1], one[-1] * self.step)
 
     @property
     def rows(self) -> int:
-        """Which dim of its tensors `first` counts."""
+        """Returns which dim of its tensors `first` counts."""
         return -2 if self.transposed else 0
 
     @property
     def end(self) -> int:
-        """The row of its tensors behind its own."""
+        """Returns the row of its tensors behind its own."""
         return self.first + self.stored[self.rows]
 
     def read(self, tensors: Tensors, index: Index, dtype: DTypeLike) -> np.ndarray:
-        """The box `index` of the parameter, in `dtype`."""
+        """Returns the box `index` of the parameter, in `dtype`."""
         out = np.empty([s.stop - s.start for s in index], dtype)
         leading, box = index[: len(self.several)], index[len(self.several) :]
         names = np.reshape(self.names, self.several)[leading].reshape(-1)
@@ -190,8 +190,8 @@ class Place:
 
 
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
-    """Parameter path -> where it is, in the order in which parameters are written; adapters have a
-    format of their own, and files of quantised kernels are not read."""
+    """Returns parameter path -> where it is, in the order in which parameters are written; adapters
+    have a format of their own, and files of quantised kernels are not read."""
     abstract = leaves_by_path(abstract_params(config.plain, layout=layout))
     shapes = {path: leaf.shape for path, leaf in abstract.items()}
     stacked, n = layout == "stacked", config.n_layers
@@ -224,7 +224,7 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
 
 
 def block_layers(config: DecoderConfig) -> dict[str, range]:
-    """Path of each block of stacked parameters -> the layers that it holds."""
+    """Returns path of each block of stacked parameters -> the layers that it holds."""
     n, cycle = config.n_layers, config.cycle
     if cycle == 1:
         return {"layers": range(n)}
@@ -232,19 +232,19 @@ def block_layers(config: DecoderConfig) -> dict[str, range]:
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Any]:
-    """Path, such as `layers/attn/q/kernel` -> leaf."""
+    """Returns path, such as `layers/attn/q/kernel` -> leaf."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the checkpoint, in Hugging Face's orientation."""
+    """Returns name -> shape of every tensor of the checkpoint, in Hugging Face's orientation."""
     return stored_shapes(places(config).values())
 
 
 def stored_shapes(places: Iterable[Place]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that hold parameters of these places; those that share a tensor
-    come in the order of its rows."""
+    """Returns name -> shape of the tensors that hold parameters of these places; those that share a
+    tensor come in the order of its rows."""
     found: dict[str, tuple[int, ...]] = {}
     for place in places:
         dims = list(place.stored)
@@ -273,7 +273,7 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays hold the same numbers; those of one dtype are compared bit by bit."""
+    """Returns whether two arrays hold the same numbers; of one dtype, the same bits."""
     if a.dtype == b.dtype:
         bits = np.dtype(f"u{a.dtype.itemsize}")
         return np.array_equal(a.view(bits), b.view(bits))
@@ -328,8 +328,8 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`. What the
-    config has quantised is quantised on the host, layer by layer.
+    """Returns parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`.
+    What the config has quantised is quantised on the host, layer by layer.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
     slice that several devices share is read once.
@@ -363,7 +363,7 @@ def load_head(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Only the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
+    """Returns the LM head [V, D] (the embedding when tied), V over `tensor`, D over `fsdp`."""
     name = TOP["embed/embedding" if config.tie_embeddings else "lm_head/kernel"]
     place = Place((config.vocab_size, config.d_model), (name,))
     sharding = None
@@ -375,7 +375,7 @@ def load_head(
 
 
 def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """One parameter, in the dtype and the sharding of `leaf`, box by box."""
+    """Returns one parameter, in the dtype and the sharding of `leaf`, box by box."""
     (read,) = _by_box((leaf,), lambda index: (place.read(tensors, index, leaf.dtype),))
     return read
 
@@ -383,7 +383,7 @@ def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -
 def _by_box(
     leaves: Sequence[jax.ShapeDtypeStruct], read: Callable[[Index], Sequence[np.ndarray]]
 ) -> tuple[jax.Array, ...]:
-    """Arrays of which each device reads its own boxes at once.
+    """Returns arrays of which each device reads its own boxes at once.
 
     Devices that hold the same box share one read. Without a sharding it is one box, on the default
     device.
@@ -418,7 +418,7 @@ def _read_quantised(
     codes: jax.ShapeDtypeStruct,
     scale: jax.ShapeDtypeStruct,
 ) -> tuple[jax.Array, ...]:
-    """The codes and the scales of a kernel, which is read and quantised one layer's, or one
+    """Returns the codes and the scales of a kernel, which is read and quantised one layer's, or one
     expert's, at a time."""
     each = packed(kind)
     block = codes.shape[-2] * each // scale.shape[-2]
@@ -452,12 +452,12 @@ def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """In which programs run on the host."""
+    """Returns a context in which programs run on the host."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndarray]:
-    """Reader of one tensor at a time, by Hugging Face name, of parameters in either layout.
+    """Returns a reader of one tensor at a time, by Hugging Face name, in either layout.
 
     What it returns is on the host, in the parameters' dtype; one layer of a stacked parameter is
     fetched at a time, with all of its experts. Processes that share the parameters' mesh must read

@@ -45,7 +45,7 @@ from jaxrl.run.run_dir import (
 from jaxrl.runtime.registry import registered
 from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.log import LOG_FILE, RunLog
+from jaxrl.telemetry.lines import LOG_FILE, RunLog
 from jaxrl.telemetry.trackers import check_trackers
 
 AGAIN = "nothing to do. A larger `steps` trains further; another `run_dir` starts a new run"

@@ -12,7 +12,7 @@ from jaxrl.process.plain import JsonObject
 from jaxrl.run.job import Job
 from jaxrl.runtime.registry import Registration
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.types import Row
 
 

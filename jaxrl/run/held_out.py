@@ -23,12 +23,16 @@ from rich.table import Table
 
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.source import FINAL, ModelSource
-from jaxrl.config import base as config_base
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
-from jaxrl.config.base import Overrides
-from jaxrl.config.evaluated import MESH, PLACEMENT, READ, SLOTS, UNREAD
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, Overrides, read_keys
+from jaxrl.config.settings import (
+    EVALUATED,
+    EVALUATED_MESH,
+    NOT_EVALUATED,
+    PLACEMENT,
+    SLOTS,
+)
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
@@ -131,7 +135,7 @@ def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
     path = source.run_config if config is None else user_path(config)
     if path is None:
         return {}
-    mapping = config_base.read(path)
+    mapping = read_keys(path)
     config_keys.refuse_unknown(Config, mapping)
     return mapping
 
@@ -158,10 +162,10 @@ def _config(
         if key in known and not _reads(key):  # the config refuses unknown ones
             meant = f"eval.{key.rpartition('.')[2]}"
             hint = f" (did you mean {meant}?)" if meant in known and _reads(meant) else ""
-            keys = ", ".join(READ)
+            keys = ", ".join(EVALUATED)
             raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
     # `data.train` is a required key, which nothing here opens.
-    values = {"mesh": MESH, "data.train": "arithmetic"}
+    values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
     values |= _values(base, [k for k in known if _reads(k) and not _within(k, PLACEMENT)])
     mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
     if mesh is not None:
@@ -182,7 +186,7 @@ def _within(key: str, names: Sequence[str]) -> bool:
 
 def _reads(key: str) -> bool:
     """Whether an evaluation reads the key."""
-    return _within(key, READ) and key not in UNREAD
+    return _within(key, EVALUATED) and key not in NOT_EVALUATED
 
 
 def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:

@@ -51,7 +51,6 @@ from jaxrl.roles.scorer import Scorer
 from jaxrl.roles.teacher import AddFeedback, FollowingTeacher, Teacher
 from jaxrl.roles.teachers import Teachers
 from jaxrl.roles.update import first_rows_program
-from jaxrl.run.conversion import converted_once
 from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
@@ -107,7 +106,7 @@ def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
 
 def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """Starts one worker for each pool, with the plan's launcher, and builds the roles in them, all
-    pools in parallel. Roles on one host that load the same GGUF file share one conversion of it.
+    pools in parallel.
 
     Args:
         log: gets a line for each role that is ready.
@@ -115,36 +114,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     Returns:
         The running workers. If one fails to start, all are stopped and its error is raised.
     """
-    wait_s = setup.config.deadlines.startup
-    with converted_once(_loads(setup, plan), plan, wait_s, log) as shared:
-
-        def converted(source: ModelSource) -> ModelSource:
-            return replace(source, scratch=shared.get(source.path.resolve()))
-
-        teachers = {name: converted(source) for name, source in setup.teachers.items()}
-        setup = replace(setup, student=converted(setup.student), teachers=teachers)
-        return LAUNCHERS[plan.launcher](setup, plan, log)
-
-
-def _loads(setup: Setup, plan: Plan) -> list[tuple[str, ModelSource, str]]:
-    """(role, weights, dtype) of everything that is read at the start. The rollout reads only the
-    frozen base weights of adapters; it receives all others from the actor."""
-    config = setup.config
-
-    def read(dtype: DType) -> str:
-        return dtype if config.quantised is None else "float32"  # and quantised afterwards
-
-    found = [("reference", setup.student, read(config.reference.compute_dtype))]
-    if config.trains_adapters:
-        found.append(("actor", setup.student, read(config.base_dtype)))
-        found.append(("rollout", setup.student, read(config.rollout.compute_dtype)))
-    elif setup.restore is None:
-        found.append(("actor", setup.student, config.actor.param_dtype))
-    if not config.teacher_follows:
-        for source in setup.teachers.values():
-            found.append(("teacher", source, config.teacher.compute_dtype))
-    starting = set(plan.runs) - set(config.lazy)
-    return sorted((each for each in found if each[0] in starting), key=lambda each: each[0])
+    return LAUNCHERS[plan.launcher](setup, plan, log)
 
 
 def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:

@@ -29,8 +29,8 @@ SHOWN = 12
 
 
 def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, ...]]:
-    """The config with a commit in every name on a hub, and a message about each. The configs and
-    tokenizers of its models are then in the hub's cache; weights and data need not be.
+    """Returns the config with a commit in every name on a hub, and a message about each. The
+    configs and tokenizers of its models are then in the hub's cache; weights and data need not be.
 
     Args:
         dry: leave the names of data that cannot be found as they are, for a plan without them.
@@ -46,7 +46,6 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
             recorded.setdefault((each, _asked(name)), []).append(name)
     pins: dict[HubName, HubName] = {}
     notes: list[str] = []
-    newest: dict[HubName, str | None] = {}
 
     def pin(key: str, text: str) -> str:
         name = _on_hub(key, text)
@@ -70,11 +69,7 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
             if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text
             raise UserError(f"{key}: {error}") from error
-        if found is before and repo not in newest and None not in newest.values():
-            newest[repo] = hub.newest(name)  # a hub that does not answer is asked once
-        moved = _moved(name, found, newest.get(repo)) if found is before else ""
-        commit = (found.sha or "")[:SHOWN]
-        notes.append(f"{key}: {moved or f'{name.asked} is commit {commit}'}; {size}")
+        notes.append(f"{key}: {name.asked} is commit {(found.sha or '')[:SHOWN]}; {size}")
         return str(found)
 
     mapping: JsonObject = config.model_dump(mode="json")
@@ -98,13 +93,13 @@ def fetch_models(config: Config) -> bool:
 
 
 def _keys(config: Config) -> list[str]:
-    """The keys of the models and data that the run reads."""
+    """Returns the keys of the models and data that the run reads."""
     embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
     return [key for key in (*MODELS, *DATA) if key != "grouper.model" or embeds]
 
 
 def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]]:
-    """The names on a hub under these keys of a config, each with its key."""
+    """Returns the names on a hub under these keys of a config, each with its key."""
     found: list[tuple[str, HubName]] = []
 
     def keep(key: str, text: str) -> str:
@@ -135,16 +130,5 @@ def _on_hub(key: str, text: str) -> HubName | None:
 
 
 def _asked(name: HubName) -> HubName:
-    """The same for all forms of a name: without its commit, and without the branch `main`."""
+    """Returns the same for all forms of a name: without commit, without branch `main`."""
     return replace(name, revision=None if name.revision == "main" else name.revision, commit=None)
-
-
-def _moved(name: HubName, before: HubName, now: str | None) -> str:
-    """The message about a revision that is another commit than when the run began."""
-    old = before.sha
-    if old is None or now is None or now == old:
-        return ""
-    return (
-        f"{name.asked} was commit {old[:SHOWN]} when the run began, and is {now[:SHOWN]} now: the"
-        f" run keeps {old[:SHOWN]}"
-    )

@@ -26,7 +26,7 @@ from jaxrl.run.loop import Resumed, evaluates
 from jaxrl.run.reporting import Reporter
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Handle, WorkerGroup
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, open_trackers

@@ -15,9 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal, Self, cast
 
 from rich.columns import Columns
+from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -27,9 +29,11 @@ from jaxrl.process.plain import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.telemetry.screen import Cell, Terminal, in_notebook
 from jaxrl.telemetry.ticker import Ticker
 from jaxrl.types import Row
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 States = Callable[[], Sequence[WorkerState]]
@@ -44,6 +48,8 @@ SILENT_S = 60.0
 """Seconds without a step or a line after which plain mode prints what the workers do."""
 DEAF_S = 10.0
 """Seconds without an answer of a worker from which on that is shown."""
+CELL_EVERY_S = 0.2
+"""Shortest time between two drawings: each is sent to the browser whole."""
 
 _SHOWN: dict[str, tuple[str, str]] = {
     "distill/divergence": ("divergence", ".4f"),
@@ -65,25 +71,21 @@ _SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
 
 
 def _shown(row: Row) -> list[tuple[str, str]]:
-    """Label and text of each shown metric that ``row`` has."""
+    """Returns the label and text of each shown metric that ``row`` has."""
     shown = []
     for name, (label, form) in _SHOWN.items():
         if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
             continue
-        value = row[name]
-        text = "not finite" if value is None else format(value, form) + _interval(row, name)
+        value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+        text = "not finite" if value is None else format(value, form)
+        if value is not None and low is not None and high is not None:
+            text += f" ±{50 * (high - low):.1f}"  # half the 95% interval, in points
         shown.append((label, text))
     return shown
 
 
-def _interval(row: Row, name: str) -> str:
-    """Half the width of the fraction's 95% interval, in points, where the row has one."""
-    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return "" if low is None or high is None else f" ±{50 * (high - low):.1f}"
-
-
 def format_seconds(seconds: float) -> str:
-    """``m:ss``, or ``h:mm:ss`` from one hour on."""
+    """Returns ``m:ss``, or ``h:mm:ss`` from one hour on."""
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -173,7 +175,7 @@ class Console:
             self._ticker = Ticker("console", TICK_S, self.tick)
 
     def tick(self) -> None:
-        """A look at the workers: the display, or a plain line after a long silence."""
+        """Takes a look at the workers: the display, or a plain line after a long silence."""
         if self._states is None:
             return
         # Asked for outside the lock: who answers may hold a lock of its own and want to write
@@ -184,17 +186,17 @@ class Console:
                 self._view.workers(states, now)
 
     def message(self, text: str) -> None:
-        """One thing worth knowing, such as what start-up is doing."""
+        """Shows one thing worth knowing, such as what start-up is doing."""
         with self._lock:
             self._view.message(text)
 
     def step(self, row: Row) -> None:
-        """A row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
+        """Shows a row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
         with self._lock:
             self._view.step(row, self._eta.step(row["step"]))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Completions of the step just shown: the live display's table, or one plain line each."""
+        """Shows completions of the step just shown: in a table, or one plain line each."""
         with self._lock:
             self._view.samples(samples)
 
@@ -250,7 +252,7 @@ class _Plain:
             self.message("; ".join([since, *(worker_line(state, now) for state in states)]))
 
     def close(self) -> None:
-        """Every line is out."""
+        """Does nothing: every line is out."""
 
 
 class _Display:
@@ -307,15 +309,78 @@ class _Display:
         self._screen.show(display)
 
 
+class Terminal:
+    """Messages scroll by above the display."""
+
+    def __init__(self, out: Output) -> None:
+        file = cast(IO[str], out)
+        self._console = RichConsole(
+            file=file, force_terminal=True, force_jupyter=False, highlight=False
+        )
+        # Drawn when something changed: no refresh thread of rich's.
+        self._live = Live(console=self._console, auto_refresh=False)
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def show(self, display: Table) -> None:
+        """Draws a display in place of what it showed last."""
+        self._live.start()
+        self._live.update(display, refresh=True)
+
+    def close(self) -> None:
+        """Leaves what is shown last."""
+        self._live.stop()
+
+
+class Cell:
+    """Messages are printed; the display stays where it was first shown."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._handle: DisplayHandle | None = None
+        self._undrawn: Table | None = None
+        self._drawn_at = -CELL_EVERY_S
+
+    def message(self, text: str) -> None:
+        self._out.line(text)
+
+    def show(self, display: Table) -> None:
+        """Draws a display in place of what it showed last."""
+        self._undrawn = display
+        if time.monotonic() - self._drawn_at >= CELL_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leaves what is shown last."""
+        self._draw()
+
+    def _draw(self) -> None:
+        import IPython.display
+
+        if self._undrawn is None:
+            return
+        if self._handle is None:
+            self._handle = IPython.display.display(self._undrawn, display_id=True)
+        else:
+            self._handle.update(self._undrawn)
+        self._undrawn, self._drawn_at = None, time.monotonic()
+
+
+def in_notebook() -> bool:
+    """Returns whether this process runs the cells of a notebook (Jupyter, Colab)."""
+    return RichConsole().is_jupyter
+
+
 def worker_line(state: WorkerState, now: float) -> str:
-    """What a worker does, since when, and what is odd about it: ``rollout: idle for 0:07``."""
+    """Returns what a worker does, since when, and what is odd: ``rollout: idle for 0:07``."""
     detail = f" ({state.detail})" if state.detail else ""
     does = f"{worker_name(state)}: {state.phase} for {format_seconds(now - state.since)}{detail}"
     return ", ".join([does, *_oddities(state, now)])
 
 
 def worker_name(state: WorkerState) -> str:
-    """Its name, with host and pid where it is another process than this one."""
+    """Returns a worker's name, with host and pid where it is another process than this one."""
     here = state.pid == os.getpid() and state.host == socket.gethostname()
     return state.name if here else f"{state.name} ({state.host}:{state.pid})"
 
@@ -330,7 +395,7 @@ def _oddities(state: WorkerState, now: float) -> list[str]:
 
 
 def _cut(text: str, width: int, keep_end: bool = False) -> str:
-    """``text`` on one line of at most ``width`` characters."""
+    """Returns ``text`` on one line of at most ``width`` characters."""
     text = text.replace("\n", "\\n")
     if len(text) <= width:
         return text
@@ -338,7 +403,7 @@ def _cut(text: str, width: int, keep_end: bool = False) -> str:
 
 
 def _worker_table(states: Sequence[WorkerState], now: float) -> Table:
-    """One line a worker: its name, what is odd about it, what it does and since when."""
+    """Draws one line a worker: its name, what is odd about it, what it does and since when."""
     table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")

@@ -1,4 +1,5 @@
-"""A file of lines that grows, and that a full disk makes incomplete but never ends a run."""
+"""Files of lines that grow, and that a full disk makes incomplete but never ends a run; `log.txt`:
+everything that a run said, each message with its time."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from typing import IO, Self
 
 from jaxrl.errors import UserError
+from jaxrl.process.streams import to_stderr
 
+LOG_FILE = "log.txt"
 COPIED = 1 << 20
 """Bytes of a file that are in memory at once while it is copied."""
 HELD = 10_000
@@ -64,23 +68,19 @@ class LineFile:
         self._refused = self._closed = False
         self._torn = False
         """Whether something may follow the lines that count."""
-        self._size = 0
+        self.size = 0
+        """Bytes of the lines that the disk has."""
         if _is_no_file(self._path):
             notify(f"{path} is no file of a run; it is now {move_aside(self._path)}")
         try:
             if keep is not None:
                 with suppress(FileNotFoundError), open(path, "rb") as file:
-                    self._size = keep(file)
-            self._file = open(path, "r+b" if self._size else "w+b", buffering=0)  # noqa: SIM115
+                    self.size = keep(file)
+            self._file = open(path, "r+b" if self.size else "w+b", buffering=0)  # noqa: SIM115
             # Cutting the end in place needs no room and is done or not done, whatever happens.
-            self._file.truncate(self._size)
+            self._file.truncate(self.size)
         except OSError as error:
             raise UserError(f"cannot open {path}: {error.strerror}") from error
-
-    @property
-    def size(self) -> int:
-        """Bytes of the lines that the disk has."""
-        return self._size
 
     def append(self, lines: Sequence[str]) -> None:
         """Writes the lines (none of which holds a line break), and all that was refused before."""
@@ -94,7 +94,7 @@ class LineFile:
             if self._held:
                 self._held.pop()
             else:
-                self._size -= len(_encoded(old))
+                self.size -= len(_encoded(old))
                 self._torn = True
             self._append([new])
 
@@ -106,10 +106,18 @@ class LineFile:
         without room leaves everything as it is: the next restore tries again.
         """
         with self._locked():
-            size = self._size
-            if self._closed or self._is_there() or not self._rewrite(self._copy_back):
+            if self._closed:
                 return False
-            if self._size < size:
+            size = self.size
+            try:
+                is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+            except FileNotFoundError:
+                is_there = False
+            except OSError:  # a disk that does not answer: the next write reports it
+                is_there = True
+            if is_there or not self._rewrite(self._copy_back):
+                return False
+            if self.size < size:
                 self._messages.append(
                     f"{self._path} was removed and cannot be read back: its lines are lost"
                 )
@@ -128,7 +136,7 @@ class LineFile:
             self._rewrite(lambda new: self._copy_newer_half(new, keep))
 
     def close(self) -> None:
-        """A last attempt at what was refused; reports what was never written."""
+        """Makes a last attempt at what was refused; reports what was never written."""
         with self._locked():
             if self._closed:
                 return
@@ -166,8 +174,8 @@ class LineFile:
         data = b"".join(self._held)
         try:
             if self._torn:
-                self._file.truncate(self._size)
-            self._file.seek(self._size)
+                self._file.truncate(self.size)
+            self._file.seek(self.size)
             _write_all(self._file, data + self._tail)
         except OSError as error:
             if not self._refused:
@@ -177,16 +185,8 @@ class LineFile:
             self._refused = self._torn = True
             return
         self._torn = False
-        self._size += len(data)
+        self.size += len(data)
         self._held.clear()
-
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-        except OSError:  # a disk that does not answer: the next write reports it
-            return True
 
     def _rewrite(self, write: Callable[[FileIO], int]) -> bool:
         """Puts a new file in the place of this one; returns False where the disk refuses it.
@@ -207,26 +207,50 @@ class LineFile:
             partial.unlink(missing_ok=True)
             return False
         self._file.close()
-        self._file, self._size, self._torn = new, size, False
+        self._file, self.size, self._torn = new, size, False
         return True
 
     def _copy_back(self, new: FileIO) -> int:
-        return self._size if _copy(self._file, new, 0, self._size) == self._size else 0
+        return self.size if _copy(self._file, new, 0, self.size) == self.size else 0
 
     def _copy_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
         kept: dict[bytes, None] = {}
         with open(self._path, "rb") as old:
-            while old.tell() < self._size // 2 and (line := old.readline()):
+            while old.tell() < self.size // 2 and (line := old.readline()):
                 kept |= {line: None} if keep(line) else {}
             _write_all(new, b"".join(kept))
-            size = sum(map(len, kept)) + _copy(old, new, old.tell(), self._size)
+            size = sum(map(len, kept)) + _copy(old, new, old.tell(), self.size)
         _write_all(new, self._tail)
         return size
 
 
+class RunLog(LineFile):
+    """Appends messages; a resumed run adds to what is there. Any thread may write.
+
+    A message is on the disk when `write` returns. A disk that refuses is reported once and raises
+    nothing; what it refused is written when there is room.
+    """
+
+    def __init__(self, path: str | Path, notify: Callable[[str], None] = to_stderr) -> None:
+        """
+        Args:
+            notify: takes the one message of a disk that refuses. It may write to this log.
+        """
+        super().__init__(path, notify, keep=lambda file: file.seek(0, os.SEEK_END))
+        if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
+            self.append([""])  # a killed run's last line stays, and ends here
+
+    def write(self, text: str) -> None:
+        """Writes one message, lines after the first indented; drops it if the log is closed."""
+        stamp = datetime.now().astimezone().isoformat(timespec="seconds")
+        first, *rest = text.splitlines() or [""]
+        lines = [f"{stamp} {first}", *(f"{'':{len(stamp)}} {line}" for line in rest)]
+        self.append([line.rstrip() for line in lines])
+
+
 def _is_no_file(path: Path) -> bool:
-    """Whether there is something in the place of a file: a folder, a pipe, which would be waited
-    for, or a link that leads nowhere."""
+    """Returns whether there is something in the place of a file: a folder, a pipe, which would be
+    waited for, or a link that leads nowhere."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:

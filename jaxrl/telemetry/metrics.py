@@ -52,7 +52,7 @@ PLACEHOLDERS = {
 
 
 def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Each name with the two ends of its 95% interval."""
+    """Returns each name with the two ends of its 95% interval."""
     table = {}
     for name, metric in names.items():
         table[name] = metric
@@ -64,7 +64,7 @@ def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
-    """What an evaluation measures on one set of held-out prompts, or on all of them."""
+    """Returns what an evaluation measures on one set of held-out prompts, or on all of them."""
     rates = {
         f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
         f"{prefix}/pass@{{k}}": Metric(
@@ -276,7 +276,7 @@ Row = dict[str, int | float | None]
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    """The names with a variable part, as regular expressions."""
+    """Returns the names with a variable part, as regular expressions."""
     found = []
     for name, metric in METRICS.items():
         parts = re.split(r"\{(\w+)\}", name)  # fixed text and placeholders by turns
@@ -288,7 +288,7 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
 
 
 def describe(name: str) -> Metric | None:
-    """What ``name`` means; None where the table does not have it."""
+    """Returns what ``name`` means; None where the table does not have it."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
     matches = (metric for pattern, metric in _patterns() if pattern.fullmatch(name))
@@ -296,7 +296,7 @@ def describe(name: str) -> Metric | None:
 
 
 def _plain(name: str, value: Value, unit: str) -> int | float | None:
-    """A Python number; null where it is not finite. Accepts jax and numpy scalars."""
+    """Returns a Python number; null where it is not finite. Accepts jax and numpy scalars."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -323,10 +323,6 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
     return row
 
 
-def _line(row: Row) -> str:
-    return json.dumps(row, allow_nan=False)
-
-
 class JsonLines(LineFile):
     """A file of JSON objects, one a line, each with a ``step`` that never falls."""
 
@@ -350,7 +346,7 @@ class JsonLines(LineFile):
         super().__init__(path, notify, None if after is None else self._keep)
 
     def _keep(self, file: IO[bytes]) -> int:
-        """Bytes of the rows to keep; one line at a time is in memory.
+        """Returns the bytes of the rows to keep; one line at a time is in memory.
 
         A file with damage among them is moved aside whole; the rows before it are copied back.
         """
@@ -389,7 +385,7 @@ class MetricsWriter(JsonLines):
             raise ValueError(f"step {step} after step {self._step}: steps must rise")
         self._step = step
         self.first, self.last = self.first or row, row
-        self.append([_line(row)])
+        self.append([json.dumps(row, allow_nan=False)])
         return row
 
     def amend(self, step: int, metrics: Mapping[str, Value]) -> Row:
@@ -400,7 +396,7 @@ class MetricsWriter(JsonLines):
         self.last = old | _row(step, metrics)
         if self.first is old:
             self.first = self.last
-        self.replace_last(_line(old), _line(self.last))
+        self.replace_last(*(json.dumps(row, allow_nan=False) for row in (old, self.last)))
         return self.last
 
 
@@ -415,7 +411,11 @@ def _parse(path: Path, number: int, line: str | bytes) -> JsonObject:
 
 
 def read_metrics(run: str | Path) -> list[JsonObject]:
-    """Rows of a run directory or of its ``metrics.jsonl``; a torn last line is left out."""
+    """Returns the rows of a run, but for a torn last line.
+
+    Args:
+        run: a run directory or its ``metrics.jsonl``.
+    """
     path = Path(run)
     path = path / METRICS_FILE if path.is_dir() else path
     if path.exists() and not path.is_file():
@@ -429,14 +429,6 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: no {METRICS_FILE} of a run") from error
-
-
-def _finite_fields(sample: Sample) -> JsonObject:
-    """The fields of a sample; null for a number that is not finite, as in rows."""
-    return {
-        name: finite(value) if isinstance(value, float) else value
-        for name, value in dataclasses.asdict(sample).items()
-    }
 
 
 @dataclass(frozen=True)
@@ -470,7 +462,7 @@ class Sample:
 
     @property
     def judged(self) -> str:
-        """The reward that it was trained with, else the verifier's score; empty without either."""
+        """Returns the reward that it was trained with, else the verifier's score, or ''."""
         if self.reward is not None:
             return f"reward {self.reward:.2g}"
         return "" if self.score is None else f"score {self.score:.2g}"
@@ -520,11 +512,18 @@ class SamplesWriter(JsonLines):
     """
 
     def write(self, samples: Sequence[Sample]) -> None:
-        self.append([json.dumps(_finite_fields(s), ensure_ascii=False) for s in samples])
+        rows = [
+            {
+                name: finite(value) if isinstance(value, float) else value  # null, as in metrics
+                for name, value in dataclasses.asdict(sample).items()
+            }
+            for sample in samples
+        ]
+        self.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 def markdown() -> str:
-    """The page docs/metrics.md."""
+    """Returns the page docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

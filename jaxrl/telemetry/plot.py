@@ -61,7 +61,7 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def draw(runs: Mapping[str, Rows]) -> Figure:
-    """A figure with one line per run in each panel; the teacher's accuracy is a dashed line."""
+    """Draws a figure with a line per run in each panel, and a dashed one of the teacher."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -108,8 +108,8 @@ def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
 
 
 def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
-    """The range of a panel: all of its values but single ones far away from the others, such as the
-    speed of the step that compiles.
+    """Sets the range of a panel: all of its values but single ones far away from the others, such
+    as the speed of the step that compiles.
     """
     least, largest = min(values), max(values)
     few, most = np.percentile(values, (2, 98), method="nearest")
@@ -124,7 +124,7 @@ def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
 
 
 def labels(paths: Sequence[str]) -> list[str]:
-    """The folder names of the runs, or whole paths where two names are the same."""
+    """Returns the folder names of the runs, or whole paths where two names are the same."""
     resolved = [Path(path).resolve() for path in paths]
     names = [path.parent.name if path.name == METRICS_FILE else path.name for path in resolved]
     return names if len(set(names)) == len(names) else list(paths)

@@ -93,11 +93,11 @@ class Timeline:
         self.flush()
 
     def watch(self, role: str, handle: Handle) -> Handle:
-        """The handle, with a span on the track ``role`` for every call through it."""
+        """Returns the handle, with a span on the track ``role`` for every call through it."""
         return handle if self._file is None else Watched(role, handle, self._watch)
 
     def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
-        """What took from ``start`` to ``end`` (`time.monotonic` seconds); args: plain values."""
+        """Draws what took from ``start`` to ``end`` (`time.monotonic` seconds), with plain args."""
         if self._file is None:
             return
         # Each end is rounded by itself: spans that follow one another never overlap.
@@ -112,7 +112,7 @@ class Timeline:
             self._add("X", name, number, **times, args=args)
 
     def state(self, worker: str, phase: str, start: float, end: float) -> None:
-        """The worker was in this phase from ``start`` to ``end`` (`time.monotonic` seconds)."""
+        """Draws the phase of a worker from ``start`` to ``end`` (`time.monotonic` seconds)."""
         self.span(f"worker {worker}", phase, start, end)
 
     def watch_states(self, states: States, every_s: float = STATES_EVERY_S) -> None:
@@ -150,7 +150,7 @@ class Timeline:
                 self._file.drop_oldest(_is_needed_later)
 
     def restore(self) -> bool:
-        """As `LineFile.restore`."""
+        """Does what `LineFile.restore` does."""
         with self._lock:
             if self._file is None or not self._file.restore():
                 return False
@@ -175,8 +175,8 @@ class Timeline:
         self.close()
 
     def _keep(self, file: IO[bytes]) -> int:
-        """Bytes up to the last whole event of the file that is there, after which the trace's time
-        continues. 0: it is no timeline, and is written from its beginning.
+        """Returns the bytes up to the last whole event of the file that is there, after which the
+        trace's time continues. 0: it is no timeline, and is written from its beginning.
         """
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -191,7 +191,7 @@ class Timeline:
         return start + len(whole)
 
     def _us(self, at: float) -> int:
-        """Microseconds of the trace at ``at``, `time.monotonic` seconds."""
+        """Returns the microseconds of the trace at ``at``, `time.monotonic` seconds."""
         return int((at - self._zero) * 1e6)
 
     def _add(self, kind: str, name: str, thread: int, **fields: object) -> None:
@@ -218,7 +218,7 @@ class StateSpans:
         self._looked = begun
 
     def look(self, states: Sequence[WorkerState], now: float) -> None:
-        """The states at ``now``; a worker that is not among them any more is drawn to its last."""
+        """Takes the states at ``now``; a worker that is gone is drawn to its last state."""
         for state in states:
             if state.name not in self._open:
                 self._open[state.name] = state, max(state.since, self._looked)
@@ -263,12 +263,12 @@ class Watched:
 
 
 def _is_needed_later(line: bytes) -> bool:
-    """Whether a line names a track or opens the array, which the lines after it need."""
+    """Returns whether a line names a track or opens the array, which the lines after it need."""
     return line == OPEN or b'"ph": "M"' in line
 
 
 def _end_us(line: bytes) -> int | None:
-    """The microsecond at which the event of a line ended; None where it is cut or timeless."""
+    """Returns the microsecond at which the event of a line ended; None where it has none."""
     try:
         event = parse_json(line.removeprefix(b","))
         return int(event["ts"]) + int(event.get("dur", 0))

@@ -55,7 +55,7 @@ class RunFacts:
     """Takes what a user should know, from any thread."""
 
     def kept_id(self, tracker: str) -> str | None:
-        """The tracker's own name of this run, as an earlier process left it."""
+        """Returns the tracker's own name of this run, as an earlier process left it."""
         path = self.folder / f"{tracker}.id"
         if self.resumed_at is None or not path.exists():
             return None
@@ -70,17 +70,17 @@ class Tracker(ABC):
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """A row of ``metrics.jsonl``."""
+        """Takes a row of ``metrics.jsonl``."""
 
     def samples(self, samples: Sequence[Sample]) -> None:  # noqa: B027
-        """Completions of one step, for a tracker that shows texts."""
+        """Takes completions of one step, for a tracker that shows texts."""
 
     def flush(self) -> None:  # noqa: B027
-        """Called when nothing more waits, for a tracker that does not send by itself."""
+        """Sends what was written, once nothing more waits, where that is needed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Every row was written."""
+        """Ends the tracker: every row was written."""
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -95,7 +95,7 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers:
-    """The trackers that ``config`` asks for, each starting up in its thread."""
+    """Opens the trackers that ``config`` asks for, each starting up in its thread."""
     check_trackers(config)
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
@@ -115,13 +115,13 @@ class Trackers:
         self._threads = threads
 
     def write(self, step: int, row: Row) -> None:
-        """A row of ``metrics.jsonl``; a value of None is not passed on."""
+        """Takes a row of ``metrics.jsonl``; a value of None is not passed on."""
         row = {"step": step} | {name: value for name, value in row.items() if value is not None}
         for thread in self._threads:
             thread.put(lambda tracker: tracker.write(row))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Completions of one step."""
+        """Takes completions of one step."""
         for thread in self._threads if samples else ():
             thread.put(lambda tracker: tracker.samples(samples))
 
@@ -162,7 +162,7 @@ class TrackerThread:
         self._waiting.put(call)
 
     def finish(self) -> None:
-        """No more calls will come."""
+        """Says that no more calls will come."""
         self._waiting.put(None)
 
     def join(self, end: float) -> None:
@@ -342,17 +342,17 @@ class MLflow(Tracker):
 
 
 def flat(settings: JsonObject) -> JsonObject:
-    """Nested settings by their dotted keys."""
+    """Returns nested settings by their dotted keys."""
     return flatten_dict(dict(settings), sep=".")
 
 
 def _cell(value: object) -> str:
-    """A value in a cell of a Markdown table."""
+    """Returns a value in a cell of a Markdown table."""
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _sample_text(sample: Sample) -> str:
-    """A completion in Markdown; texts are indented, which shows them as they are."""
+    """Returns a completion in Markdown; texts are indented, which shows them as they are."""
     judged = f", {sample.judged}" if sample.judged else ""
     answer = "" if sample.answer is None else f", answer {sample.answer}"
     head = f"**{sample.split}**: {sample.tokens} tokens, {sample.finish_reason}{judged}{answer}"

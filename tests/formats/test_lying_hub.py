@@ -4,7 +4,6 @@ cache, no wrong byte is believed, nothing lasts for ever, and an honest hub is b
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from huggingface_hub import close_session, constants
 from runs import save_model
 
 from jaxrl.checkpoint.source import load_model
-from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
 from jaxrl.formats import hub_errors
@@ -281,36 +279,9 @@ def test_a_file_of_the_right_size_with_other_contents_is_refused_and_does_not_st
     hub.add("org/other", files)
     hub.bodies = {file: DAMAGES[damage](files[file])}
     refused("org/other", hub.url, file, "other contents than it says", "removed")
-    assert hub.fetched().count(file) == 3  # tried twice
     hub.bodies = {}
     for one, other in zip(weights("org/other"), right, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_a_file_that_is_damaged_once_is_fetched_once_more(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add("org/tiny", files)
-    sound = hub_module.is_sound
-    honest = files[SHARED]
-
-    def mended(*args: Any) -> bool:
-        is_sound = sound(*args)
-        hub.bodies = hub.bodies if is_sound else {}
-        return is_sound
-
-    hub.bodies = {SHARED: _flipped(honest)}
-    monkeypatch.setattr(hub_module, "is_sound", mended)
-    place = hub_module.with_weights(pinned("org/tiny"))
-    assert (place / SHARED).read_bytes() == honest
-
-
-def test_contents_that_the_list_contradicts_are_refused(files: dict[str, bytes], hub: Hub) -> None:
-    """The ETag is that of the other contents, as where a mirror has another file."""
-    commit = hub.add("org/tiny", files)
-    hub.tree = [_entry(name, content) for name, content in files.items()]
-    hub.repos["org/tiny"].commits[commit][SHARED] = _flipped(files[SHARED])
-    refused("org/tiny", "other contents than it says", SHARED)
 
 
 def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
@@ -319,32 +290,6 @@ def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
     hub.add("org/tiny", files)
     monkeypatch.setattr("hub_server.git_hash", lambda content: hashlib.sha1(content).hexdigest())
     weights("org/tiny")
-
-
-@pytest.mark.parametrize("file", [SHARED, "config.json", "tokenizer.json"])
-def test_a_file_that_was_damaged_in_the_cache_is_named_and_fetched_again(
-    files: dict[str, bytes],
-    hub: Hub,
-    file: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(_: object) -> None:
-        forget()
-        assert load_model("org/tiny").tokenizer is not None
-
-    monkeypatch.chdir(tmp_path)
-    hub.add("org/tiny", files)
-    blob = (load_model("org/tiny").source.path / file).resolve()
-    others = sorted(blob.parent.iterdir())
-    blob.write_bytes(bytes(blob.stat().st_size))
-    assert cli.run(load, []) == 2
-    text = capfd.readouterr().err
-    assert f"{file} is removed, and the same command fetches it again" in text, text
-    assert sorted({*blob.parent.iterdir(), blob}) == others and not blob.exists()
-    assert cli.run(load, []) == 0
-    assert blob.read_bytes() == files[file]
 
 
 # Waiting
@@ -390,65 +335,6 @@ def test_a_hub_that_is_busy_for_ever_is_given_up(
     began = time.monotonic()
     refused("org/tiny", "status 429")
     assert time.monotonic() - began < 10
-
-
-def test_a_hub_that_drips_is_given_up(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_errors, "SLOW_S", 0.5)
-    commit = hub.add("org/tiny", files)
-    for name in ("org/tiny", f"org/tiny@{commit}"):  # the commit, the list
-        hub.pause = 0.05
-        refused(name, "sends too slowly")
-        hub.pause = 0.0
-    hub_module.snapshot(pinned(f"org/tiny@{commit}"), hub_module.CARD)
-    hub.pause = 0.05  # the files
-    refused(f"org/tiny@{commit}", "sends too slowly")
-    hub.pause = 0.0
-    weights("org/tiny")
-
-
-def test_a_hub_that_drips_the_head_of_an_answer_is_given_up(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_errors, "SLOW_S", 0.5)
-    hub.add("org/tiny", files)
-    hub.slow_head = 0.05
-    refused("org/tiny", "sends an answer too slowly")
-
-
-def test_a_list_of_files_without_end_is_given_up(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_errors, "MOST_ANSWERS", 20)
-    hub.add("org/tiny", files)
-    hub.endless = True
-    refused("org/tiny", "has a list of files without end")
-    hub.endless = False
-    weights("org/tiny")
-
-
-def test_a_file_that_breaks_off_and_always_begins_anew_is_given_up(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
-    hub.add("org/tiny", files)
-    hub.cut, hub.ranges = {SHARED: 10_000}, False
-    refused("org/tiny", "breaks off each time")
-    hub.cut, hub.ranges = {}, True
-    weights("org/tiny")
-
-
-def test_the_list_in_the_cache_has_the_hashes_that_contents_are_held_against(
-    files: dict[str, bytes], hub: Hub
-) -> None:
-    """The library writes them in a form of its own."""
-    hub.add("org/tiny", files)
-    name = pinned("org/tiny")
-    hub_module.with_weights(name)
-    digest = hashlib.sha256(files[SHARED]).hexdigest()
-    assert hub_module._announced(name) == {digest: digest}
-    assert json.loads(hub_module._list_file(name).read_text())["format_version"] == 1
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from runs import (
 
 from jaxrl import Config, load_model
 from jaxrl.checkpoint import store
-from jaxrl.telemetry.log import LOG_FILE
+from jaxrl.telemetry.lines import LOG_FILE
 from jaxrl.train import train
 
 pytestmark = pytest.mark.slow

@@ -16,14 +16,14 @@ from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.streams import Output
 from jaxrl.run.context import Notifier
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 
 PROGRAM = """
 import sys
 from jaxrl.config import cli
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.run.context import Notifier
 
 def main(argv):

@@ -7,7 +7,7 @@ read them without torch.
 
 Writes next to itself: `encoders.npz` and `encoder_configs.json` (embeddings of tiny random encoders
 and scores of tiny random reward models, and their config.json as transformers writes it),
-`tiny_bge/` (a tiny XLM-RoBERTa in the layout of bge-m3: torch's `.bin` in two files with an index,
+`tiny_bge/` (a tiny XLM-RoBERTa in the layout of bge-m3: safetensors in two files with an index,
 `modules.json`, a tokenizer), `formats.bin` (a tensor of each kind, by `torch.save`) and
 `minilm.npz` (embeddings of all-MiniLM-L6-v2).
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tiny import random_tensors
 from tiny_encoders import (
     ENCODER,
@@ -111,11 +112,11 @@ def write_folder() -> np.ndarray:
     state = {n: v for n, v in model.state_dict().items() if not n.startswith("pooler.")}
     files: dict[str, dict[str, torch.Tensor]] = {}
     for i, (name, value) in enumerate(state.items()):
-        files.setdefault(f"pytorch_model-{i % 2 + 1:05}-of-00002.bin", {})[name] = value.clone()
+        files.setdefault(f"model-{i % 2 + 1:05}-of-00002.safetensors", {})[name] = value.clone()
     for file, tensors in files.items():
-        torch.save(tensors, FOLDER / file)
+        save_file(tensors, FOLDER / file)
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    write(FOLDER / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": weight_map})
+    write(FOLDER / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     write_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     ids = tokenizer(list(SENTENCES), truncation=True, max_length=20)["input_ids"]

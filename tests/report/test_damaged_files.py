@@ -23,7 +23,7 @@ from jaxrl.profile.stages import StageTable
 from jaxrl.report import __main__ as report
 from jaxrl.run.run_dir import Lock, RunDir, meshes, sessions
 from jaxrl.telemetry import plot
-from jaxrl.telemetry.log import LOG_FILE, RunLog
+from jaxrl.telemetry.lines import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.train import main as train

@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"no tokenizer\.json"),
     "weights": (
-        lambda f: [file.unlink() for file in f.glob("pytorch_model*")],
+        lambda f: [file.unlink() for file in f.glob("model*.safetensors*")],
         r"neither model\.safetensors nor pytorch_model\.bin",
     ),
 }
@@ -247,7 +247,7 @@ def test_an_encoder_is_found_in_a_folder_or_in_a_package(
     for file in folder.glob("*.json"):
         if file.name != "modules.json":
             file.rename(moved / file.name)
-    for file in folder.glob("*.bin"):
+    for file in folder.glob("*.safetensors"):
         file.rename(moved / file.name)
     steps = json.loads((folder / "modules.json").read_text())
     steps[0]["path"] = "0_Transformer"
@@ -268,7 +268,9 @@ def test_an_encoder_is_found_in_a_folder_or_in_a_package(
 def safe_folder(tmp_path: Path) -> Path:
     """A BERT in safetensors, with a buffer that is no parameter."""
     values = tensors_of("bert").values | {"embeddings.position_ids": np.arange(40)[None]}
-    folder = shutil.copytree(FOLDER, tmp_path / "model", ignore=shutil.ignore_patterns("*.bin*"))
+    folder = shutil.copytree(
+        FOLDER, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     safetensors.numpy.save_file(values, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(RAW["bert"]))
     return folder

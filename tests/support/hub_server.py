@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from time import sleep  # a test may patch that of the module
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -50,14 +49,6 @@ class Hub:
         """File -> what is sent of it, under the headers of what it is."""
         self.limited: list[tuple[int, dict[str, str]]] = []
         """Status and headers of the next answers."""
-        self.pause = 0.0
-        """Seconds before each byte of every answer's body, which then has 100,000 blanks first."""
-        self.slow_head = 0.0
-        """Seconds before each line of an answer's head, which then has 1000 more lines."""
-        self.ranges = True
-        """Whether a part of a file may be asked for."""
-        self.endless = False
-        """Whether each list of files says that there is a next page."""
         self.tree: Any = None
         """What is sent as the list of files."""
         hub = self
@@ -79,8 +70,7 @@ class Hub:
         self.repos, self.asked, self.cut, self.failing = {}, [], {}, None
         self.stalled.clear()
         self.lies, self.bodies, self.limited = {}, {}, []
-        self.pause, self.slow_head = 0.0, 0.0
-        self.endless, self.ranges, self.tree = False, True, None
+        self.tree = None
 
     def add(
         self,
@@ -189,35 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_json(self, value: Any) -> None:
         content = json.dumps(value).encode()
-        if self.served.pause:
-            content = b" " * 100_000 + content
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        if self.served.endless:
-            self.send_header("Link", f'<{self.served.url}{self.path}>; rel="next"')
         self.end_headers()
-        self.send_body(content)
-
-    def send_body(self, content: bytes) -> None:
-        if not self.served.pause:
-            self.wfile.write(content)
-            return
-        for byte in content:
-            if not self.served.pause:  # the test is over
-                self.close_connection = True
-                return
-            self.wfile.write(bytes([byte]))
-            sleep(self.served.pause)
-
-    def end_headers(self) -> None:
-        for i in range(1000):
-            if not self.served.slow_head:
-                break
-            super().send_header(f"X-Line-{i}", "x")
-            self.flush_headers()
-            sleep(self.served.slow_head)
-        super().end_headers()
+        self.wfile.write(content)
 
     def send_header(self, keyword: str, value: str) -> None:
         lies = {key.lower(): lie for key, lie in self.served.lies.items()}
@@ -257,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         self, content: bytes, name: str, body: bool, headers: Mapping[str, str]
     ) -> None:
         start, size = 0, len(content)
-        wanted = self.headers.get("Range") if self.served.ranges else None
+        wanted = self.headers.get("Range")
         if wanted is not None:
             start = int(wanted.removeprefix("bytes=").split("-")[0])
         self.send_response(200 if wanted is None else 206)
@@ -279,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         cut = self.served.cut.get(name)
         if cut is None:
-            self.send_body(content[start:])
+            self.wfile.write(content[start:])
             return
         self.wfile.write(content[start : start + cut])
         self.wfile.flush()

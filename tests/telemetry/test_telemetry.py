@@ -24,7 +24,7 @@ from jaxrl.config.settings import LoggingConfig
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry import metrics, plot
 from jaxrl.telemetry.console import Console, Eta, format_seconds
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import (
     METRICS,
     MetricsWriter,

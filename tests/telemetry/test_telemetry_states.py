@@ -25,7 +25,7 @@ from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry import console as console_module
 from jaxrl.telemetry import timeline as timeline_module
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.log import RunLog
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.timeline import StateSpans, Timeline
 
 ACTOR = WorkerState(
