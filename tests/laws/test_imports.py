@@ -84,7 +84,7 @@ EXTRAS = (
     *("tasks", "verifiers", "wandb"),
 )
 LATE = (
-    *("teacher.server", "teacher.connection", "rewards.expressions"),
+    *("teacher.server", "rewards.expressions"),
     *(f"environments.packages.{name}" for name in ("gymnasium", "mcp", "openenv", "verifiers")),
 )
 """Modules of an extra, which import it at once and are themselves imported late."""
