@@ -25,16 +25,7 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import RunError, UserError, short, shown
 from jaxrl.teacher import protocol
 from jaxrl.teacher.check import check_answer, check_head
-from jaxrl.teacher.protocol import (
-    FINGERPRINT,
-    HEAD,
-    JSON,
-    PROTOCOL,
-    SAFETENSORS,
-    TOKEN,
-    Info,
-    Options,
-)
+from jaxrl.teacher.protocol import JSON, PROTOCOL, TOKEN, Info, Options
 from jaxrl.types import Sequences, TeacherSignal
 
 OVERHEAD = 1 << 14
@@ -177,13 +168,15 @@ class Endpoint:
         headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": kind})
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
-        connection = make(url.hostname, url.port, timeout=min(_until(end), CONNECT_S))
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection = make(url.hostname, url.port, timeout=min(left, CONNECT_S))
         with contextlib.closing(connection):
             connection.connect()
-            wire = connection.sock
-            wire.settimeout(_until(end))
+            wire, left = connection.sock, end - time.monotonic()
+            wire.settimeout(max(left, 0.001))
             # A socket's timeout is for each read: a server may send one byte after the other.
-            late = threading.Timer(_until(end), socket.socket.shutdown, (wire, socket.SHUT_RDWR))
+            late = threading.Timer(left, socket.socket.shutdown, (wire, socket.SHUT_RDWR))
             late.daemon = True
             late.start()
             try:
@@ -194,19 +187,11 @@ class Endpoint:
                 answer = response.read(most + 1)
             finally:
                 late.cancel()
-            if len(answer) > most:
-                raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return response.status, answer
-
-
-def _until(end: float) -> float:
-    """Returns the seconds until then; raises TimeoutError if it has passed."""
-    left = end - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+        if len(answer) > most:
+            raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        return response.status, answer
 
 
 def _message(body: bytes) -> str:
@@ -253,12 +238,12 @@ class TeacherClient:
         info = self.info
 
         def read(body: bytes) -> np.ndarray:
-            head = protocol.decode(body)[0][HEAD]
+            head = protocol.decode(body)[0][protocol.HEAD]
             check_head(head, info.dtype, (info.vocab_size, info.d_model))
             return head
 
         most = info.vocab_size * info.d_model * np.dtype(info.dtype).itemsize + OVERHEAD
-        path = f"/v1/head?{urlencode({FINGERPRINT: info.fingerprint})}"
+        path = f"/v1/head?{urlencode({protocol.FINGERPRINT: info.fingerprint})}"
         return self.endpoint.ask("GET", path, read, most=most)
 
     def score(
@@ -297,7 +282,7 @@ class TeacherClient:
         body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
         b, c = sequences.loss_mask.shape
         most = b * options.answer_row_bytes(c, self.info) + OVERHEAD
-        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS, most)
+        return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:

@@ -86,7 +86,8 @@ class Connection:
     wire: socket.socket
     host: str
     late: asyncio.TimerHandle | None = None
-    """Closes the connection at the next deadline that uvicorn does not know."""
+    """Hangs up if the header does not come in time."""
+    opening: asyncio.Future[Any] | None = None
     whole: bool = False
     """The request has arrived; the connection is no longer closed to make room."""
     held: int = 0
@@ -100,8 +101,7 @@ class Connection:
 
 
 class TeacherServer:
-    """A server on one address. The constructor binds the address; `start` begins to accept
-    connections."""
+    """A server on one address."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class TeacherServer:
         log_requests: bool = False,
         tls: ssl.SSLContext | None = None,
     ):
-        """Binds the address.
+        """Binds the address; `start` begins to accept connections.
 
         Args:
             port: 0 for any free one.
@@ -135,7 +135,7 @@ class TeacherServer:
         self.counts = Counter(served=0, refused=0, failed=0)
         """Number of requests so far, by outcome."""
         self._turns = asyncio.Semaphore(limits.threads)
-        self._waiting, self._in_hand, self._draining = 0, 0, False
+        self._waiting, self._in_hand, self._draining, self._closing = 0, 0, False, False
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
         self._compiling = WeakValueDictionary[str, asyncio.Lock]()
         """Address -> held while a program is compiled for it."""
@@ -160,8 +160,7 @@ class TeacherServer:
             ],
             redirect_slashes=False,
         )
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._accept()), daemon=True)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setblocking(False)
@@ -184,7 +183,6 @@ class TeacherServer:
         self._most_bytes = max(service.info.max_request_bytes for service in services.values())
         self._socket.listen(128)
         self._thread.start()
-        self._ready.wait()
 
     def drain(self, seconds: float) -> bool:
         """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
@@ -196,24 +194,19 @@ class TeacherServer:
 
     def close(self) -> None:
         """Closes all connections."""
+        self._closing = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
             self._thread.join()
         self._socket.close()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     # Connections.
 
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            asyncio.run(self._accept())
-
     async def _accept(self) -> None:
-        """Accepts connections until it is cancelled, and hands them to uvicorn's protocol.
+        """Accepts connections until the server closes, and hands them to uvicorn's protocol.
         `uvicorn.Server` has no deadline for a header or a TLS handshake, and makes no room."""
-        accepting = asyncio.current_task()
-        assert accepting is not None
-        self._loop, self._accepting = asyncio.get_running_loop(), accepting
+        self._loop = asyncio.get_running_loop()
         config = uvicorn.Config(
             self._answer,
             interface="asgi3",
@@ -225,36 +218,27 @@ class TeacherServer:
             log_level="critical",
         )
         config.load()
-        state, tasks = ServerState(), set[asyncio.Task[None]]()
+        http_protocol: Callable[..., Any] = config.http_protocol_class
+        state = ServerState()
         state.default_headers = [(b"server", b"jaxrl"), (b"connection", b"close")]
-        self._ready.set()
-        try:
-            while True:
-                try:
-                    wire, address = await self._loop.sock_accept(self._socket)
-                except OSError:  # no more files may be open
-                    await asyncio.sleep(0.1)
-                    continue
-                if not self._make_room(address[0]):
-                    wire.close()
-                    continue
-                connection = Connection(wire, address[0])
-                self._open.append(connection)
-                connection.late = self._loop.call_later(self.limits.header_s, connection.hang_up)
-                make: Callable[[], Any] = partial(
-                    config.http_protocol_class, config, state, {"connection": connection}
-                )
-                task = self._loop.create_task(self._connect(make, wire))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-        finally:
-            self._socket.close()
-            for connection in self._open:
-                connection.hang_up()
-
-    async def _connect(self, make: Callable[[], Any], wire: socket.socket) -> None:
-        with suppress(OSError):  # no TLS, or not in time
-            await self._loop.connect_accepted_socket(make, wire, ssl=self._tls)
+        while not self._closing:
+            try:
+                wire, address = await self._loop.sock_accept(self._socket)
+            except OSError:  # no more files may be open, or the server closes
+                await asyncio.sleep(0 if self._closing else 0.1)
+                continue
+            if not self._make_room(address[0]):
+                wire.close()
+                continue
+            connection = Connection(wire, address[0])
+            self._open.append(connection)
+            connection.late = self._loop.call_later(self.limits.header_s, connection.hang_up)
+            make = partial(http_protocol, config, state, {"connection": connection})
+            opening = self._loop.connect_accepted_socket(make, wire, ssl=self._tls)
+            # What fails to open, since it speaks no TLS or too slowly, is closed and needs no word.
+            connection.opening = asyncio.gather(opening, return_exceptions=True)
+        for connection in self._open:
+            connection.hang_up()
 
     def _make_room(self, host: str) -> bool:
         """Returns whether one more connection may open; may close an older, incomplete one."""
@@ -283,16 +267,15 @@ class TeacherServer:
             await send(message)
 
         try:
-            try:
-                scope["app"] = self  # the router then raises HTTPException
-                await self._routes(scope, receive, send_noted)
-            except Exception as error:  # no request may end the server
-                refused = self._refusal(scope, error)
-                if connection.status:  # the client would take more bytes for the rest of the answer
-                    connection.hang_up()
-                else:
-                    await _refuse(refused, scope, receive, send)
-                connection.status = refused.status
+            scope["app"] = self  # the router then raises HTTPException
+            await self._routes(scope, receive, send_noted)
+        except Exception as error:  # no request may end the server
+            refused = self._refusal(scope, error)
+            if connection.status:  # the client would take more bytes for the rest of the answer
+                connection.hang_up()
+            else:
+                await _refuse(refused, scope, receive, send)
+            connection.status = refused.status
         finally:
             self._hold(connection, -connection.held)
             self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
@@ -433,16 +416,18 @@ class TeacherServer:
         answer = await asyncio.to_thread(service.ready, score)
         if answer is not None:
             return answer
+        lock = self._compiling.setdefault(host, asyncio.Lock())
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the server has closed
+                self._loop.call_soon_threadsafe(lock.release)
+
         self._waiting += 1
         try:
-            async with self._compiling.setdefault(host, asyncio.Lock()):
-                job = self._compiler.submit(service.compile, score, host)
-                compiled = asyncio.wrap_future(job)
-                try:
-                    return await asyncio.shield(compiled)
-                finally:  # the client may have left: what runs is the address's only compilation
-                    if not job.cancel():
-                        await asyncio.wait([compiled])
+            await lock.acquire()
+            compiling = self._compiler.submit(service.compile, score, host)
+            compiling.add_done_callback(release)  # not before its end, though the client may leave
+            return await asyncio.wrap_future(compiling)
         finally:
             self._waiting -= 1
 
@@ -530,15 +515,8 @@ def _part(body: bytes, last: bool = False) -> Message:
 
 
 def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
-    """Makes what a server needs to speak TLS.
-
-    Args:
-        certificate: PEM file of the certificate, and of those that signed it.
-        private_key: PEM file; None: it is in the file of the certificate.
-
-    Raises:
-        UserError: the files cannot be read, or do not belong together.
-    """
+    """Reads the PEM files of a certificate and its key (None: it is in the same file). Raises
+    UserError if they cannot be read, or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, private_key, password="")  # else it may ask for one

@@ -51,8 +51,11 @@ BOUNDED = {
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
-    ("teacher/server.py", "self._ready.wait()"): "the first act of its thread's loop",
-    ("teacher/server.py", "self._thread.join()"): "its loop was just cancelled",
+    ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",
+    (
+        "teacher/server.py",
+        "self._thread.join()",
+    ): "its loop ends with the socket that it listens to",
     ("teacher/server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
     (
         "teacher/service.py",
