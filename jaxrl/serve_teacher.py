@@ -114,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
         enable_compile_cache(Config.model_fields["compile_cache"].default)
         mesh = serving_mesh(options.devices, options.fsdp, options.tensor)
         turns, services = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices"), {}
+        stack.callback(turns.shutdown, wait=False, cancel_futures=True)
         for name, source in sources.items():
             services[name] = ScoringService(
                 source,
@@ -127,7 +128,6 @@ def main(argv: Sequence[str]) -> int:
                 turns=turns,
                 offload=options.offload,
             )
-            stack.enter_context(closing(services[name]))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:

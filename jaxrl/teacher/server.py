@@ -195,8 +195,9 @@ class TeacherServer:
     def close(self) -> None:
         """Closes all connections."""
         self._closing = True
-        if self._thread.is_alive():
+        with suppress(OSError):  # it never listened, or another thread closes it
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
+        if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
         self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -263,7 +264,7 @@ class TeacherServer:
         connection.late.cancel()
 
         async def send_noted(message: Message) -> None:
-            connection.status = message.get("status", connection.status)
+            connection.status = connection.status or message["status"]
             await send(message)
 
         try:
@@ -271,15 +272,15 @@ class TeacherServer:
             await self._routes(scope, receive, send_noted)
         except Exception as error:  # no request may end the server
             refused = self._refusal(scope, error)
-            if connection.status:  # the client would take more bytes for the rest of the answer
+            begun, connection.status = connection.status, refused.status
+            if begun:  # the client would take more bytes for the rest of the answer
                 connection.hang_up()
             else:
                 await _refuse(refused, scope, receive, send)
-            connection.status = refused.status
         finally:
             self._hold(connection, -connection.held)
             self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
-            status, host = connection.status, connection.host
+            status, host = connection.status or 503, connection.host  # cut off: the server closes
             self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
             if self._log_requests:  # without headers, which hold the token
                 question = f"{scope['method']} {scope['path'][:100]!r}"
@@ -293,8 +294,7 @@ class TeacherServer:
                 return error
             case HTTPException(status_code=405):
                 takes = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-                status = 405 if method in ("GET", "POST") else 501
-                return Refused(status, f"{path} takes {takes}, not {method}")
+                return Refused(405, f"{path} takes {takes}, not {method}")
             case HTTPException():
                 return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
             case TimeoutError():
@@ -470,25 +470,19 @@ class TeacherServer:
 async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
     """Cancels the block when the client disconnects, and raises `Gone`. The block gets a function
     that says, in any thread, whether the client is still there."""
-    task, gone = asyncio.current_task(), threading.Event()
-    assert task is not None
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone.set()
-        task.cancel()
+        raise Gone
 
-    watching = asyncio.create_task(watch())
     try:
-        yield lambda: not gone.is_set()
-    except asyncio.CancelledError:
-        if not gone.is_set():
-            raise
-        task.uncancel()
-        raise Gone from None
-    finally:
-        watching.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            yield lambda: not watching.done()
+            watching.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:

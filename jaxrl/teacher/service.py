@@ -256,10 +256,6 @@ class ScoringService:
         program = jax.jit(signal, out_shardings=self._rows)
         return program.lower(self._abstract, *rows, scalar).compile()
 
-    def close(self) -> None:
-        """Cancels what has not begun to be computed."""
-        self.turns.shutdown(wait=False, cancel_futures=True)
-
 
 def serving_mesh(devices: int | None, fsdp: int | None, tensor: int) -> Mesh:
     """Makes a mesh of the first devices.

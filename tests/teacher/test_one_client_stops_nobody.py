@@ -239,6 +239,29 @@ def test_a_client_that_leaves_has_nothing_compiled(
     assert [each.top_k for each in compiled] == [2]
 
 
+def test_a_server_that_compiles_closes_at_once(
+    server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def compiling(asked: Options, inputs: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+
+    fresh.__dict__["_compile"] = compiling
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server, bodies(top_k=2))
+        assert begun.wait(20)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        closing.join(20)
+        ended = not closing.is_alive()
+        go.set()
+        assert ended
+        with pytest.raises((http.client.HTTPException, OSError)):
+            asked.result(20)
+
+
 def test_options_that_do_not_go_together_are_refused(
     server: TeacherServer, bodies: Callable[..., bytes]
 ) -> None:

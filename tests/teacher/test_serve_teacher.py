@@ -481,7 +481,7 @@ def test_other_refusals(server: TeacherServer, rollout: Rollout) -> None:
     refused(404, "/health", "POST", "/", b"x")
     refused(405, "takes POST", "GET", "/v1/score")
     refused(405, "takes GET", "POST", "/v1/info", b"x")
-    refused(501, "PUT", "PUT", "/v1/score", b"x")
+    refused(405, "not PUT", "PUT", "/v1/score", b"x")
     refused(400, "no safetensors", "POST", "/v1/score", b"garbage" * 100)
     refused(400, "no safetensors", "POST", "/v1/score", b"\xff" * 8 + b"{}")
     refused(400, "no safetensors", "POST", "/v1/score", b"")
