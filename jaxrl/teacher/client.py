@@ -1,5 +1,5 @@
-"""A served teacher as its clients see it: `TeacherClient`, and the `Endpoint` that asks a question
-over HTTP until it is answered or its deadline passes."""
+"""A served teacher as its clients see it: `Endpoint` asks a question over HTTP until it is answered
+or its deadline passes; `TeacherClient` knows what to ask."""
 
 from __future__ import annotations
 
@@ -23,20 +23,9 @@ from pydantic import ValidationError
 
 from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import RunError, UserError, short, shown
+from jaxrl.teacher import protocol
 from jaxrl.teacher.check import check_answer, check_head
-from jaxrl.teacher.protocol import (
-    FINGERPRINT,
-    HEAD,
-    JSON,
-    PROTOCOL,
-    SAFETENSORS,
-    TOKEN,
-    Info,
-    Options,
-    decode,
-    first_mistake,
-    write_request,
-)
+from jaxrl.teacher.protocol import JSON, PROTOCOL, TOKEN, Info, Options
 from jaxrl.types import Sequences, TeacherSignal
 
 OVERHEAD = 1 << 14
@@ -50,13 +39,13 @@ UNREADABLE = (
     *(ArithmeticError, RecursionError, AssertionError),
 )
 """What reading an answer may raise that has other types, sizes or depths than it should."""
+TEMPORARY = (408, 502, 503, 504)
+"""Statuses that say nothing about the request: the network stalled, or the server is busy."""
 MOST_WRONG = 3
 """Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
 OTHER_HOST = (62, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-PIECE = 1 << 18
-"""Most bytes between two looks at the clock."""
 
 Answer = TypeVar("Answer")
 
@@ -98,11 +87,11 @@ class Endpoint:
         kind: str = JSON,
         most: int = MOST_WORDS,
     ) -> Answer:
-        """What `read` makes of the answer.
+        """Returns what `read` makes of the answer.
 
-        Connection errors, 408 (the network stalled) and 502 to 504 are tried again until the
-        deadline; 500, and an answer that `read` cannot read (`UNREADABLE`), a few times; any other
-        refusal (4xx), and a certificate that is not trusted, never.
+        Connection errors and `TEMPORARY` statuses are tried again until the deadline; 500, and an
+        answer that `read` cannot read (`UNREADABLE`), a few times; any other refusal (4xx), and a
+        certificate that is not trusted, never.
 
         Args:
             most: bytes of an answer; a longer one is not read.
@@ -116,40 +105,24 @@ class Endpoint:
         while True:
             tries += 1
             try:
-                end = start + self.timeout
-                status, answer = self._once(method, path, body, kind, end, most)
+                status, answer = self._once(method, path, body, kind, start + self.timeout, most)
                 if status == 200:
                     return read(answer)
-                problem = f"status {status}: {_message(answer)}"
-                if status < 500 and status != 408:
-                    hint = f"; set {TOKEN} to its token" if status in (401, 403) else ""
-                    raise TeacherError(f"{asked}: {problem}{hint}")
-                wrong += status not in (408, 502, 503, 504)
+                problem, again = f"status {status}: {_message(answer)}", status in TEMPORARY
+                if status >= 500 and not again:
+                    again, wrong = True, wrong + 1
+                elif status in (401, 403):
+                    problem += f"; set {TOKEN} to its token"
             except UserError:
                 raise
-            except TimeoutError:
-                problem = "no answer in time"
-            except ssl.SSLCertVerificationError as error:
-                why = f"its certificate is not trusted: {error.verify_message}"
-                hint = "set teacher.ca_file to its issuer's"
-                if error.verify_code in OTHER_HOST:
-                    hint = "write the address with a host that the certificate names"
-                raise TeacherError(f"{asked}: {why}; {hint}") from error
-            except ssl.SSLError as error:
-                if error.reason == "WRONG_VERSION_NUMBER":
-                    raise TeacherError(f"{asked}: it speaks no TLS: write http://") from error
-                problem = f"TLS: {error.reason or error}"
-            except http.client.RemoteDisconnected as error:
-                hint = " (if it speaks TLS, write https://)" * self.url.startswith("http:")
-                problem = f"{error}{hint}"
-            except http.client.HTTPException as error:
-                problem = f"half an answer: {type(error).__name__}: {error}"
-            except OSError as error:
-                problem = error.strerror or f"{type(error).__name__}: {error}"
+            except (OSError, http.client.HTTPException) as error:
+                problem, again = self._explain(error)
             except UNREADABLE as error:
                 why = short(" ".join(str(error).split()), 400)
                 problem = f"its answer cannot be used: {type(error).__name__}: {why}"
-                wrong += 1
+                again, wrong = True, wrong + 1
+            if not again:
+                raise TeacherError(f"{asked}: {problem}")
             elapsed = time.monotonic() - start
             if elapsed >= self.timeout:
                 problem = "no answer in time"
@@ -161,58 +134,68 @@ class Endpoint:
             time.sleep(pause * random.uniform(0.5, 1.0))  # runs that share it do not knock at once
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
+    def _explain(self, error: OSError | http.client.HTTPException) -> tuple[str, bool]:
+        """Says what is wrong with a connection, and whether it may be right the next time."""
+        match error:
+            case ssl.SSLCertVerificationError():
+                hint = "set teacher.ca_file to its issuer's"
+                if error.verify_code in OTHER_HOST:
+                    hint = "write the address with a host that the certificate names"
+                return f"its certificate is not trusted: {error.verify_message}; {hint}", False
+            case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
+                return "it speaks no TLS: write http://", False
+            case ssl.SSLError():
+                return f"TLS: {error.reason or error}", True
+            case TimeoutError():
+                return "no answer in time", True
+            case http.client.RemoteDisconnected():
+                hint = " (if it speaks TLS, write https://)" * self.url.startswith("http:")
+                return f"{error}{hint}", True
+            case http.client.HTTPException():
+                return f"half an answer: {type(error).__name__}: {error}", True
+        return error.strerror or f"{type(error).__name__}: {error}", True
+
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
     ) -> tuple[int, bytes]:
-        """Status and body of one answer; TimeoutError at `end`, a time of the monotonic clock."""
-        place = urlsplit(self.url)
+        """Returns status and body of one answer; raises an OSError at `end`, a time of the
+        monotonic clock."""
+        url = urlsplit(self.url)
         make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-        if place.scheme == "https":
+        if url.scheme == "https":
             make = partial(http.client.HTTPSConnection, context=self._tls)
-        assert place.hostname is not None
-        headers = {"Connection": "close"}
-        if body is not None:
-            headers["Content-Type"] = kind
+        assert url.hostname is not None
+        headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": kind})
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
-        connection = make(place.hostname, place.port, timeout=min(_until(end), CONNECT_S))
-        with contextlib.ExitStack() as stack:
-            stack.callback(connection.close)
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection = make(url.hostname, url.port, timeout=min(left, CONNECT_S))
+        with contextlib.closing(connection):
             connection.connect()
-            wire = connection.sock
-            wire.settimeout(_until(end))
-            # The library reads the head of an answer without a limit on the whole.
-            late = threading.Timer(_until(end), socket.socket.shutdown, (wire, socket.SHUT_RDWR))
+            wire, left = connection.sock, end - time.monotonic()
+            wire.settimeout(max(left, 0.001))
+            # A socket's timeout is for each read: a server may send one byte after the other.
+            late = threading.Timer(left, socket.socket.shutdown, (wire, socket.SHUT_RDWR))
             late.daemon = True
             late.start()
-            stack.callback(late.cancel)
-            # A refusal may come before the whole body went.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, place.path.rstrip("/") + path, body, headers)
-            response, pieces = connection.getresponse(), bytearray()
-            while not response.isclosed():
-                wire.settimeout(_until(end))
-                piece = response.read1(PIECE)
-                if not piece:
-                    break
-                pieces += piece
-                if len(pieces) > most:
-                    raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return response.status, bytes(pieces)
-
-
-def _until(end: float) -> float:
-    """Seconds until then; TimeoutError where it has passed."""
-    left = end - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+            try:
+                # A refusal may come before the whole body went.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, url.path.rstrip("/") + path, body, headers)
+                response = connection.getresponse()
+                answer = response.read(most + 1)
+            finally:
+                late.cancel()
+        if len(answer) > most:
+            raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+        return response.status, answer
 
 
 def _message(body: bytes) -> str:
-    """What an error's JSON says; completions servers nest it, or do not."""
+    """Returns what an error's JSON says; completions servers nest it, or do not."""
     text = body.decode(errors="replace").strip()
     try:
         message = json.loads(text)
@@ -232,26 +215,41 @@ class TeacherClient:
 
     @cached_property
     def info(self) -> Info:
-        """The handshake; every request is meant for the teacher that it was made with."""
-        return self.endpoint.ask("GET", "/v1/info", self._read_info)
+        """Returns the handshake; every request is meant for the teacher that it was made with."""
+
+        def read(body: bytes) -> Info:
+            version = json.loads(body)["protocol"]
+            if type(version) is not int:
+                raise ValueError(f"protocol is {shown(version)}, not the number of a version")
+            if version != PROTOCOL:
+                raise UserError(
+                    f"{self.endpoint} speaks version {short(str(version))} of the protocol,"
+                    f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
+                )
+            try:
+                return Info.model_validate_json(body)
+            except ValidationError as error:
+                raise ValueError(protocol.first_mistake(error)) from error
+
+        return self.endpoint.ask("GET", "/v1/info", read)
 
     def head(self) -> np.ndarray:
-        """The LM head [V, D] in the server's dtype."""
+        """Returns the LM head [V, D] in the server's dtype."""
         info = self.info
 
         def read(body: bytes) -> np.ndarray:
-            head = decode(body)[0][HEAD]
+            head = protocol.decode(body)[0][protocol.HEAD]
             check_head(head, info.dtype, (info.vocab_size, info.d_model))
             return head
 
         most = info.vocab_size * info.d_model * np.dtype(info.dtype).itemsize + OVERHEAD
-        path = f"/v1/head?{urlencode({FINGERPRINT: info.fingerprint})}"
+        path = f"/v1/head?{urlencode({protocol.FINGERPRINT: info.fingerprint})}"
         return self.endpoint.ask("GET", path, read, most=most)
 
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
     ) -> TeacherSignal:
-        """What `distill.signal` asks of each completion position, as numpy arrays.
+        """Returns what `distill.signal` asks of each completion position, as numpy arrays.
 
         Sent in as many requests, one after the other, as the server's limits ask for.
 
@@ -264,46 +262,32 @@ class TeacherClient:
         size = min(b, rows_at_once(self.info, options, t, sequences.loss_mask.shape[1]))
         if size == 0:
             raise TeacherError(f"{self.endpoint}: one sequence of {t} tokens is over its limits")
-        parts = []
-        for start in range(0, b, size):
-            rows = slice(start, start + size)
-            some, theirs = jax.tree.map(lambda x, rows=rows: x[rows], (sequences, ids))
-            parts.append(self._score(options, some, theirs))
-        return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *parts)
+        signals = [
+            self._score(options, *jax.tree.map(lambda x, i=i: x[i : i + size], (sequences, ids)))
+            for i in range(0, b, size)
+        ]
+        return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *signals)
 
     def _score(
         self, options: Options, sequences: Sequences, ids: np.ndarray | None
     ) -> TeacherSignal:
         def read(body: bytes) -> TeacherSignal:
-            tensors, mask = decode(body)[0], np.asarray(sequences.loss_mask)
+            tensors, mask = protocol.decode(body)[0], np.asarray(sequences.loss_mask)
             shapes = options.tensors(self.info.dtype, self.info.d_model)
             check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
             return TeacherSignal(**tensors)
 
-        body = write_request(options, self.info.fingerprint, sequences, ids)
+        body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
         b, c = sequences.loss_mask.shape
         most = b * options.answer_row_bytes(c, self.info) + OVERHEAD
-        return self.endpoint.ask("POST", "/v1/score", read, body, SAFETENSORS, most)
-
-    def _read_info(self, body: bytes) -> Info:
-        protocol = json.loads(body)["protocol"]
-        if type(protocol) is not int:
-            raise ValueError(f"protocol is {shown(protocol)}, not the number of a version")
-        if protocol != PROTOCOL:
-            raise UserError(
-                f"{self.endpoint} speaks version {short(str(protocol))} of the protocol,"
-                f" this jaxrl version {PROTOCOL}: install the same jaxrl on both sides"
-            )
-        try:
-            return Info.model_validate_json(body)
-        except ValidationError as error:
-            raise ValueError(first_mistake(error)) from error
+        return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
-    """Sequences that one request may hold, of T tokens, C of them in the completion; 0: not one."""
+    """Returns how many sequences of T tokens, C of them in the completion, one request may hold;
+    0: not one."""
     asked = (info.max_request_bytes - OVERHEAD) // options.request_row_bytes(t, c)
     answered = info.max_answer_bytes // options.answer_row_bytes(c, info)
     return max(min(asked, answered), 0)

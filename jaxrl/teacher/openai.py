@@ -1,12 +1,12 @@
 """A completions server as teacher: any that speaks OpenAI's `/completions`, takes token ids and
 returns the log-probs of a prompt, in one of two styles.
 
-- `prompt_logprobs: k` (vLLM): per prompt token a map {id: {logprob, rank, decoded_token}} of the k
-  best and the token itself.
+- `prompt_logprobs: k` (vLLM): for each prompt token a map {id: {logprob, rank, decoded_token}} of
+  the k most probable tokens and the token itself.
 - `echo: true, logprobs: k`: `tokens`, `token_logprobs` and `top_logprobs` of prompt and
   completion, tokens named `token_id:N` (`return_tokens_as_token_ids`).
 
-One request a sequence, since servers batch by themselves.
+Each sequence is one request, since servers batch by themselves. `Endpoint.ask` repeats it.
 """
 
 from __future__ import annotations
@@ -75,17 +75,14 @@ class CompletionsClient:
 
     @cached_property
     def info(self) -> CompletionsInfo:
-        """The handshake: finds the model, and the style that the server speaks."""
+        """Finds the model, and the style that the server speaks."""
         url = self.endpoint.url
-        models = self.endpoint.ask("GET", "/models", _models)
+        models = self.endpoint.ask("GET", "/models", _read_models)
+        has = short(", ".join(models), 400) or "(none)"
         if self._model is None and len(models) != 1:
-            raise UserError(
-                f"{self.endpoint} has the models {short(', '.join(models), 400) or '(none)'}:"
-                " name one in teacher.api_model"
-            )
+            raise UserError(f"{self.endpoint} has the models {has}: name one in teacher.api_model")
         model = next(iter(models)) if self._model is None else self._model
         if models and model not in models:
-            has = short(", ".join(models), 400)
             raise UserError(f"teacher.api_model={model}: the server at {url} has {has}")
         longest = models.get(model)
         most = None if longest is None else longest - 1  # it must generate one more
@@ -104,7 +101,7 @@ class CompletionsClient:
     def score(
         self, sequences: Sequences, ids: np.ndarray | None, distill: DistillConfig, vocab_size: int
     ) -> TeacherSignal:
-        """The signal `topk` or `sampled` of every position where `loss_mask` is True.
+        """Returns the signal `topk` or `sampled` of every position where `loss_mask` is True.
 
         Probabilities are of the server's whole vocabulary, at temperature 1. Elsewhere the log-prob
         is 0, and the K + 1 outcomes are equally probable.
@@ -118,26 +115,25 @@ class CompletionsClient:
         asked = [tokens[row][mask[row]].tolist() for row in rows]
         with ThreadPoolExecutor(self._at_once) as pool:
             answers = list(pool.map(partial(self.positions, k=k, vocab_size=vocab_size), asked))
-        token = np.zeros((b, c), np.float32)
+        token_logprobs = np.zeros((b, c), np.float32)
         best_ids = np.broadcast_to(np.arange(k, dtype=np.int32), (b, c, k)).copy()
         best = np.full((b, c, k), -np.log(k + 1.0), np.float32)
         tail = np.full((b, c), -np.log(k + 1.0), np.float32)
         for row, positions in zip(rows, answers, strict=True):
-            place = np.cumsum(mask[row])[t - c :] - 1
+            index = np.cumsum(mask[row])[t - c :] - 1  # in the sequence without padding
             for j in np.flatnonzero(loss_mask[row]):
-                assert place[j] > 0, "a completion token stands after a prompt"
-                position = positions[place[j] - 1]
-                token[row, j] = position.token
+                assert index[j] > 0, "a completion token stands after a prompt"
+                position = positions[index[j] - 1]
+                token_logprobs[row, j] = position.token
                 if k:
                     best_ids[row, j], best[row, j] = zip(*position.best[:k], strict=True)
                     tail[row, j] = tail_logprob([value for _, value in position.best[:k]])
         if not k:
-            return TeacherSignal(token_logprobs=token)
+            return TeacherSignal(token_logprobs=token_logprobs)
         return TeacherSignal(topk_ids=best_ids, topk_logprobs=best, tail_logprob=tail)
 
     def positions(self, tokens: Sequence[int], k: int, vocab_size: int) -> list[Position]:
-        """What the server says about each token of a sequence but the first, which nothing
-        predicts.
+        """Asks about each token of a sequence but the first, which nothing predicts.
 
         Args:
             k: most probable tokens to name for each, at least; 0: none.
@@ -150,14 +146,14 @@ class CompletionsClient:
     def _ask(
         self, model: str, style: str, tokens: Sequence[int], k: int, vocab_size: int | None
     ) -> list[Position]:
-        words, read_positions = _STYLES[style]
+        keys, read_positions = _STYLES[style]
         body = {
             "model": model,
             "prompt": list(tokens),
-            "max_tokens": 1,  # 0 is refused by some
+            "max_tokens": 1,  # some servers refuse 0
             "temperature": 0,
             "return_tokens_as_token_ids": True,
-            **words(max(k, 1)),  # some servers take 0 for "none at all"
+            **keys(max(k, 1)),  # some servers take 0 for "none at all"
         }
 
         def read(answer: bytes) -> list[Position]:
@@ -168,11 +164,11 @@ class CompletionsClient:
         return self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
 
     def _check(self, positions: Sequence[Position], k: int, vocab_size: int | None) -> None:
-        """Refuses what no teacher can say. The arrays have an entry for the first token too, so
-        that an error names the position in the sequence."""
-        own = np.array([0.0, *(position.token for position in positions)])
-        mask = np.arange(len(own)) > 0
-        check_logprobs("the log-prob of the token sent", own, mask)
+        """Raises an error for values that no teacher can give. The arrays have an entry for the
+        first token too, so that an error names the position in the sequence."""
+        token = np.array([0.0, *(position.token for position in positions)])
+        mask = np.arange(len(token)) > 0
+        check_logprobs("the log-prob of the token sent", token, mask)
         fewest = min((len(position.best) for position in positions), default=k)
         if fewest < k:
             raise TeacherError(
@@ -193,27 +189,27 @@ class CompletionsClient:
 
 
 def tail_logprob(logprobs: Sequence[float] | np.ndarray) -> float:
-    """log(1 - sum of exp(logprobs)), nats, at least `TAIL_FLOOR`."""
+    """Computes log(1 - sum of exp(logprobs)), nats, at least `TAIL_FLOOR`."""
     rest = -float(np.sum(np.exp(np.asarray(logprobs, np.float64))))
     return max(float(np.log1p(rest)), TAIL_FLOOR) if rest > -1 else TAIL_FLOOR
 
 
-def _models(body: bytes) -> dict[str, int | None]:
-    """Names of a server's models, with the longest sequence where the server gives it."""
-    found: dict[str, int | None] = {}
-    for each in json.loads(body)["data"]:
-        name, longest = each["id"], each.get("max_model_len")
+def _read_models(body: bytes) -> dict[str, int | None]:
+    """Reads the names of a server's models, with the longest sequence if the server gives it."""
+    models: dict[str, int | None] = {}
+    for model in json.loads(body)["data"]:
+        name, longest = model["id"], model.get("max_model_len")
         if not isinstance(name, str):
             raise ValueError(f"the id of a model is {shown(name)}: a text is expected")
         if longest is not None and (type(longest) is not int or longest < 1):
             raise ValueError(f"max_model_len of {short(name)} is {shown(longest)}")
-        found[name] = longest
-    return found
+        models[name] = longest
+    return models
 
 
 def _choice(body: bytes, tokens: Sequence[int]) -> JsonObject:
-    """The first choice of an answer. Raises ValueError where it is about other tokens than were
-    sent."""
+    """Returns the first choice of an answer. Raises ValueError if it is about other tokens than
+    were sent."""
     answer = json.loads(body)
     choice = answer["choices"][0]
     echoed = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
@@ -232,17 +228,17 @@ def _read_prompt_logprobs(choice: JsonObject, tokens: Sequence[int]) -> list[Pos
         raise ValueError(f"prompt_logprobs of {n} tokens, {len(tokens)} were asked")
     positions = []
     for at, token in enumerate(tokens[1:], 1):
-        each = entries[at] or {}
-        values = {int(i): _number(entry["logprob"]) for i, entry in each.items()}
+        by_id = entries[at] or {}
+        values = {int(i): _number(entry["logprob"]) for i, entry in by_id.items()}
         if token not in values:
             raise ValueError(
                 f"prompt_logprobs at position {at} are of the tokens {_some([*values])}, not of"
                 f" {token}, which was sent there: they belong to another position or vocabulary"
             )
         # The token itself is there besides the best; its rank says whether it is one of them.
-        own = each[str(token)]
-        count = len(values) - ((own.get("rank") or 0) > len(values))
-        decoded = own.get("decoded_token")
+        entry = by_id[str(token)]
+        count = len(values) - ((entry.get("rank") or 0) > len(values))
+        decoded = entry.get("decoded_token")
         if not isinstance(decoded, str | None):
             raise ValueError(f"decoded_token at position {at} is {shown(decoded)}")
         positions.append(Position(values[token], _sorted(values)[:count], decoded))
@@ -251,19 +247,20 @@ def _read_prompt_logprobs(choice: JsonObject, tokens: Sequence[int]) -> list[Pos
 
 def _read_echo(choice: JsonObject, tokens: Sequence[int]) -> list[Position]:
     answer = choice["logprobs"]
-    echoed = [_named(name) for name in answer["tokens"][: len(tokens)]]
+    echoed = [_token_id(name) for name in answer["tokens"][: len(tokens)]]
     if echoed != list(tokens):
         raise ValueError(f"it echoes the tokens {_some(echoed)}, {_some(tokens)} were sent")
     positions = []
     for at, token in enumerate(tokens[1:], 1):
-        best = {_named(name): _number(value) for name, value in answer["top_logprobs"][at].items()}
-        own = _number(answer["token_logprobs"][at])
-        if abs(best.get(token, own) - own) > ROUNDING:
+        top = answer["top_logprobs"][at].items()
+        best = {_token_id(name): _number(value) for name, value in top}
+        logprob = _number(answer["token_logprobs"][at])
+        if abs(best.get(token, logprob) - logprob) > ROUNDING:
             raise ValueError(
-                f"token_logprobs at position {at} say {own:.7g} of token {token}, top_logprobs"
+                f"token_logprobs at position {at} say {logprob:.7g} of token {token}, top_logprobs"
                 f" {best[token]:.7g}: they belong to different positions"
             )
-        positions.append(Position(own, _sorted(best), None))
+        positions.append(Position(logprob, _sorted(best), None))
     return positions
 
 
@@ -271,27 +268,26 @@ _STYLES: dict[str, tuple[Callable[[int], JsonObject], Callable[..., list[Positio
     "prompt_logprobs": (lambda k: {"prompt_logprobs": k}, _read_prompt_logprobs),
     "echo": (lambda k: {"echo": True, "logprobs": k}, _read_echo),
 }
-"""Style -> what asks for k log-probs a position, and what reads them."""
+"""Style -> the keys that ask for k log-probs a position, and the function that reads them."""
 
 
 def _some(tokens: Sequence[int]) -> str:
     return f"{list(tokens[:8])}{'...' if len(tokens) > 8 else ''} ({len(tokens)})"
 
 
-def _named(name: str) -> int:
+def _token_id(name: str) -> int:
     if not name.startswith(NAMED):
         raise ValueError(f"token {name!r} is not named {NAMED}N: return_tokens_as_token_ids")
     return int(name.removeprefix(NAMED))
 
 
 def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
-    """The most probable first; before them what is no number, which is refused where it is read."""
-    ranks = {i: (value == value, -value, i) for i, value in values.items()}
-    return tuple(sorted(values.items(), key=lambda item: ranks[item[0]]))
+    """Sorts tokens, the most probable first; before them NaN, which `_check` refuses."""
+    return tuple(sorted(values.items(), key=lambda item: (item[1] == item[1], -item[1], item[0])))
 
 
 def _number(value: object) -> float:
-    """A log-prob; null is an error, minus infinity is not."""
+    """Reads a log-prob; null is an error, minus infinity is not."""
     if not isinstance(value, int | float):
         raise ValueError(f"a log-prob is {short(json.dumps(value), 40)}: a number is expected")
     return max(float(value), LEAST_LOGPROB)

@@ -1,5 +1,5 @@
-"""What a run and a teacher in another process say to each other: the handshake, a request, an
-answer. Tensors travel as safetensors, words as JSON; nothing is ever unpickled.
+"""The bytes between a run and a teacher in another process: the handshake, a request, an answer.
+Tensors travel as safetensors, everything else as JSON; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
 def find_token(path: str | None = None) -> str | None:
-    """The secret that a teacher and its runs share: in a file, or in the environment; None where
-    none is set."""
+    """Reads the secret that a teacher and its runs share from a file, or else from the environment;
+    None if none is set."""
     try:
-        given = os.environ.get(TOKEN) if path is None else Path(path).read_text().strip()
+        token = os.environ.get(TOKEN) if path is None else Path(path).read_text().strip()
     except (OSError, UnicodeError) as error:
         raise UserError(f"--token-file {path}: {error}") from error
-    if path is not None and not given:
+    if path is not None and not token:
         raise UserError(f"--token-file {path}: it is empty")
-    token = given or None
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
         name = TOKEN if path is None else f"--token-file {path}"
         raise UserError(f"{name} may have printable ASCII characters only, and no blank")
-    return token
+    return token or None
 
 
 class Refused(ValueError):
@@ -145,7 +144,7 @@ class Options(ProtocolMessage):
         )
 
     def distill(self, most_chunk: int) -> DistillConfig:
-        """The config that makes a teacher answer so, `chunk_tokens` being at most `most_chunk`.
+        """Returns the config that makes a teacher answer so, `chunk_tokens` at most `most_chunk`.
 
         Raises:
             ValueError: options that do not go together.
@@ -158,7 +157,7 @@ class Options(ProtocolMessage):
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The options that the tensors of an answer depend on."""
+        """Returns the options that the tensors of an answer depend on."""
         keys = ["signal"]
         if self.signal != "hidden":
             keys += ["entropy_top_k", "distill_temperature", "vocab_size"]
@@ -167,19 +166,15 @@ class Options(ProtocolMessage):
 
     @property
     def most_best(self) -> int:
-        """The largest number of most probable tokens that is asked for; 0: none."""
+        """Returns the largest number of most probable tokens that is asked for; 0: none."""
         return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
 
     def request_row_bytes(self, t: int, c: int) -> int:
-        """Bytes of one sequence of T tokens, C of them in the completion, in a request."""
+        """Computes the bytes in a request of one sequence of T tokens, C of the completion."""
         return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
 
     def tensors(self, dtype: str, width: int) -> Shapes:
-        """The tensors of an answer.
-
-        Args:
-            dtype, width: of hidden states.
-        """
+        """Lists the tensors of an answer, for hidden states of that dtype and width."""
         if self.signal == "hidden":
             return {"hidden": (dtype, (width,))}
         tensors: Shapes = {"token_logprobs": ("float32", ())}
@@ -191,7 +186,7 @@ class Options(ProtocolMessage):
         return tensors
 
     def answer_row_bytes(self, c: int, info: Info) -> int:
-        """Bytes of one sequence in an answer."""
+        """Computes the bytes in an answer of one sequence with a completion of C tokens."""
         tensors = self.tensors(info.dtype, info.d_model).values()
         return c * sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in tensors)
 
@@ -219,7 +214,7 @@ class Request:
 
 
 def vocab_hash(tokenizer: Tokenizer) -> str:
-    """SHA-256 of the tokens by id: equal for tokenizers that name every id alike."""
+    """Computes SHA-256 of the tokens by id: equal for tokenizers that name every id alike."""
     digest = hashlib.sha256()
     for i, token in sorted((i, token) for token, i in tokenizer.get_vocab().items()):
         digest.update(json.dumps([i, token]).encode() + b"\n")
@@ -241,7 +236,8 @@ def write_request(
 
 
 def read_request(body: bytes, info: Info) -> Request:
-    """The request in a body. Raises `Refused`, naming what does not fit."""
+    """Reads a request and checks it against the teacher. Raises `Refused`, naming what does not
+    fit."""
     try:
         tensors, metadata = decode(body)
         asked = Asked.model_validate_json(metadata.get(REQUEST, "{}"))
@@ -251,94 +247,95 @@ def read_request(body: bytes, info: Info) -> Request:
         raise Refused(400, f"the body cannot be read: {error}") from error
     options = asked.options
     check_meant(asked.fingerprint, info)
-    if options.signal not in info.signals:
-        raise Refused(400, f"signal {options.signal!r} is not offered: {', '.join(info.signals)}")
-    sequences = _sequences(tensors, options, info)
-    if options.most_best > options.vocab_size:
-        most = f"the best {options.most_best} of {options.vocab_size} tokens"
-        raise Refused(400, f"{most}: ask for fewer")
+    offered, known = ", ".join(info.signals), f"this teacher has {info.vocab_size} tokens"
+    _require(options.signal in info.signals, f"signal {options.signal!r} is not offered: {offered}")
+    v, best = options.vocab_size, options.most_best
+    _require(v <= info.vocab_size, f"vocab_size {v}: {known}")
+    _require(best <= v, f"the best {best} of {v} tokens: ask for fewer")
+    sequences = _read_sequences(tensors, options, info)
     if options.signal != "student_topk":
         return Request(options, sequences, None)
     ids, shape = _tensor(tensors, "ids", np.int32, 3), [*sequences.loss_mask.shape, options.top_k]
-    if list(ids.shape) != shape:
-        raise Refused(400, f"ids {list(ids.shape)}: [B, C, K] = {shape} was announced")
-    if ids.min() < 0 or ids.max() >= options.vocab_size:
-        raise Refused(400, f"ids name tokens beyond 0 to {options.vocab_size - 1}")
+    _require([*ids.shape] == shape, f"ids {[*ids.shape]}: [B, C, K] = {shape} was announced")
+    _require(ids.min() >= 0 and ids.max() < v, f"ids name tokens beyond 0 to {v - 1}")
     return Request(options, sequences, ids)
 
 
 def check_meant(fingerprint: str, info: Info) -> None:
     """Raises `Refused` for a request that is meant for another teacher."""
-    if fingerprint != info.fingerprint:
-        raise Refused(409, f"this is another teacher than the one asked for: now {info.model!r}")
+    other = f"this is another teacher than the one asked for: now {info.model!r}"
+    _require(fingerprint == info.fingerprint, other, 409)
 
 
-def _sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) -> Sequences:
-    tokens = _tensor(tensors, "tokens", np.int32, 2)
-    mask = _tensor(tensors, "mask", bool, 2)
+def _read_sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) -> Sequences:
+    tokens, mask = _tensor(tensors, "tokens", np.int32, 2), _tensor(tensors, "mask", bool, 2)
     loss_mask = _tensor(tensors, "loss_mask", bool, 2)
     (b, t), c = tokens.shape, loss_mask.shape[1]
-    if mask.shape != (b, t) or loss_mask.shape[0] != b or b < 1 or not 1 <= c < t:
-        raise Refused(
-            400,
-            f"tokens {[b, t]}, mask {list(mask.shape)} and loss_mask {list(loss_mask.shape)} do not"
-            " fit together: [B, T], [B, T] and [B, C] with B >= 1 and 1 <= C < T",
-        )
+    _require(
+        mask.shape == (b, t) and loss_mask.shape[0] == b and b >= 1 and 1 <= c < t,
+        f"tokens {[b, t]}, mask {[*mask.shape]} and loss_mask {[*loss_mask.shape]} do not fit"
+        " together: [B, T], [B, T] and [B, C] with B >= 1 and 1 <= C < T",
+    )
     used = int(mask.any(0).sum())  # the client rounds its widths up to what suits its devices
-    if used > info.max_tokens or t > info.max_tokens + MOST_PADDING:
-        raise Refused(
-            413,
-            f"sequences of {used} tokens, {t} with padding: this teacher takes at most"
-            f" {info.max_tokens}, and {MOST_PADDING} of padding",
-        )
-    if options.vocab_size > info.vocab_size:
-        has = f"this teacher has {info.vocab_size} tokens"
-        raise Refused(400, f"vocab_size {options.vocab_size}: {has}")
-    for token in (tokens.min(), tokens.max()):
-        if not 0 <= token < info.vocab_size:
-            raise Refused(400, f"token {token}: this teacher has tokens 0 to {info.vocab_size - 1}")
+    _require(
+        used <= info.max_tokens and t <= info.max_tokens + MOST_PADDING,
+        f"sequences of {used} tokens, {t} with padding: this teacher takes at most"
+        f" {info.max_tokens}, and {MOST_PADDING} of padding",
+        413,
+    )
+    least, most = int(tokens.min()), int(tokens.max())
+    _require(
+        least >= 0 and most < info.vocab_size,
+        f"token {least if least < 0 else most}: this teacher has tokens 0 to {info.vocab_size - 1}",
+    )
     prompts, completions = mask[:, : t - c], mask[:, t - c :]
-    if (prompts[:, :-1] & ~prompts[:, 1:]).any() or (
+    gap = (prompts[:, :-1] & ~prompts[:, 1:]).any() or (
         ~completions[:, :-1] & completions[:, 1:]
-    ).any():
-        raise Refused(
-            400, "mask has a gap: prompts are padded on the left only, completions on the right"
-        )
-    if (loss_mask & ~completions).any():
-        raise Refused(400, "loss_mask is True where mask is False")
+    ).any()
+    _require(
+        not gap, "mask has a gap: prompts are padded on the left only, completions on the right"
+    )
+    _require(not (loss_mask & ~completions).any(), "loss_mask is True where mask is False")
     answer = b * options.answer_row_bytes(c, info)
-    if answer > info.max_answer_bytes:
-        raise Refused(
-            413,
-            f"the answer would have {answer:,} bytes: at most {info.max_answer_bytes:,}; ask for"
-            " fewer sequences at once",
-        )
+    _require(
+        answer <= info.max_answer_bytes,
+        f"the answer would have {answer:,} bytes: at most {info.max_answer_bytes:,}; ask for fewer"
+        " sequences at once",
+        413,
+    )
     return Sequences(tokens, mask, loss_mask)
 
 
 def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
-    if name not in tensors:
-        raise Refused(400, f"tensor {name!r} is missing: there are {sorted(tensors)}")
-    tensor, needed = tensors[name], np.dtype(dtype)
-    if tensor.dtype != needed or tensor.ndim != rank:
-        found = f"{tensor.dtype} {list(tensor.shape)}"
-        raise Refused(400, f"tensor {name!r} is {found}: {needed} of {rank} dims is expected")
+    _require(name in tensors, f"tensor {name!r} is missing: there are {sorted(tensors)}")
+    tensor, expected = tensors[name], np.dtype(dtype)
+    _require(
+        tensor.dtype == expected and tensor.ndim == rank,
+        f"tensor {name!r} is {tensor.dtype} {[*tensor.shape]}: {expected} of {rank} dims is"
+        " expected",
+    )
     return tensor
 
 
+def _require(condition: bool, message: str, status: int = 400) -> None:
+    if not condition:
+        raise Refused(status, message)
+
+
 def first_mistake(error: ValidationError) -> str:
-    """By the name of its field; never the whole input."""
+    """Describes the first error by the name of its field, without the input."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
 
 
-def write_signal(signal: TeacherSignal) -> list[Piece]:
-    return frame({name: tensor for name, tensor in vars(signal).items() if tensor is not None})
+def present(signal: TeacherSignal) -> dict[str, np.ndarray]:
+    """Returns the tensors that a signal has, by name."""
+    return {name: tensor for name, tensor in vars(signal).items() if tensor is not None}
 
 
 def frame(tensors: Mapping[str, np.ndarray]) -> list[Piece]:
-    """Safetensors in pieces, to be sent one after the other: unlike with `safetensors.serialize`,
-    the tensors are not copied."""
+    """Writes safetensors in pieces, to be sent one after the other: unlike `safetensors.serialize`,
+    it does not copy the tensors."""
     header: JsonObject = {}
     pieces: list[Piece] = []
     at = 0
@@ -354,7 +351,8 @@ def frame(tensors: Mapping[str, np.ndarray]) -> list[Piece]:
 
 
 def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors (read-only) and metadata. Raises ValueError for anything but whole safetensors."""
+    """Reads tensors (read-only) and metadata. Raises ValueError for anything but whole
+    safetensors."""
     try:
         entries = safetensors.deserialize(body)
     except (safetensors.SafetensorError, ValueError) as error:

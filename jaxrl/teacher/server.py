@@ -1,12 +1,14 @@
 """The HTTP server of teachers that serve several runs, on starlette and uvicorn.
 `teacher.service.ScoringService` does the computation.
 
-The server reads and checks a whole request before it queues it for the devices, so that an invalid
-or slow request delays no other. Every read and write has a deadline, every body a maximum size, and
-every connection carries one request. If one address, or all together, have too many connections,
-the server closes the oldest connection whose request is still incomplete to accept a new one.
+The story of a request: its connection is accepted, and takes the place of an older, incomplete one
+if there are too many (`_accept`); header and body arrive, each within its deadline and size
+(`_answer`, `_body`); the body is checked before it waits for the devices, so that an invalid or
+slow request delays no other (`_score`); its programs are compiled (`_compiled`); in its turn it is
+computed and its answer sent (`_turn`, `_send_tensors`). Every connection carries one request.
 
-Everything but the computation runs in the event loop of one thread, to which all state belongs.
+All this runs in the event loop of one thread, to which all state belongs. Computation and
+compilation have threads of their own.
 """
 
 from __future__ import annotations
@@ -22,35 +24,25 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from jaxrl.errors import UserError
 from jaxrl.process.plain import JsonObject
 from jaxrl.teacher import protocol
-from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
-from jaxrl.teacher.protocol import (
-    FINGERPRINT,
-    HEAD,
-    JSON,
-    SAFETENSORS,
-    TOKEN,
-    Gone,
-    Piece,
-    Refused,
-    check_meant,
-    frame,
-    read_request,
-    write_signal,
-)
-from jaxrl.teacher.service import Answer, ScoringService
+from jaxrl.teacher.protocol import FINGERPRINT, HEAD, JSON, SAFETENSORS, TOKEN, Gone, Refused
+from jaxrl.teacher.service import Answer, ScoringService, Wanted
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MOST_CONNECTIONS, MOST_OF_ONE = 256, 64
@@ -60,14 +52,56 @@ MOST_BODIES, BODIES_OF_ONE = 8, 4
 """Bytes of request bodies in memory, in total and per address, as multiples of the maximum size of
 a request."""
 PIECE = 1 << 20
-"""Bytes written between two checks of the deadline."""
-LOG_EVERY_S = 60.0
+"""Bytes of an answer written between two checks of the deadline."""
+LINGER_S = 1.0
+"""How long the rest of a refused body is read: a connection closed with unread bytes loses its
+answer."""
 ROUTES = "/health, /v1/models, /v1/info, /v1/head, /v1/score"
+STOPPING = "this teacher is being stopped"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on time and concurrency of requests."""
+
+    threads: int = 8
+    """Requests that are computed or answered at once; further ones wait in the queue."""
+    header_s: float = 10.0
+    """Longest time from the connection to the end of the request's header."""
+    idle_s: float = 10.0
+    """Longest wait for the next bytes of a body, or for the client to take the next bytes of an
+    answer."""
+    body_s: float = 120.0
+    """Longest time for a whole body to arrive."""
+    answer_s: float = 120.0
+    """Longest time for the client to take a whole answer."""
+    wait_s: float = 60.0
+    """Longest time in the queue. After that the answer is status 503, and the client retries."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """A client's connection and its only request."""
+
+    wire: socket.socket
+    host: str
+    late: asyncio.TimerHandle | None = None
+    """Hangs up if the header does not come in time."""
+    opening: asyncio.Future[Any] | None = None
+    whole: bool = False
+    """The request has arrived; the connection is no longer closed to make room."""
+    held: int = 0
+    """Bytes of the body in memory."""
+    status: int = 0
+    """Of the answer; 0: it has not begun."""
+
+    def hang_up(self) -> None:
+        with suppress(OSError):  # closed already
+            self.wire.shutdown(socket.SHUT_RDWR)  # its owner then reads the end of the stream
 
 
 class TeacherServer:
-    """A server on one address. The constructor binds the address; `start` begins to accept
-    connections."""
+    """A server on one address."""
 
     def __init__(
         self,
@@ -80,11 +114,12 @@ class TeacherServer:
         log_requests: bool = False,
         tls: ssl.SSLContext | None = None,
     ):
-        """
+        """Binds the address; `start` begins to accept connections.
+
         Args:
             port: 0 for any free one.
             token: the secret that clients must send; required if other hosts can connect.
-            log: receives a line with counts each minute in which there were requests.
+            log: receives the tracebacks of requests that failed inside.
             log_requests: also log a line for each request.
             tls: the server's certificate; None: plain HTTP.
 
@@ -99,17 +134,15 @@ class TeacherServer:
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)
         """Number of requests so far, by outcome."""
-        self._turns, self._idle = asyncio.Semaphore(limits.threads), asyncio.Event()
-        self._waiting, self._in_hand, self._draining = 0, 0, False
+        self._turns = asyncio.Semaphore(limits.threads)
+        self._waiting, self._in_hand, self._draining, self._closing = 0, 0, False, False
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
         self._compiling = WeakValueDictionary[str, asyncio.Lock]()
         """Address -> held while a program is compiled for it."""
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
         self._bodies = Counter[str]()
         """Address -> bytes of its requests in memory."""
-        self._open: dict[Address, socket.socket] = {}
-        """The open connections, the oldest first."""
-        self._asking: dict[Address, socket.socket] = {}
-        """Those of them whose request is still incomplete."""
+        self._open: list[Connection] = []
+        """The oldest first."""
         self._tls = tls
         self._routes = Router(
             [
@@ -127,22 +160,8 @@ class TeacherServer:
             ],
             redirect_slashes=False,
         )
-        config = uvicorn.Config(
-            self._answer,
-            interface="asgi3",
-            lifespan="off",
-            proxy_headers=False,
-            ws="none",
-            log_config=None,
-            log_level="critical",
-        )
-        config.load()
-        self._connection = partial(Connection, config, limits, self._garbage, self._closed)
-        self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="teacher-requests")
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._accept()), daemon=True)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setblocking(False)
         try:
@@ -155,140 +174,140 @@ class TeacherServer:
         self.url = f"{'https' if tls else 'http'}://{self.address}"
 
     def start(self, services: Mapping[str, ScoringService]) -> None:
-        """
+        """Begins to accept connections.
+
         Args:
             services: by the names that stand before their routes; "": without one.
         """
         self.services, self._began = services, time.monotonic()
-        self._most_bytes = max(each.info.max_request_bytes for each in services.values())
+        self._most_bytes = max(service.info.max_request_bytes for service in services.values())
         self._socket.listen(128)
         self._thread.start()
-        self._ready.wait()
 
     def drain(self, seconds: float) -> bool:
         """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
         whether all were answered."""
-        try:
-            asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result(seconds)
-        except TimeoutError:
-            return False
-        return True
+        self._draining, end = True, time.monotonic() + seconds
+        while self._in_hand and time.monotonic() < end:
+            time.sleep(0.02)
+        return not self._in_hand
 
     def close(self) -> None:
+        """Closes all connections."""
+        self._closing = True
+        with suppress(OSError):  # it never listened, or another thread closes it
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._accepting.cancel)
             self._thread.join()
         self._socket.close()
-        for threads in (self._threads, self._compiler):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     # Connections.
 
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            asyncio.run(self._accept())
-
     async def _accept(self) -> None:
-        accepting = asyncio.current_task()
-        assert accepting is not None
-        self._loop, self._accepting = asyncio.get_running_loop(), accepting
-        self._idle.set()
-        self._ready.set()
-        tasks = {self._loop.create_task(self._log_counts())}
-        try:
-            while True:
-                try:
-                    wire, address = await self._loop.sock_accept(self._socket)
-                except OSError:  # no more files may be open
-                    await asyncio.sleep(0.1)
-                    continue
-                if self._make_room(address[0]):
-                    self._open[address[:2]] = self._asking[address[:2]] = wire
-                    task = self._loop.create_task(self._connect(wire, address[:2]))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                else:
-                    wire.close()
-        finally:
-            self._socket.close()
-            for wire in self._open.values():
-                _hang_up(wire)
-
-    async def _connect(self, wire: socket.socket, address: Address) -> None:
-        patience = None if self._tls is None else self.limits.header_s
-        try:
-            await self._loop.connect_accepted_socket(
-                partial(self._connection, address),
-                wire,
-                ssl=self._tls,
-                ssl_handshake_timeout=patience,
-            )
-        except OSError:  # no TLS, or not in time
-            self._closed(address)
-            wire.close()
+        """Accepts connections until the server closes, and hands them to uvicorn's protocol.
+        `uvicorn.Server` has no deadline for a header or a TLS handshake, and makes no room."""
+        self._loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            self._answer,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            log_level="critical",
+        )
+        config.load()
+        http_protocol: Callable[..., Any] = config.http_protocol_class
+        state = ServerState()
+        state.default_headers = [(b"server", b"jaxrl"), (b"connection", b"close")]
+        while not self._closing:
+            try:
+                wire, address = await self._loop.sock_accept(self._socket)
+            except OSError:  # no more files may be open, or the server closes
+                await asyncio.sleep(0 if self._closing else 0.1)
+                continue
+            if not self._make_room(address[0]):
+                wire.close()
+                continue
+            connection = Connection(wire, address[0])
+            self._open.append(connection)
+            connection.late = self._loop.call_later(self.limits.header_s, connection.hang_up)
+            make = partial(http_protocol, config, state, {"connection": connection})
+            opening = self._loop.connect_accepted_socket(make, wire, ssl=self._tls)
+            # What fails to open, since it speaks no TLS or too slowly, is closed and needs no word.
+            connection.opening = asyncio.gather(opening, return_exceptions=True)
+        for connection in self._open:
+            connection.hang_up()
 
     def _make_room(self, host: str) -> bool:
-        """Whether one more connection may open; may close an older, incomplete one for it."""
-        theirs = sum(each == host for each, _ in self._open) >= MOST_OF_ONE
-        if not theirs and len(self._open) < MOST_CONNECTIONS:
-            return True
-        asking = (each for each in self._asking if not theirs or each[0] == host)
-        oldest = next(asking, None)
+        """Returns whether one more connection may open; may close an older, incomplete one."""
+        self._open = [one for one in self._open if one.wire.fileno() >= 0]
+        rivals = [one for one in self._open if one.host == host]
+        if len(rivals) < MOST_OF_ONE:
+            if len(self._open) < MOST_CONNECTIONS:
+                return True
+            rivals = self._open
+        oldest = next((one for one in rivals if not one.whole), None)
         if oldest is None:
             return False
-        wire = self._asking[oldest]
-        self._closed(oldest)
-        _hang_up(wire)
+        self._open.remove(oldest)
+        oldest.hang_up()
         return True
-
-    def _closed(self, address: Address) -> None:
-        self._open.pop(address, None)
-        self._asking.pop(address, None)
 
     # Requests.
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, or says why not."""
-        exchange, began = Exchange(scope, receive, send, self.limits), time.monotonic()
-        scope.update(app=self, exchange=exchange)
-        refused: Refused | None = None
+        connection, began = scope["state"]["connection"], time.monotonic()
+        connection.late.cancel()
+
+        async def send_noted(message: Message) -> None:
+            connection.status = connection.status or message["status"]
+            await send(message)
+
         try:
-            await self._routes(scope, exchange.receive, exchange.send)
-        except Refused as error:
-            refused = error
-        except HTTPException as error:
-            refused = _refusal(scope, error)
-        except TimeoutError:
-            refused = Refused(408, "the request, or the reading of its answer, took too long")
-        except (Gone, ClientDisconnect):
-            refused = Refused(499, "the client is gone")
+            scope["app"] = self  # the router then raises HTTPException
+            await self._routes(scope, receive, send_noted)
         except Exception as error:  # no request may end the server
-            refused = Refused(500, f"{type(error).__name__}: {error}"[:600])
-            self.log("".join(traceback.format_exception(error)).rstrip())
-        host, status = exchange.address[0], refused.status if refused else exchange.status
-        try:
-            if refused is not None:
-                await exchange.refuse(status, str(refused))
-        except TimeoutError:
-            exchange.hang_up()
+            refused = self._refusal(scope, error)
+            begun, connection.status = connection.status, refused.status
+            if begun:  # the client would take more bytes for the rest of the answer
+                connection.hang_up()
+            else:
+                await _refuse(refused, scope, receive, send)
         finally:
-            self._hold(host, -exchange.held)
-            question = f"{scope['method']} {scope['path'][:100]!r}"
-            self._count(host, question, status, time.monotonic() - began)
+            self._hold(connection, -connection.held)
+            self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
+            status, host = connection.status or 503, connection.host  # cut off: the server closes
+            self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
+            if self._log_requests:  # without headers, which hold the token
+                question = f"{scope['method']} {scope['path'][:100]!r}"
+                self.log(f"{host} {question} {status} {time.monotonic() - began:.2f} s")
 
-    def _garbage(self, address: Address) -> None:
-        self._count(address[0], "?", 400, 0.0)
-
-    def _count(self, host: str, question: str, status: int, seconds: float) -> None:
-        """Counts a finished request. Its headers are never logged."""
-        self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
-        if self._log_requests:
-            self.log(f"{host} {question} {status} {seconds:.2f} s")
+    def _refusal(self, scope: Scope, error: Exception) -> Refused:
+        """Converts what a request raised into a status and a message; logs what is a bug."""
+        path, method = scope["path"][:100], scope["method"]
+        match error:
+            case Refused():
+                return error
+            case HTTPException(status_code=405):
+                takes = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+                return Refused(405, f"{path} takes {takes}, not {method}")
+            case HTTPException():
+                return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
+            case TimeoutError():
+                return Refused(408, "the request, or the reading of its answer, took too long")
+            case Gone() | ClientDisconnect():
+                return Refused(499, "the client is gone")
+        self.log("".join(traceback.format_exception(error)).rstrip())
+        return Refused(500, f"{type(error).__name__}: {error}"[:600])
 
     async def _health(self, request: Request) -> Response:
         status: JsonObject = {"status": "draining" if self._draining else "ok"}
         if self._knows_token(request):
-            names = {name: each.info.model for name, each in self.services.items()}
+            names = {name: service.info.model for name, service in self.services.items()}
             status |= {
                 **({"model": names[""]} if "" in names else {"teachers": names}),
                 **self.counts,
@@ -299,14 +318,14 @@ class TeacherServer:
         return JSONResponse(status)
 
     async def _models(self, request: Request) -> Response:
-        """The teachers, in the form in which completions servers list their models."""
+        """Lists the teachers, in the form in which completions servers list their models."""
         self._check_token(request)
-        each = {name or one.info.model: one.info for name, one in self.services.items()}
-        known = [
+        infos = {name or s.info.model: s.info for name, s in self.services.items()}
+        models = [
             {"id": name, "object": "model", "root": i.model, "max_model_len": i.max_tokens}
-            for name, i in each.items()
+            for name, i in infos.items()
         ]
-        return JSONResponse({"object": "list", "data": known})
+        return JSONResponse({"object": "list", "data": models})
 
     async def _info(self, request: Request) -> Response:
         return Response(self._teacher(request).info.model_dump_json(), media_type=JSON)
@@ -314,51 +333,46 @@ class TeacherServer:
     async def _head(self, request: Request) -> ASGIApp:
         service = self._teacher(request)
         if FINGERPRINT in request.query_params:
-            check_meant(request.query_params[FINGERPRINT], service.info)
-        return self._tensors(lambda wanted: frame({HEAD: service.head()}))
+            protocol.check_meant(request.query_params[FINGERPRINT], service.info)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            request.state.connection.whole = True
+            async with _while_connected(receive), self._turn():
+                head = await self._loop.run_in_executor(service.turns, service.head)
+                await self._send_tensors({HEAD: head}, send)
+
+        return answer
 
     async def _score(self, request: Request) -> ASGIApp:
         service = self._teacher(request)
         body = await self._body(request, service.info.max_request_bytes)
-        asked = await asyncio.to_thread(read_request, body, service.info)
-        answer = await self._compiled(service, asked, request.scope["exchange"])
-        return self._tensors(lambda wanted: write_signal(answer(wanted)))
+        score = await asyncio.to_thread(protocol.read_request, body, service.info)
 
-    async def _compiled(
-        self, service: ScoringService, asked: protocol.Request, exchange: Exchange
-    ) -> Answer:
-        """Has the programs of a request compiled, which may take minutes, without holding a turn:
-        on one thread, and for one request of an address at a time."""
-        ready = await asyncio.to_thread(service.ready, asked)
-        if ready is not None:
-            return ready
-        if self._draining:
-            raise Refused(503, "this teacher is being stopped")
-        self._asking.pop(exchange.address, None)  # is no longer closed to make room
-        host = exchange.address[0]
-        lock = self._compiling.setdefault(host, asyncio.Lock())
-        self._waiting += 1
-        try:
-            async with exchange.watched() as wanted, lock:
-                compiling = partial(service.compile, asked, host, wanted)
-                return await self._loop.run_in_executor(self._compiler, compiling)
-        finally:
-            self._waiting -= 1
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async with _while_connected(receive) as wanted:
+                compute = await self._compiled(service, score, request.state.connection.host)
+                async with self._turn():
+                    signal = await self._loop.run_in_executor(service.turns, compute, wanted)
+                    await self._send_tensors(protocol.present(signal), send)
+
+        return answer
 
     def _knows_token(self, request: Request) -> bool:
-        """Whether the client sent the token, or none is needed."""
+        """Returns whether the client sent the token, or none is needed."""
         if self.token is None:
             return True
-        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
-        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
+        sent = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        return hmac.compare_digest(sent, f"Bearer {self.token}".encode())
 
     def _check_token(self, request: Request) -> None:
         if not self._knows_token(request):
             raise Refused(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
 
     def _teacher(self, request: Request) -> ScoringService:
-        """The teacher that the path names."""
+        """Returns the teacher that the path names."""
         self._check_token(request)
+        if self._draining:
+            raise Refused(503, STOPPING)
         name = request.path_params.get("teacher", "")
         if name not in self.services:
             first = next(iter(self.services))
@@ -368,59 +382,59 @@ class TeacherServer:
         return self.services[name]
 
     async def _body(self, request: Request, most: int) -> bytes:
-        length, body = _length(request), bytearray()
-        if length > most:
-            raise Refused(413, f"a body of {length:,} bytes: at most {most:,} are taken")
-        exchange: Exchange = request.scope["exchange"]
-        async with asyncio.timeout(self.limits.body_s):
+        length = request.headers.get("Content-Length")
+        if "Transfer-Encoding" in request.headers or length is None:
+            raise Refused(411, "Content-Length is needed; chunked bodies are not read")
+        if int(length) > most:  # h11 has checked that it is a number
+            raise Refused(413, f"a body of {int(length):,} bytes: at most {most:,} are taken")
+        body, connection, now = bytearray(), request.state.connection, self._loop.time
+        end = now() + self.limits.body_s
+        async with asyncio.timeout(self.limits.idle_s) as deadline:
             async for piece in request.stream():
-                self._hold(exchange.address[0], len(piece))
-                exchange.held += len(piece)
+                self._hold(connection, len(piece))
                 body += piece
-        if len(body) < length:
-            raise Refused(400, f"the body ended after {len(body):,} of {length:,} bytes")
+                deadline.reschedule(min(now() + self.limits.idle_s, end))
+        connection.whole = True
         return bytes(body)
 
-    def _hold(self, host: str, n: int) -> None:
+    def _hold(self, connection: Connection, n: int) -> None:
         """Adds n (which may be negative) to the bytes of requests in memory. Raises `Refused` over
         the limit."""
-        held, theirs = self._bodies.total(), self._bodies[host] + n
-        most, of_one = MOST_BODIES * self._most_bytes, BODIES_OF_ONE * self._most_bytes
-        if n > 0 and (held + n > most or theirs > of_one):
+        held, of_one = self._bodies.total(), self._bodies[connection.host]
+        budget, budget_of_one = MOST_BODIES * self._most_bytes, BODIES_OF_ONE * self._most_bytes
+        if n > 0 and (held + n > budget or of_one + n > budget_of_one):
             raise Refused(503, f"busy: {held:,} bytes of requests in memory")
-        self._bodies[host] = theirs
+        connection.held += n
+        self._bodies[connection.host] += n
         self._bodies += Counter()  # removes the addresses with 0 bytes
 
-    def _tensors(self, compute: Callable[[Callable[[], bool]], list[Piece]]) -> ASGIApp:
-        """The answer that `compute` makes in a thread, once it is the request's turn.
+    async def _compiled(
+        self, service: ScoringService, score: protocol.Request, host: str
+    ) -> Answer:
+        """Has the programs of a request compiled, which may take minutes, without holding a turn:
+        on one thread, and for one request of an address at a time."""
+        answer = await asyncio.to_thread(service.ready, score)
+        if answer is not None:
+            return answer
+        lock = self._compiling.setdefault(host, asyncio.Lock())
 
-        Args:
-            compute: gets a function that says whether the client still waits.
-        """
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the server has closed
+                self._loop.call_soon_threadsafe(lock.release)
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            exchange: Exchange = scope["exchange"]
-            self._asking.pop(exchange.address, None)  # is no longer closed to make room
-            async with self._turn(), exchange.watched() as wanted:
-                pieces = await self._loop.run_in_executor(self._threads, compute, wanted)
-                length = str(sum(map(len, pieces)))
-                headers = Response(headers={"Content-Length": length}, media_type=SAFETENSORS)
-                await send(start(200, headers.raw_headers))
-                for piece in pieces:
-                    for at in range(0, len(piece), PIECE):
-                        await send(part(bytes(piece[at : at + PIECE])))
-                await send(part(b""))  # waits until most of the piece before has gone
-                await send(part(b"", last=True))
-
-        return answer
+        self._waiting += 1
+        try:
+            await lock.acquire()
+            compiling = self._compiler.submit(service.compile, score, host)
+            compiling.add_done_callback(release)  # not before its end, though the client may leave
+            return await asyncio.wrap_future(compiling)
+        finally:
+            self._waiting -= 1
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Waits in the queue; inside the block the request is one of at most `limits.threads`
         current ones. Requests are admitted in order of arrival."""
-        stopping = Refused(503, "this teacher is being stopped")
-        if self._draining:
-            raise stopping
         self._waiting += 1
         try:
             async with asyncio.timeout(self.limits.wait_s):
@@ -430,41 +444,73 @@ class TeacherServer:
         finally:
             self._waiting -= 1
         self._in_hand += 1
-        self._idle.clear()
         try:
             if self._draining:
-                raise stopping
+                raise Refused(503, STOPPING)
             yield
         finally:
             self._in_hand -= 1
             self._turns.release()
-            if not self._in_hand:
-                self._idle.set()
 
-    async def _drain(self) -> None:
-        self._draining = True
-        await self._idle.wait()
+    async def _send_tensors(self, tensors: Mapping[str, np.ndarray], send: Send) -> None:
+        pieces, now = protocol.frame(tensors), self._loop.time
+        headers = {"Content-Length": str(sum(map(len, pieces)))}
+        end = now() + self.limits.answer_s
+        async with asyncio.timeout(self.limits.idle_s) as deadline:
+            await send(_start(200, Response(headers=headers, media_type=SAFETENSORS)))
+            for piece in pieces:
+                for at in range(0, len(piece), PIECE):
+                    await send(_part(bytes(piece[at : at + PIECE])))
+                    deadline.reschedule(min(now() + self.limits.idle_s, end))
+            await send(_part(b""))  # waits until most of the piece before has gone
+        await send(_part(b"", last=True))
 
-    async def _log_counts(self) -> None:
-        """Each minute in which there were requests."""
-        while True:
-            before = self.counts.copy()
-            await asyncio.sleep(LOG_EVERY_S)
-            if self.counts != before:
-                counts = ", ".join(f"{n - before[kind]} {kind}" for kind, n in self.counts.items())
-                self.log(f"last {LOG_EVERY_S:g} s: {counts}; {self._in_hand} in hand")
+
+@asynccontextmanager
+async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
+    """Cancels the block when the client disconnects, and raises `Gone`. The block gets a function
+    that says, in any thread, whether the client is still there."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        raise Gone
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            yield lambda: not watching.done()
+            watching.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends a refusal, and reads the rest of the request before the end of the answer."""
+    error = {"status": refused.status, "message": str(refused)}
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
+    response = JSONResponse({"error": error}, headers=headers)
+    await send(_start(refused.status, response))
+    await send(_part(bytes(response.body)))
+    if not scope["state"]["connection"].whole:
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(LINGER_S):
+                async for _ in Request(scope, receive).stream():
+                    pass
+    await send(_part(b"", last=True))
+
+
+def _start(status: int, response: Response) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": response.raw_headers}
+
+
+def _part(body: bytes, last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
 def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
-    """What a server needs to speak TLS.
-
-    Args:
-        certificate: PEM file of the certificate, and of those that signed it.
-        private_key: PEM file; None: it is in the file of the certificate.
-
-    Raises:
-        UserError: the files cannot be read, or do not belong together.
-    """
+    """Reads the PEM files of a certificate and its key (None: it is in the same file). Raises
+    UserError if they cannot be read, or do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, private_key, password="")  # else it may ask for one
@@ -473,26 +519,3 @@ def server_tls(certificate: str, private_key: str | None) -> ssl.SSLContext:
         why = f"no certificate with its private key: {error}"
         raise UserError(f"--certificate {certificate}{key}: {why}") from error
     return context
-
-
-def _length(request: Request) -> int:
-    given = request.headers.get("Content-Length")
-    if "Transfer-Encoding" in request.headers or given is None:
-        raise Refused(411, "Content-Length is needed; chunked bodies are not read")
-    return int(given)
-
-
-def _refusal(scope: Scope, error: HTTPException) -> Refused:
-    """Of a request that no route takes."""
-    path, method = scope["path"][:100], scope["method"]
-    if error.status_code == 405:
-        takes = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        return Refused(
-            405 if method in ("GET", "POST") else 501, f"{path} takes {takes}, not {method}"
-        )
-    return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
-
-
-def _hang_up(wire: socket.socket) -> None:
-    with suppress(OSError):
-        wire.shutdown(socket.SHUT_RDWR)  # its owner then reads the end of the stream

@@ -85,7 +85,7 @@ EXTRAS = (
     *("tasks", "torch", "verifiers", "wandb"),
 )
 LATE = (
-    *("teacher.server", "teacher.connection", "rewards.expressions"),
+    *("teacher.server", "rewards.expressions"),
     *(f"environments.packages.{name}" for name in ("gymnasium", "mcp", "openenv", "verifiers")),
 )
 """Modules of an extra, which import it at once and are themselves imported late."""

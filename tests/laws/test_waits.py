@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import ast
-import threading
-from concurrent.futures import Future
 from pathlib import Path
-
-import pytest
-
-from jaxrl.teacher.protocol import Gone
-from jaxrl.teacher.service import waited
 
 PACKAGE = Path(__file__).parent.parent.parent / "jaxrl"
 WAITS = ("join", "result", "wait", "get", "acquire")
@@ -58,13 +51,16 @@ BOUNDED = {
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
-    ("teacher/server.py", "self._idle.wait()"): "`drain` waits for it with a timeout",
-    ("teacher/server.py", "self._ready.wait()"): "the first act of its thread's loop",
-    ("teacher/server.py", "self._thread.join()"): "its loop was just cancelled",
+    ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",
+    (
+        "teacher/server.py",
+        "self._thread.join()",
+    ): "its loop ends with the socket that it listens to",
     ("teacher/server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
-    ("teacher/service.py", "self._in_turn(self._load, source, jnp.dtype(dtype)).result()"): (
-        "weights are read before the server listens"
-    ),
+    (
+        "teacher/service.py",
+        "self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()",
+    ): ("weights are read before the server listens"),
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,
 }
 """File and call -> why it ends."""
@@ -84,17 +80,3 @@ def bare_waits() -> set[tuple[str, str]]:
 def test_every_wait_without_a_timeout_has_a_reason() -> None:
     assert bare_waits() - BOUNDED.keys() == set(), "give it a timeout, or a reason here"
     assert BOUNDED.keys() - bare_waits() == set(), "these are no more: take them out of the list"
-
-
-def test_a_request_waits_for_the_devices_as_long_as_its_client_is_there() -> None:
-    future: Future[int] = Future()
-    threading.Timer(0.1, future.set_result, [3]).start()
-    assert waited(future, lambda: True) == 3
-    queued: Future[int] = Future()
-    with pytest.raises(Gone):
-        waited(queued, lambda: False)
-    assert queued.cancelled()
-    failed: Future[int] = Future()
-    failed.set_exception(TimeoutError("ours"))
-    with pytest.raises(TimeoutError, match="ours"):
-        waited(failed, lambda: True)

@@ -20,11 +20,10 @@ from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.batch import pack
 from jaxrl.teacher import service as service_module
-from jaxrl.teacher.connection import Limits
 from jaxrl.teacher.protocol import Options, Request, read_request, write_request
-from jaxrl.teacher.server import TeacherServer
+from jaxrl.teacher.server import Limits, TeacherServer
 from jaxrl.teacher.service import ScoringService
-from jaxrl.types import Sequences
+from jaxrl.types import Sequences, TeacherSignal
 
 V = 64
 OTHER = "127.0.0.2"
@@ -70,6 +69,10 @@ def request(service: ScoringService, sequences: Sequences, **changed: Any) -> Re
     return read_request(body, service.info)
 
 
+def scored(service: ScoringService, asked: Request) -> TeacherSignal:
+    return service.turns.submit(service.compile(asked, ""), lambda: True).result(60)
+
+
 def counted(service: ScoringService, seconds: float = 0.0) -> list[Options]:
     """What is compiled from now on; each takes so long, and none is really."""
     compiled: list[Options] = []
@@ -87,11 +90,11 @@ def counted(service: ScoringService, seconds: float = 0.0) -> list[Options]:
 def test_a_temperature_is_an_argument(fresh: ScoringService, sequences: Sequences) -> None:
     compiled = counted(fresh)
     told = {
-        t: fresh.score(request(fresh, sequences, distill_temperature=t), lambda: True)
+        t: scored(fresh, request(fresh, sequences, distill_temperature=t))
         for t in (1.0, 0.5, 0.7, 1.3, 2.0, 7.0)
     }
     assert len(compiled) == 1
-    whole = fresh.score(request(fresh, sequences, top_k=V), lambda: True)
+    whole = scored(fresh, request(fresh, sequences, top_k=V))
     logits = np.take_along_axis(whole.topk_logprobs, np.argsort(whole.topk_ids, -1), -1)
     for t, signal in told.items():
         cold = logits.astype(np.float64) / t
@@ -105,17 +108,17 @@ def test_what_changes_no_answer_changes_no_program(
 ) -> None:
     compiled = counted(fresh)
     for chunk in (1, 3, 63, 64, 65, 5000, 10**9):
-        fresh.score(request(fresh, sequences, chunk_tokens=chunk), lambda: True)
+        scored(fresh, request(fresh, sequences, chunk_tokens=chunk))
     assert len(compiled) == 5
     compiled.clear()
     for temperature, k, v, chunk in itertools.product((0.5, 2.0), (1, 9), (V, 30), (70,)):
         same = {"distill_temperature": temperature, "top_k": k, "vocab_size": v}
         asked = request(fresh, sequences, signal="hidden", chunk_tokens=chunk, **same)
-        fresh.score(asked, lambda: True)
+        scored(fresh, asked)
     assert len(compiled) == 1
     compiled.clear()
     for k in (1, 2, 9):
-        fresh.score(request(fresh, sequences, signal="sampled", top_k=k), lambda: True)
+        scored(fresh, request(fresh, sequences, signal="sampled", top_k=k))
     assert len(compiled) == 1
 
 
@@ -128,14 +131,14 @@ def test_the_programs_of_an_address_take_the_place_of_its_own(
     fresh.__dict__["_compile"] = lambda asked, inputs: compiled.append(asked.top_k)
     mine = [request(fresh, sequences, top_k=k) for k in (1, 2)]
     for asked in mine:
-        fresh.compile(asked, "mine", lambda: True)
+        fresh.compile(asked, "mine")
     for k in range(3, 40):
-        fresh.compile(request(fresh, sequences, top_k=k), "theirs", lambda: True)
+        fresh.compile(request(fresh, sequences, top_k=k), "theirs")
     compiled.clear()
     assert all(fresh.ready(asked) for asked in mine) and not compiled
     assert len(fresh._programs) == 5
     for k in range(40, 50):
-        fresh.compile(request(fresh, sequences, top_k=k), f"address {k}", lambda: True)
+        fresh.compile(request(fresh, sequences, top_k=k), f"address {k}")
     assert len(fresh._programs) == 5
 
 
@@ -234,6 +237,29 @@ def test_a_client_that_leaves_has_nothing_compiled(
     while server._waiting:
         time.sleep(0.01)
     assert [each.top_k for each in compiled] == [2]
+
+
+def test_a_server_that_compiles_closes_at_once(
+    server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def compiling(asked: Options, inputs: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+
+    fresh.__dict__["_compile"] = compiling
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server, bodies(top_k=2))
+        assert begun.wait(20)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        closing.join(20)
+        ended = not closing.is_alive()
+        go.set()
+        assert ended
+        with pytest.raises((http.client.HTTPException, OSError)):
+            asked.result(20)
 
 
 def test_options_that_do_not_go_together_are_refused(
