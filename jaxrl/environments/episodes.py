@@ -18,14 +18,14 @@ from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
+from jaxrl.environments.environment_pool import EnvironmentPool
+from jaxrl.environments.environment_process import Prompted, Session
 from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.environments.process import Prompted, Session
 from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
-from jaxrl.rewards.items import Failure
+from jaxrl.process.user_code import Failure
 from jaxrl.sampling.episodes import Partner, Reply
 from jaxrl.types import Prompt
 

@@ -14,9 +14,6 @@ from typing import Any
 
 from jaxrl.errors import UserError, near, user_path
 
-LONGEST_TRACEBACK = 4000
-"""Characters of a traceback that are kept: its last ones."""
-
 
 def is_plugin(text: str) -> bool:
     """Whether `text` names an object of a module, and not an entry of a table."""
@@ -134,13 +131,3 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def traceback_below(error: BaseException, caller: str) -> str:
-    """The traceback of an exception, its last characters, without the first frames that are in the
-    file `caller`: those of the code that called the user's."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return text[-LONGEST_TRACEBACK:].rstrip()

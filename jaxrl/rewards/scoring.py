@@ -16,7 +16,7 @@ from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
 from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -16,10 +17,11 @@ import jaxrl
 from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
 from jaxrl.rewards.functions import Function, find, think_format
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
@@ -121,7 +123,7 @@ PRINTS = """
 import sys
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
     print(pool.judge(0, [Item("p", "abc", None, {})]).result(60).values)
 """
@@ -221,7 +223,7 @@ def test_an_async_function_that_blocks_is_killed(pool: RewardPool) -> None:
 def test_a_result_that_is_none_is_refused(completion: str, told: str) -> None:
     function = Function(find(f"{HERE}:result"))
     with pytest.raises(UserError, match=f"result returned.*{told}|result.*{told}"):
-        function.run(items(completion), 1.0, lambda message: None)
+        asyncio.run(function.run(items(completion), Call(1, -1, timeout=1.0)))
 
 
 def test_a_refused_result_ends_its_job_alone(pool: RewardPool) -> None:
@@ -256,7 +258,7 @@ PARENT = """
 import sys, time
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 pool = RewardPool([find(sys.argv[1])], workers=1, timeout=1000, startup=60)
 pool.judge(0, [Item("p", sys.argv[2], None, {})])
 time.sleep(1000)
