@@ -14,7 +14,6 @@ from jaxrl.config import cli
 from jaxrl.config.base import Overrides
 from jaxrl.config.evaluated import MESH, READ
 from jaxrl.config.schema import Config
-from jaxrl.process.callable_module import make_callable
 
 if TYPE_CHECKING:
     from jaxrl.process.plain import JsonObject
@@ -121,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {path}")
 
 
-make_callable(__name__, evaluate)
+cli.make_callable(__name__, evaluate)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

@@ -127,15 +127,14 @@ class SentCall:
     number: int
     take: Callable[[Any], bool | None]
     """Takes an answer; returns whether it is the last, or None where it is none to this call."""
-    sent: float
-    """On the clock of `time.monotonic`, as `heard`."""
+    limit: float
+    """Seconds for the next thing that is heard of it."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was sent, or something was last heard of it."""
+    begun: int = 0
+    """Times that the user's code was called for it."""
     done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
     """The last answer. Raises Lost, UserError where the process refuses, or what `take` raises."""
-    begun: int = 0
-    awaits: bool = False
-    imports: bool = False
-    heard: float = 0.0
-    """When it was last answered, or the user's code was called for it."""
 
 
 class UserProcess:
@@ -194,10 +193,15 @@ class UserProcess:
         )
 
     def send(self, content: object, take: Callable[[Any], bool | None]) -> SentCall:
-        """Sends a call; the caller takes it from `calls` when it is over."""
+        """Sends a call; the caller takes it from `calls` when it is over. One to a process that has
+        ended raises Lost."""
         self._number += 1
-        self.calls[self._number] = call = SentCall(self._number, take, time.monotonic())
+        call = SentCall(self._number, take, self._startup if self.fresh else self._timeout)
         call.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # was seen
+        if self.killed:
+            call.done.set_exception(Lost("exception", "its process is gone", guilty=False))
+            return call
+        self.calls[self._number] = call
         if len(self.calls) == 1 and self.limit is not None:  # which had none
             with suppress(RuntimeError):  # it is over, and the next wait will know
                 self.limit.reschedule(self.deadline(call))
@@ -258,17 +262,11 @@ class UserProcess:
 
     def deadline(self, call: SentCall) -> float:
         """Returns when a call is late, on the clock of `time.monotonic`."""
-        if call.begun:
-            return call.heard + self._timeout + ASYNC_SLACK_S * call.awaits
-        return max(call.sent, self.heard) + self._patience(call)
-
-    def _patience(self, call: SentCall) -> float:
-        """Returns the seconds that it has to begin with a call."""
-        return self._startup if self.fresh or call.imports else self._timeout
+        return (call.since if call.begun else max(call.since, self.heard)) + call.limit
 
     async def late(self, call: SentCall) -> Lost:
         """Returns what to raise about a call that is late, with the stack of the process."""
-        seconds = self._timeout if call.begun else self._patience(call)
+        seconds = min(call.limit, self._timeout) if call.begun else call.limit
         # A process that is none of its own may have the id that the user's code has written.
         if self.worker in [child.pid for child in family(self._guard.pid)]:
             with suppress(ProcessLookupError):
@@ -502,14 +500,15 @@ class UserCodePool(ABC, Generic[Facts]):
         call = process.calls.get(answer.order)
         if call is None or call.done.done():
             return
-        process.heard = call.heard = time.monotonic()
+        process.heard = call.since = time.monotonic()
         match answer:
             case RefusedAnswer():
                 call.done.set_exception(UserError(answer.refused))
             case ImportsAnswer() if not call.begun:
-                call.imports = True
+                call.limit = self.startup
             case BegunAnswer() if answer.begin == call.begun + (not answer.awaits):
-                call.begun, call.awaits, process.fresh = answer.begin, answer.awaits, False
+                call.begun, process.fresh = answer.begin, False
+                call.limit = self.timeout + ASYNC_SLACK_S * answer.awaits
             case _:
                 try:
                     last = call.take(answer) if call.begun else None

@@ -305,6 +305,18 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
             pool.judge(0, items("a", "b")).result(30)
 
 
+def test_a_process_that_ends_between_two_calls_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = "import os, threading\ndef f(completions):\n    if completions[0] == 'later':\n"
+    text += "        threading.Timer(0.2, os._exit, [1]).start()\n    return [1.0]\n"
+    path.write_text(text)
+    with RewardPool([find(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
+        assert pool.judge(0, items("later")).result(30).values == [1]
+        wait_for(lambda: pool.lost == 1, 10)
+        scores = pool.judge(0, items("a")).result(30)
+        assert scores.values == [1] and not scores.failures
+
+
 def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     text = "import os, time\ndef f(completions):\n    time.sleep(0.1)\n"
