@@ -16,7 +16,7 @@ from jaxrl.config.evaluated import MESH, READ
 from jaxrl.config.schema import Config
 
 if TYPE_CHECKING:
-    from jaxrl.process.plain import JsonObject
+    from jaxrl.process.json_types import JsonObject
     from jaxrl.run.held_out import PathLike
 
 DESCRIPTION = __doc__ or ""
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
-    from jaxrl.process.tables import WIDTH
+    from jaxrl.process.text_tables import WIDTH
     from jaxrl.run.held_out import table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

@@ -21,7 +21,7 @@ from jaxrl.config import paths as config_paths
 from jaxrl.config.schema import Config
 from jaxrl.config.section import NAMED, DType
 from jaxrl.errors import UserError, near, user_path
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output
 
 if TYPE_CHECKING:

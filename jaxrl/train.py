@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxrl.plan import Plan
-    from jaxrl.process.plain import JsonObject
+    from jaxrl.process.json_types import JsonObject
 
 Given = Config | str | Path | Mapping[str, object]
 """A run as `train` takes it."""

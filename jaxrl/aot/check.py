@@ -39,7 +39,7 @@ from jaxrl.plan.inputs import GB
 from jaxrl.plan.table import MB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.streams import silenced
-from jaxrl.process.tables import table_lines
+from jaxrl.process.text_tables import table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
 

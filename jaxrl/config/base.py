@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
 from jaxrl.errors import UserError, user_path
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
 BUILTIN = "builtin:quickstart"

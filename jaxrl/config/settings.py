@@ -25,7 +25,7 @@ from jaxrl.config.section import (
     check_names,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 
 
 def _day(value: object) -> object:

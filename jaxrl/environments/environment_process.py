@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Environment, Unavailable
+from jaxrl.environments.environment_source import KEY, EnvironmentSource, facts_of
+from jaxrl.environments.environment_source import load as load_class
 from jaxrl.environments.observation import Observation, first_messages, observed
-from jaxrl.environments.source import KEY, EnvironmentSource, facts_of
-from jaxrl.environments.source import load as load_class
 from jaxrl.errors import UserError, shown
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong, traceback_of_user
 
@@ -94,7 +94,7 @@ class _Instances:
             raise CodeFailed("exception", text) from None
 
     async def _again(self, call: Call, past: Session) -> _Live:
-        """The instance of an episode that another process had."""
+        """Returns the instance of an episode that another process had."""
         first, live = await self._begun(call, past.row)
         if past.first is not None and first != past.first:
             if past.strict:

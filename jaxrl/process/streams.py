@@ -68,7 +68,7 @@ class Output:
 
 
 def to_stderr(text: str) -> None:
-    """A line on standard error, where there is one."""
+    """Writes a line on standard error, where there is one."""
     Output(sys.stderr).line(text)
 
 
@@ -94,8 +94,8 @@ def has_reader(stream: IO[str]) -> bool:
 
 
 def settle() -> None:
-    """Before the end of the process: Python turns the exit code into 120 where standard output
-    cannot be flushed. What is left of such a stream is dropped.
+    """Flushes both streams before the end of the process: Python turns the exit code into 120 where
+    standard output cannot be flushed. What is left of such a stream is dropped.
     """
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is None:

@@ -39,7 +39,7 @@ import psutil
 
 from jaxrl.errors import UserError, short
 from jaxrl.process.interrupt import ASKING
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 _os_write, _unpickled = os.write, pickle.loads  # whatever the user's code puts in their place
 LOOK_S = 1.0

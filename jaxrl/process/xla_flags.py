@@ -46,7 +46,8 @@ def wait_for_slow_devices() -> None:
 
 
 def worker_environment(deterministic: bool) -> dict[str, str]:
-    """Variables of a process on any host, whose own flags are kept (Ray fills the braces in)."""
+    """Returns variables of a process on any host, whose own flags are kept (Ray fills the braces
+    in)."""
     flags = [PATIENT, *([DETERMINISTIC] if deterministic else [])]
     return {VARIABLE: " ".join([f"${{{VARIABLE}}}", *flags])}
 
@@ -71,7 +72,8 @@ def ignore_absent_accelerators() -> None:
 
 
 def add_flag(flag: str) -> bool:
-    """Whether XLA has the flag, or one of its name that somebody else gave, when jax starts."""
+    """Returns whether XLA has the flag, or one of its name that somebody else gave, when jax
+    starts."""
     flags = os.environ.get(VARIABLE, "").split()
     if any(given.partition("=")[0] == flag.partition("=")[0] for given in flags):
         return True

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.plain import JsonObject, finite
+from jaxrl.process.json_types import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
 from jaxrl.rewards.items import Item, ItemSource, Signature
@@ -41,7 +41,7 @@ FORMAT = re.compile(
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
-    """The source that one entry of `reward.functions` names; its code is not run.
+    """Returns the source that one entry of `reward.functions` names; its code is not run.
 
     Args:
         given: functions from Python, pickled, by their entries.
@@ -77,7 +77,7 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
 
 
 def think_format(completion: str) -> float:
-    """1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
+    """Returns 1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
 
     Each tag stands once, white space between and around them aside; `<think>` may be missing, for
     some chat templates end with it.
@@ -116,8 +116,8 @@ class Function:
             self.signature = Signature("each")
 
     def imports(self, items: Sequence[Item]) -> bool:
-        """Whether judging them would import reasoning_gym first: no completion's time is spent on
-        that."""
+        """Returns whether judging them would import reasoning_gym first: no completion's time is
+        spent on that."""
         tasks = (str(item.columns.get("task", "")) for item in items)
         judges = self.source.text in ("auto", "reasoning_gym")
         asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
@@ -154,7 +154,7 @@ class Function:
             await asyncio.gather(*(judge([index]) for index in numbers))
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
-        """Keyword arguments; a column that a row lacks is None there."""
+        """Returns keyword arguments; a column that a row lacks is None there."""
         rows = [
             {**i.columns, "answer": i.answer, "prompts": i.prompt, "completions": i.completion}
             for i in items
@@ -165,8 +165,8 @@ class Function:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def _found(self, result: Any, n: int) -> JsonObject:
-        """The checked result of a call with `n` completions: numbers and, where there are any,
-        messages."""
+        """Returns the checked result of a call with `n` completions: numbers and, where there are
+        any, messages."""
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
@@ -185,7 +185,7 @@ class Function:
 
 
 def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
-    """Whether this is a score with a message."""
+    """Returns whether this is a score with a message."""
     return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
 
 
@@ -202,7 +202,7 @@ def _number(name: str, value: object) -> float | None:
 
 
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
-    """What comes with jaxrl; of sums it also says what is wrong."""
+    """Returns what comes with jaxrl; of sums it also says what is wrong."""
     if source.option == "format":
         return lambda item: think_format(item.completion)
     if source.option == "regex":
@@ -223,7 +223,7 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
 
 
 def _load(source: ItemSource) -> Callable[..., Any]:
-    """The callable in a file or module, or that was pickled."""
+    """Returns the callable in a file or module, or that was pickled."""
     if source.option == "python":
         try:
             return pickle.loads(source.code)

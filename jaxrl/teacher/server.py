@@ -33,7 +33,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.teacher import protocol
 from jaxrl.teacher.connection import Address, Connection, Exchange, Limits, part, start
 from jaxrl.teacher.protocol import (

@@ -15,7 +15,7 @@ from jaxrl.config.base import QUICKSTART
 from jaxrl.config.schema import Config
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 MINIMAL = """
 student: {model: a}

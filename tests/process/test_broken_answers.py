@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_source import find as find_environment
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.source import find as find_environment
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
 from jaxrl.rewards.functions import find
