@@ -204,7 +204,7 @@ class UserProcess:
         self.calls[self._number] = call
         if len(self.calls) == 1 and self.limit is not None:  # which had none
             with suppress(RuntimeError):  # it is over, and the next wait will know
-                self.limit.reschedule(self.deadline(call))
+                self.limit.reschedule(self.first_late()[1])
         pickled = pickle.dumps((self._number, content))
         self._pipes[0].write(len(pickled).to_bytes(LENGTH, "little") + pickled)
         return call
@@ -252,17 +252,15 @@ class UserProcess:
         cell = os.pread(self._shared.fileno(), CELL, 0)
         return self.calls.get(int.from_bytes(cell, "little"))
 
-    def first_late(self) -> SentCall | None:
-        """Returns the call whose time is over first, if there is one. While one runs, others wait
-        for it."""
+    def first_late(self) -> tuple[SentCall | None, float | None]:
+        """Returns the call whose time is over first, if there is one, and when that is, on the
+        clock of `time.monotonic`. While one runs, others wait for it."""
         running = self.running()
         begun = [call for call in self.calls.values() if call.begun]
         calls = [running] if running is not None else begun or list(self.calls.values())
-        return min(calls, key=self.deadline, default=None)
-
-    def deadline(self, call: SentCall) -> float:
-        """Returns when a call is late, on the clock of `time.monotonic`."""
-        return (call.since if call.begun else max(call.since, self.heard)) + call.limit
+        ends = [(c.since if c.begun else max(c.since, self.heard)) + c.limit for c in calls]
+        first = min(ends, default=None)
+        return (None, None) if first is None else (calls[ends.index(first)], first)
 
     async def late(self, call: SentCall) -> Lost:
         """Returns what to raise about a call that is late, with the stack of the process."""
@@ -444,9 +442,8 @@ class UserCodePool(ABC, Generic[Facts]):
             suspect, until = None, 0.0
             try:
                 while not process.killed:
-                    now, late = time.monotonic(), process.first_late()
-                    deadline = process.deadline(late) if late is not None else None
-                    if late is None or process.deadline(late) > now:
+                    now, (late, deadline) = time.monotonic(), process.first_late()
+                    if late is None or deadline is None or deadline > now:
                         suspect = None
                     elif late is not suspect:  # what has arrived by now still counts
                         pause = LOOK_S if len(process.calls) > 1 else LAST_LOOK_S

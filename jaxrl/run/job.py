@@ -397,7 +397,7 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
         with user_input("policy"):
             configured_correction(config)
         with contextlib.closing(reward_functions(config, given)) as rewards:
-            rewards.reward_pool.facts()
+            rewards.pool.facts()
     return []
 
 

@@ -44,6 +44,7 @@ BOUNDED = {
     ("run/reporting.py", "future.result()"): CALLS,
     ("run/reporting.py", "futures['score.reward'].result()"): ENDED,
     ("run/reporting.py", "futures[key].result()"): ENDED,
+    ("process/user_process.py", "_NUMBER.get()"): "a variable of the context: no wait",
     ("process/user_code.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("process/user_code.py", "self._facts.result()"): "a process loads within its start-up limit",
     ("rewards/reward_pool.py", "self._idle.get()"): SCORES,
