@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import psutil
 
@@ -54,6 +54,8 @@ MOST_BYTES = 1 << 20
 """Of a message to the run, and of other text between two of them."""
 LONGEST_TRACEBACK, LONGEST_REASON = 4000, 10_000
 """Characters of a traceback (its last ones), and of any text that says why there is no answer."""
+READ_BYTES = 1 << 16
+"""Of calls, at a time."""
 LENGTH = CELL = 8
 """Bytes of the length before a pickle, and of the shared cell: a call's number, little endian; 0:
 none is running."""
@@ -261,40 +263,29 @@ def _work(
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
-    async def work() -> None:
-        with suppress(EOFError, BrokenPipeError):  # the run has closed the pipes
-            await _answer_calls(load, section, calls, answers, mmap.mmap(shared, CELL))
-        for printed in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                printed.flush()
-        os._exit(0)  # what still waits is of no use to anybody
-
-    asyncio.run(work())
+    with suppress(BrokenPipeError):  # the run has closed the pipes
+        _answer_calls(load, section, calls, answers, mmap.mmap(shared, CELL))
+    _leave()
 
 
-async def _answer_calls(
+def _leave() -> NoReturn:
+    for printed in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            printed.flush()
+    os._exit(0)  # what still waits is of no use to anybody
+
+
+def _answer_calls(
     load: Callable[..., Answerer], section: str, calls: int, answers: int, cell: mmap.mmap
 ) -> None:
     """Loads the user's code, as the first call says: (setup, whether the run knows nothing of it
     yet, seconds for a call, megabytes of memory or None). Answers the other calls until the run has
     no more."""
-    loop, stream = asyncio.get_running_loop(), asyncio.StreamReader(limit=MOST_BYTES)
-    pipe = os.fdopen(calls, "rb", buffering=0)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-
-    async def next_call() -> Any:
-        length = int.from_bytes(await stream.readexactly(LENGTH), "little")
-        return _unpickled(await stream.readexactly(length))
-
-    async def answer(call: Call, content: tuple[Any, ...]) -> None:
-        try:
-            await answerer(call, *content)
-        except UserError as error:
-            call.say({"refused": short(str(error), LONGEST_REASON)})
-        except CodeFailed as failed:
-            call.say({"failure": [failed.kind, short(str(failed), LONGEST_REASON)]})
-
-    number, (setup, first, timeout, memory_mb) = await next_call()
+    with os.fdopen(calls, "rb", closefd=False) as stream:
+        content = stream.read(int.from_bytes(stream.read(LENGTH), "little"))
+    if not content:
+        return
+    number, (setup, first, timeout, memory_mb) = _unpickled(content)
     hint = ""
     if memory_mb is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 10**6, memory_mb * 10**6))
@@ -305,20 +296,41 @@ async def _answer_calls(
         call.say({"ready": os.getpid(), "facts": facts})
 
     try:
-        with without_loop():
-            answerer = load(setup, first, ready)
+        answerer = load(setup, first, ready)
     except UserError as error:
         call.say({"refused": short(str(error), LONGEST_REASON)})
         return
+    loop, tasks, received = asyncio.new_event_loop(), set[asyncio.Task[None]](), bytearray()
     loop.set_task_factory(partial(_marked_task, cell))
-    tasks: set[asyncio.Task[None]] = set()
-    while True:
-        number, content = await next_call()
-        context = contextvars.copy_context()
-        context.run(_NUMBER.set, number)
-        work = answer(Call(number, answers, timeout, hint), content)
-        tasks.add(task := loop.create_task(work, context=context))
-        task.add_done_callback(tasks.discard)
+
+    async def answer(call: Call, content: tuple[Any, ...]) -> None:
+        try:
+            await answerer(call, *content)
+        except UserError as error:
+            call.say({"refused": short(str(error), LONGEST_REASON)})
+        except CodeFailed as failed:
+            call.say({"failure": [failed.kind, short(str(failed), LONGEST_REASON)]})
+
+    def receive() -> None:
+        try:
+            data = os.read(calls, READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:  # the run has closed the pipe
+            _leave()
+        received.extend(data)
+        while len(received) >= (end := LENGTH + int.from_bytes(received[:LENGTH], "little")):
+            number, content = _unpickled(received[LENGTH:end])
+            del received[:end]
+            context = contextvars.copy_context()
+            context.run(_NUMBER.set, number)
+            work = answer(Call(number, answers, timeout, hint), content)
+            tasks.add(task := loop.create_task(work, context=context))
+            task.add_done_callback(tasks.discard)
+
+    loop.add_reader(calls, receive)
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
 
 
 def _marked_task(
