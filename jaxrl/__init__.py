@@ -9,8 +9,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.process.quiet_import import QuietPlugins
-
 if TYPE_CHECKING:
     from jaxrl.checkpoint.source import load_model as load_model
     from jaxrl.config.schema import Config as Config
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("evaluate", "export", "generate", "train")
-"""Commands whose module is callable, and is itself the public name (`process.callable_module`)."""
+"""Commands whose module is callable, and is itself the public name (`config.cli.make_callable`)."""
 _NAMES = {
     "Config": "jaxrl.config",
     "Result": "jaxrl.train",
@@ -65,5 +63,4 @@ class _Homes(MetaPathFinder, Loader):
         sys.modules[module.__name__] = import_module(_HOMES[module.__name__])
 
 
-sys.meta_path[:0] = [QuietPlugins()]
 sys.meta_path.append(_Homes())

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.config.schema import Config, Overrides
 from jaxrl.config.settings import EVALUATED, EVALUATED_MESH
-from jaxrl.process.callable_module import make_callable
 
 if TYPE_CHECKING:
-    from jaxrl.process.plain import JsonObject
+    from jaxrl.process.json_types import JsonObject
     from jaxrl.run.held_out import PathLike
 
 DESCRIPTION = __doc__ or ""
@@ -111,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
-    from jaxrl.process.tables import WIDTH
+    from jaxrl.process.text_tables import WIDTH
     from jaxrl.run.held_out import table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -120,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {path}")
 
 
-make_callable(__name__, evaluate)
+cli.cli.make_callable(__name__, evaluate)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import WRITTEN
-from jaxrl.process.callable_module import make_callable
 from jaxrl.process.streams import to_stderr
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def _check_destination(destination: Path, force: bool) -> None:
         raise UserError(f"{destination} is not empty; --force replaces it")
 
 
-make_callable(__name__, export)
+cli.make_callable(__name__, export)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.process.callable_module import make_callable
 
 if TYPE_CHECKING:
     from jaxrl.checkpoint.source import Model
@@ -123,7 +122,7 @@ def _parser() -> cli.Parser:
     return parser
 
 
-make_callable(__name__, generate)
+cli.make_callable(__name__, generate)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

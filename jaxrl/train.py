@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.process.callable_module import make_callable
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.metrics import read_metrics
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxrl.plan import Plan
-    from jaxrl.process.plain import JsonObject
+    from jaxrl.process.json_types import JsonObject
 
 Given = Config | str | Path | Mapping[str, object]
 """A run as `train` takes it."""
@@ -155,7 +154,7 @@ def main(argv: Sequence[str]) -> None:
             run_config(arguments.config, {}, OnStep(), [arguments.base.note])
 
 
-make_callable(__name__, train)
+cli.make_callable(__name__, train)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

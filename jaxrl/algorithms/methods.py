@@ -35,7 +35,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import Future
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import (

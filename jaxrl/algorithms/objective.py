@@ -40,7 +40,7 @@ from jaxrl.losses.policy import (
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.types import Frozen, LossParts, Sums, Totals, TrainBatch
 
 Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 import numpy as np
 
 from jaxrl.config.schema import Config
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import Future
 from jaxrl.types import (
     Completion,

@@ -15,7 +15,7 @@ from jaxrl.algorithms.sampled_batch import selected
 from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.rewards.scoring import RewardReport, reward_stats
+from jaxrl.rewards.batch_rewards import RewardReport, reward_stats
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future
 from jaxrl.types import Completion, Prompt, Rollout

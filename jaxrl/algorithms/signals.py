@@ -47,7 +47,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.types import Aligned, Array, Frozen, Sequences, Sums, TeacherSignal, TrainBatch
 
 

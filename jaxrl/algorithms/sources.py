@@ -17,8 +17,8 @@ from jaxrl.algorithms.protocols import (
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import DATA, data_rollout, make_rollout
 from jaxrl.data.stream import REFILL_OFFSET
-from jaxrl.process.plain import Keywords
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.process.json_types import Keywords
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Wait
 from jaxrl.types import Completion, Prompt, Rollout

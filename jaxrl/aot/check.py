@@ -38,8 +38,8 @@ from jaxrl.plan.advice import Change
 from jaxrl.plan.inputs import GB
 from jaxrl.plan.table import MB
 from jaxrl.process.gpu_memory import gpu_share
-from jaxrl.process.quiet_import import silenced
-from jaxrl.process.tables import table_lines
+from jaxrl.process.streams import silenced
+from jaxrl.process.text_tables import table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sharding.mesh import Visible
 

@@ -18,7 +18,7 @@ import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.process.xla_flags import add_flag
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from jaxrl.models.delta import Recurrent
 from jaxrl.models.pages import PAGE, Pages
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.setting import asked, evaluated
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.roles.rollout import evaluation_sampling, training_sampling
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine

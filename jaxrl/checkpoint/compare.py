@@ -13,7 +13,7 @@ from jaxrl.config.paths import CODE, without_folders
 from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, short
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 FREE = re.compile(
     r"mesh|name|run_dir|resume|resume_changed|compile_cache|launcher"

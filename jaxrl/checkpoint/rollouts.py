@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 

@@ -33,7 +33,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.models.quantised import Quantisation
-from jaxrl.process.plain import JsonObject, Keywords
+from jaxrl.process.json_types import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.types import Array
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject, parse_json, read_file
+from jaxrl.process.json_types import JsonObject, parse_json, read_file
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"

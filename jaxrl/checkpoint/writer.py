@@ -16,7 +16,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Rollout, Row
 
 T_co = TypeVar("T_co", covariant=True)

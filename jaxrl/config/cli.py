@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import inspect
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
@@ -279,3 +281,21 @@ def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
+
+
+def make_callable(name: str, function: Callable[..., object]) -> None:
+    """Makes the module of a command call its public function, and show its signature and docstring.
+
+    `from jaxrl import train` gives the function or the module `jaxrl.train`, depending on what was
+    imported before; so both are right, and `python -m jaxrl.train` runs the module.
+    """
+
+    class CallableModule(ModuleType):
+        def __call__(self, *args: object, **kwargs: object) -> object:
+            return function(*args, **kwargs)
+
+    if name in sys.modules:
+        module: Any = sys.modules[name]
+        module.__class__ = CallableModule
+        module.__signature__ = inspect.signature(function)
+        module.__doc__ = function.__doc__

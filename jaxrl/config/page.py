@@ -12,7 +12,7 @@ from jaxrl.config import cli, yaml_text
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.config.section import LARGEST
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 BOUNDS = {
     "exclusiveMinimum": "above",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 FUNCTIONS = "reward.functions"
 ARGUMENTS = "environment.arguments"

@@ -26,7 +26,7 @@ from jaxrl.config.rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError, shown, user_path
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 CONFIG_FILE = "config.yaml"
 """Name of the config in a run directory."""

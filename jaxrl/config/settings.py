@@ -25,7 +25,7 @@ from jaxrl.config.section import (
     check_names,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 
 # The keys of a config that the evaluation of a checkpoint reads.
 EVALUATED_MESH = "rollout=1"

@@ -18,7 +18,7 @@ import yaml
 
 from jaxrl.config.keys import alias_hint
 from jaxrl.errors import UserError, short
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 DEEPEST, MOST_NODES = 50, 100_000
 """Limits of a config file: levels of nesting, and values where each alias stands for what it

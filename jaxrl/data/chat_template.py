@@ -18,7 +18,7 @@ from jaxrl.data.example import Message
 from jaxrl.data.template_limits import limits, program
 from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its thoughts, under the names that data and templates use."""

@@ -27,7 +27,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Prompt, Turn
 
 Chat = Literal["auto", "raw"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jaxrl.process.plain import JsonObject as JsonObject
+from jaxrl.process.json_types import JsonObject as JsonObject
 
 Split = Literal["train", "eval"]
 CompletionTurns = Literal["last", "all"]

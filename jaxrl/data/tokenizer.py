@@ -17,7 +17,7 @@ from jaxrl.data.chat_template import has_template, render
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Prompt, Turn
 
 Tokenizer = Any

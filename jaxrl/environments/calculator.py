@@ -39,7 +39,7 @@ class Calculator(Environment):
 
 
 def value_of(expression: str) -> str:
-    """The value as a whole number or a fraction of two; `?` where there is none."""
+    """Returns the value as a whole number or a fraction of two; `?` where there is none."""
     if len(expression) > LONGEST or not re.fullmatch(r"[-+*/()\d\s]+", expression):
         return "?"
     try:

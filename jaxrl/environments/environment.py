@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.data.example import Columns, Message
-from jaxrl.environments.calls import Call, parse_calls
+from jaxrl.environments.tool_calls import Call, parse_calls
 from jaxrl.environments.tools import LONGEST_ERROR, MOST_VALUES, Tool, as_text
 from jaxrl.errors import near, short
 
@@ -82,12 +82,12 @@ class Environment:
         return Answer([{"role": "tool", "content": str(result)} for result in results])
 
     def close(self) -> Awaitable[None] | None:
-        """The episode is over: gives back what the instance holds, such as a connection. May be
+        """Ends the episode: gives back what the instance holds, such as a connection. May be
         `async def`."""
         return None
 
     def _run(self, call: Call) -> str | Awaitable[str]:
-        """What a tool returns, or why there is nothing that it could return."""
+        """Returns what a tool returns, or why there is nothing that it could return."""
         if isinstance(call, str):
             return call
         name, arguments = call

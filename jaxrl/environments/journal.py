@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from jaxrl.checkpoint import store
 from jaxrl.data.example import JsonObject, Split
@@ -30,27 +28,24 @@ class Journal:
     """The answers in the batches of one step."""
 
     def __init__(self, run_dir: Path, split: Split, step: int, notify: Callable[[str], None]):
-        """Reads what is there."""
+        """Reads what an earlier process recorded, to which it adds."""
         self.path, self._notify = run_dir / FOLDER / f"{split}-{step}.jsonl", notify
         self.read: dict[Place, JsonObject] = {}
-        """What an earlier process recorded; of two records of one place, the later."""
+        """What it recorded; of two records of one place, the later."""
         self._waiting: list[str] = []
         self._writing = asyncio.Lock()
-        self._forgets = False
-        self._refused = False
-        for record in _records(self.path):
+        self._forgets = self._refused = False
+        for record in self._records():
             self.read[tuple(record.pop("place"))] = record
 
     async def add(self, place: Place, record: JsonObject) -> None:
-        """Writes an answer; on the disk when this returns. A disk that refuses it is reported, and
+        """Writes an answer; in the file when this returns. A disk that refuses it is reported, and
         stops no run."""
         if self._forgets and "failure" in record:
             return
         self._waiting.append(json.dumps({"place": place, **record}) + "\n")
         async with self._writing:  # what comes while another is written is written at once
             lines, self._waiting = self._waiting, []
-            if not lines:
-                return
             try:
                 await asyncio.to_thread(self._write, "".join(lines))
             except OSError as error:
@@ -65,22 +60,28 @@ class Journal:
         """Leaves none of the batch's failures, so that a run that ended because of them asks its
         environments again once it is resumed."""
         self._forgets = True
-        kept = [record for record in _records(self.path) if "failure" not in record]
+        kept = [record for record in self._records() if "failure" not in record]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         with suppress(OSError):
             store.put_file(self.path, lambda file: file.write_text(text))
 
-    def _write(self, text: str) -> None:
+    def _write(self, lines: str) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        new = not self.path.exists()
-        with open(self.path, "ab+") as file:
-            if file.tell() and not _ends_a_line(file):  # killed while it wrote
-                file.write(b"\n")
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            store.settle(self.path.parent)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(lines)
+
+    def _records(self) -> list[JsonObject]:
+        """Returns the whole lines of the file, if there is one; ends a line that a killed process
+        did not end."""
+        records = []
+        with suppress(OSError):
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
+                with suppress(ValueError):
+                    records.append(json.loads(line))
+            if text and not text.endswith("\n"):
+                self._write("\n")
+        return records
 
 
 def forget(run_dir: Path) -> None:
@@ -92,19 +93,3 @@ def forget(run_dir: Path) -> None:
         if newest is not None and name and int(name[2]) < int(newest.name):
             with suppress(OSError):
                 path.unlink()
-
-
-def _records(path: Path) -> Iterator[JsonObject]:
-    """Whole lines of a file, if there is one."""
-    with (
-        suppress(FileNotFoundError, NotADirectoryError),
-        open(path, encoding="utf-8", errors="replace") as file,
-    ):
-        for line in file:
-            with suppress(ValueError):
-                yield json.loads(line)
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return bool(file.read(1) == b"\n")

@@ -10,7 +10,7 @@ from jaxrl.data.example import JsonObject, Message
 from jaxrl.environments.environment import Answer
 from jaxrl.environments.tools import LONGEST, cut_text
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.plain import finite
+from jaxrl.process.json_types import finite
 
 ROLES = ("user", "tool", "system")
 """Whose words may follow a turn of the model."""
@@ -28,12 +28,12 @@ class Observation:
 
     @classmethod
     def of_json(cls, value: JsonObject) -> Observation:
-        """The answer of which this is the `asdict`, perhaps read from JSON."""
+        """Returns the answer of which this is the `asdict`, perhaps read from JSON."""
         return cls(tuple(value["messages"]), value["reward"], value["done"])
 
 
 def observed(result: object) -> Observation:
-    """What `step` returned. Raises UserError where it is no answer."""
+    """Returns what `step` returned. Raises UserError where it is no answer."""
     if isinstance(result, Answer):
         result = {key: getattr(result, key) for key in KEYS}
     if not isinstance(result, Mapping):
@@ -62,7 +62,7 @@ def observed(result: object) -> Observation:
 
 
 def first_messages(result: object) -> tuple[Message, ...] | str:
-    """What `reset` returned. Raises UserError where that is no prompt."""
+    """Returns what `reset` returned. Raises UserError where that is no prompt."""
     if isinstance(result, str):
         _check_text(result, "reset")
         messages: tuple[Message, ...] | str = result
@@ -74,7 +74,8 @@ def first_messages(result: object) -> tuple[Message, ...] | str:
 
 
 def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
-    """Chat messages with texts `role` and `content`, as plain dicts with all of their fields."""
+    """Returns chat messages with texts `role` and `content`, as plain dicts with all of their
+    fields."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
         raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
     found = []

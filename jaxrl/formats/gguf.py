@@ -44,7 +44,7 @@ from jaxrl.models.rope import (
     longrope_attention,
     positions_of,
 )
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 MOST_ELEMENTS = 1 << 22
 """Of all arrays in the metadata together; the largest vocabularies and their merges have a third of

@@ -25,7 +25,7 @@ from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
 from jaxrl.process.folder_lock import lock_folder
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
 

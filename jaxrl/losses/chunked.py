@@ -36,7 +36,7 @@ from jaxrl.losses.layout import (
     reduce_head,
 )
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.types import Tree
 
 

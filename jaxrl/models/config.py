@@ -26,7 +26,7 @@ from jaxrl.models.rope import (
     read_rope,
     written_rope,
 )
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 10_000, 1_000_000, 10**14
 """Of a model: layers, experts of all layers together, and parameters. Each is far beyond the

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jaxrl.models.fields import DecoderLike, Raw
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]

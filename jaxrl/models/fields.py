@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError, short
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 MOST = 2**31 - 1
 """Of any size: what an int32 holds."""

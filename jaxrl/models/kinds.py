@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.fields import DecoderLike, Raw, given, size
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 T = TypeVar("T")
 

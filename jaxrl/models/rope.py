@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.fields import DecoderLike, Raw, given, number, size, stated_once
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Array
 
 Length = int | jax.Array

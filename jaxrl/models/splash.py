@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 
 LANES = 128
 """Rows are padded to multiples of it."""

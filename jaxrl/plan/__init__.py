@@ -39,8 +39,8 @@ from jaxrl.plan.setting import Setting
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
-from jaxrl.process.plain import Keywords
-from jaxrl.process.tables import table_lines
+from jaxrl.process.json_types import Keywords
+from jaxrl.process.text_tables import table_lines
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from jaxrl.plan import Plan
-from jaxrl.process.plain import JsonObject, parse_json
+from jaxrl.process.json_types import JsonObject, parse_json
 
 PLAN_FILE = "plan.txt"
 PLAN_DATA_FILE = "plan.json"

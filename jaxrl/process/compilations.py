@@ -22,7 +22,8 @@ class Compilations:
         return Compilations(self.programs + other.programs, self.seconds + other.seconds)
 
     def since(self, before: Compilations) -> Compilations:
-        """What came after `before`; never negative, though a restarted process starts from zero."""
+        """Returns what came after `before`; never negative, though a restarted process starts from
+        zero."""
         programs, seconds = self.programs - before.programs, self.seconds - before.seconds
         return Compilations(max(0, programs), max(0.0, seconds))
 
@@ -32,7 +33,7 @@ _so_far = Compilations()
 
 
 def compilations() -> Compilations:
-    """Of this process so far."""
+    """Returns what this process has compiled so far."""
     return _so_far
 
 

@@ -18,7 +18,8 @@ JAX_SHARE = 0.75
 
 
 def given_share() -> float | None:
-    """The share that the user set, under either name; the new one counts before the old one.
+    """Returns the share that the user set, under either name; the new one counts before the old
+    one.
 
     Raises:
         UserError: it is no number above 0.
@@ -38,12 +39,12 @@ def given_share() -> float | None:
 
 
 def gpu_share() -> float:
-    """The share that jax takes in a process which starts from here."""
+    """Returns the share that jax takes in a process which starts from here."""
     return given_share() or SHARE
 
 
 def taken_share() -> float:
-    """The share that jax took when it started in this process, after `take_share`."""
+    """Returns the share that jax took when it started in this process, after `take_share`."""
     return given_share() or JAX_SHARE
 
 

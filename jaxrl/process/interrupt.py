@@ -41,12 +41,12 @@ class Interrupt:
         self._was_asked = self._patient = False
 
     def asked(self) -> bool:
-        """Whether to save and end."""
+        """Returns whether to save and end."""
         return self._was_asked
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A signal inside this block ends the run at once, but inside `patient`."""
+        """Lets a signal inside this block end the run at once, but inside `patient`."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -63,7 +63,7 @@ class Interrupt:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """The first signal inside this block is only noted, and sets the clock."""
+        """Notes the first signal inside this block, without more, and sets the clock."""
         self._patient = True
         try:
             yield

@@ -14,17 +14,15 @@ from typing import Any
 
 from jaxrl.errors import UserError, near, user_path
 
-LONGEST_TRACEBACK = 4000
-"""Characters of a traceback that are kept: its last ones."""
-
 
 def is_plugin(text: str) -> bool:
-    """Whether `text` names an object of a module, and not an entry of a table."""
+    """Returns whether `text` names an object of a module, and not an entry of a table."""
     return ":" in text
 
 
 def anchored(text: str, folder: Path) -> str:
-    """`text` with a relative path of a file made absolute: relative paths start at `folder`."""
+    """Returns `text` with a relative path of a file made absolute: relative paths start at
+    `folder`."""
     place, colon, name = text.rpartition(":")
     if not colon or not is_file(place):
         return text
@@ -32,8 +30,9 @@ def anchored(text: str, folder: Path) -> str:
 
 
 def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
-    """What `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the file or
-    the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no code runs.
+    """Returns what `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the
+    file or the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no
+    code runs.
 
     Args:
         key: of the config, for messages.
@@ -59,18 +58,18 @@ def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file, in hex."""
+    """Returns the sha256 of a file, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def is_file(place: str) -> bool:
-    """Whether `place` is the path of a file, and not the name of a module."""
+    """Returns whether `place` is the path of a file, and not the name of a module."""
     return place.endswith(".py") or "/" in place
 
 
 @cache
 def load_object(text: str, kind: str = "") -> Any:
-    """The object that `text` names; its module is imported once in a process.
+    """Returns the object that `text` names; its module is imported once in a process.
 
     Args:
         kind: what it is, before its name in the message that there is none, as in "function ".
@@ -99,7 +98,7 @@ def load_object(text: str, kind: str = "") -> Any:
 
 
 def load_located(key: str, place: str, name: str, digest: str, kind: str) -> Any:
-    """The object that `locate` found, in a process of its own.
+    """Returns the object that `locate` found, in a process of its own.
 
     Raises:
         UserError: its file has changed since, or as `load_object` raises it.
@@ -134,13 +133,3 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def traceback_below(error: BaseException, caller: str) -> str:
-    """The traceback of an exception, its last characters, without the first frames that are in the
-    file `caller`: those of the code that called the user's."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return text[-LONGEST_TRACEBACK:].rstrip()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import IO
 
 LOST = (OSError, ValueError)
@@ -68,7 +68,7 @@ class Output:
 
 
 def to_stderr(text: str) -> None:
-    """A line on standard error, where there is one."""
+    """Writes a line on standard error, where there is one."""
     Output(sys.stderr).line(text)
 
 
@@ -94,8 +94,8 @@ def has_reader(stream: IO[str]) -> bool:
 
 
 def settle() -> None:
-    """Before the end of the process: Python turns the exit code into 120 where standard output
-    cannot be flushed. What is left of such a stream is dropped.
+    """Flushes both streams before the end of the process: Python turns the exit code into 120 where
+    standard output cannot be flushed. What is left of such a stream is dropped.
     """
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is None:
@@ -108,3 +108,23 @@ def settle() -> None:
             os.close(nothing)
             with suppress(*LOST):
                 stream.flush()
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drops what is written to stderr, from C++ too."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # the process was started without one
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    hole = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(hole, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(hole)

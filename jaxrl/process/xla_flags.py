@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
 
 from jaxrl.errors import UserError
-from jaxrl.process.quiet_import import has_accelerator
 
 VARIABLE = "XLA_FLAGS"
+DEVICE_FILES = ("nvidia[0-9]*", "nvidiactl", "nvmap", "dxg", "kfd", "accel*", "vfio/[0-9]*")
+"""Below /dev: NVIDIA's GPUs (also Jetson's and WSL's), AMD's, TPUs."""
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
 """XLA's CPU runtime ends the process, and saves nothing, once a device has waited 40 s for another
@@ -43,9 +46,17 @@ def wait_for_slow_devices() -> None:
 
 
 def worker_environment(deterministic: bool) -> dict[str, str]:
-    """Variables of a process on any host, whose own flags are kept (Ray fills the braces in)."""
+    """Returns variables of a process on any host, whose own flags are kept (Ray fills the braces
+    in)."""
     flags = [PATIENT, *([DETERMINISTIC] if deterministic else [])]
     return {VARIABLE: " ".join([f"${{{VARIABLE}}}", *flags])}
+
+
+def has_accelerator() -> bool:
+    """Returns whether this host may have a GPU or TPU; asks no driver."""
+    if not sys.platform.startswith("linux"):
+        return True
+    return any(any(Path("/dev").glob(pattern)) for pattern in DEVICE_FILES)
 
 
 def ignore_absent_accelerators() -> None:
@@ -61,7 +72,8 @@ def ignore_absent_accelerators() -> None:
 
 
 def add_flag(flag: str) -> bool:
-    """Whether XLA has the flag, or one of its name that somebody else gave, when jax starts."""
+    """Returns whether XLA has the flag, or one of its name that somebody else gave, when jax
+    starts."""
     flags = os.environ.get(VARIABLE, "").split()
     if any(given.partition("=")[0] == flag.partition("=")[0] for given in flags):
         return True

@@ -22,7 +22,7 @@ from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
 from jaxrl.plan.inputs import GB
 from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
-from jaxrl.process.plain import read_file
+from jaxrl.process.json_types import read_file
 from jaxrl.profile.waits import (
     PoolWait,
     Span,

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.process.plain import JsonObject, parse_json
-from jaxrl.process.tables import table_lines
+from jaxrl.process.json_types import JsonObject, parse_json
+from jaxrl.process.text_tables import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
     Work,

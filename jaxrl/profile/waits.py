@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from jaxrl.process.plain import JsonObject, parse_json
+from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.sharding.placement import ROLES
 from jaxrl.telemetry.timeline import BEGUN
 

@@ -11,7 +11,7 @@ from math import ceil
 from statistics import fmean
 from typing import TypeVar
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
 from jaxrl.telemetry.metrics import Metric, describe
 from jaxrl.types import Row

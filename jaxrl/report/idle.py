@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
 from jaxrl.sharding.placement import ROLES
 

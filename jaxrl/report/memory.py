@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
 
 

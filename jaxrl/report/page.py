@@ -18,7 +18,7 @@ from typing import get_args
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jaxrl.plan.inputs import Column
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import charts, evaluated_steps
 from jaxrl.report.facts import changed_keys, differing_keys, facts
 from jaxrl.report.idle import Activity, understand

@@ -18,7 +18,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE
 from jaxrl.errors import UserError
 from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
-from jaxrl.process.plain import JsonObject, parse_json, read_file
+from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.profile.stages import StageTable
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.run.run_dir import LOCK, sessions

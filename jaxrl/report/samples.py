@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import evenly, short
 from jaxrl.report.read import RunFiles
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.waits import Gap, Span
 from jaxrl.report.curves import evenly
 from jaxrl.report.idle import Activity, waited

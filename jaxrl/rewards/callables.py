@@ -29,8 +29,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 def bind(
     config: AnyConfig, rewards: Sequence[Callable[..., object]]
 ) -> tuple[AnyConfig, dict[str, bytes]]:
-    """The config with an entry of `reward.functions` for each function, and by these entries the
-    pickled functions.
+    """Returns the config with an entry of `reward.functions` for each function, and by these
+    entries the pickled functions.
 
     A function NAME takes the place of `python:NAME`; where there is none it comes last.
 
@@ -60,7 +60,7 @@ def bind(
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """What the metrics call it: `reward/NAME/...`."""
+    """Returns what the metrics call it: `reward/NAME/...`."""
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"rewards: {function!r} is no function f(prompts, completions, **columns)")
     own = getattr(_inner(function), "__name__", type(function).__name__)
@@ -68,7 +68,7 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def digest(function: Callable[..., object]) -> str:
-    """Of its source, or else of its qualified name."""
+    """Computes the digest of its source, or else of its qualified name."""
     inner = _inner(function)
     code = inner if hasattr(inner, "__name__") else type(inner)
     try:

@@ -13,7 +13,7 @@ Rewards = Sequence[float | None] | np.ndarray
 
 
 def as_rewards(rewards: Rewards) -> Float[np.ndarray, " B"]:
-    """Float64, None as NaN; an infinite reward is refused."""
+    """Returns float64, None as NaN; an infinite reward is refused."""
     values = np.array(rewards, np.float64)
     if np.isinf(values).any():
         row = int(np.flatnonzero(np.isinf(values))[0])
@@ -30,7 +30,7 @@ def combine_rewards(
     group_ids: Int[np.ndarray, " B"],
     failed: Mapping[str, Bool[np.ndarray, " B"]] | None = None,
 ) -> Float[np.ndarray, " B"]:
-    """Weighted sum of several rewards; NaN where a sample has none.
+    """Computes the weighted sum of several rewards; NaN where a sample has none.
 
     A reward that a whole group lacks does not apply to its prompt and is left out there. A reward
     that only some of a group's samples lack leaves those samples without any: its absence would
@@ -66,7 +66,8 @@ def combine_rewards(
 def soft_overlong(
     lengths: Int[np.ndarray, " B"], *, max_tokens: int, cache_tokens: int
 ) -> Float[np.ndarray, " B"]:
-    """Penalty of long completions, to be added to their rewards (DAPO, arXiv 2503.14476, Eq. 13).
+    """Computes the penalty of long completions, to be added to their rewards (DAPO, arXiv
+    2503.14476, Eq. 13).
 
     0 up to max_tokens - cache_tokens, then falling in a straight line to -1 at max_tokens.
 

@@ -13,25 +13,22 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import os
 import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from types import MappingProxyType
-from typing import Any, BinaryIO, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.guard import Say, TooLong, limit_memory, sayer
-from jaxrl.process.plain import JsonObject, finite
-from jaxrl.process.plugin import is_plugin, load_located, locate, traceback_below
+from jaxrl.process.json_types import JsonObject, finite
+from jaxrl.process.plugin import is_plugin, load_located, locate
+from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
 from jaxrl.rewards.items import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
-_read = pickle.load  # whatever the user's code puts in its place
 KEY = "reward.functions"
 SHAPE = "f(prompts, completions, **columns)"
 PLAIN = (*VERIFIERS, "format")
@@ -44,7 +41,7 @@ FORMAT = re.compile(
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
-    """The source that one entry of `reward.functions` names; its code is not run.
+    """Returns the source that one entry of `reward.functions` names; its code is not run.
 
     Args:
         given: functions from Python, pickled, by their entries.
@@ -80,7 +77,7 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
 
 
 def think_format(completion: str) -> float:
-    """1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
+    """Returns 1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
 
     Each tag stands once, white space between and around them aside; `<think>` may be missing, for
     some chat templates end with it.
@@ -88,120 +85,76 @@ def think_format(completion: str) -> float:
     return float(FORMAT.fullmatch(completion) is not None)
 
 
-def serve(orders: BinaryIO, answers: int) -> None:
-    """What a process that runs reward functions does, under `process.guard`: answers orders until
-    there are no more (EOFError).
+def load(sources: Sequence[ItemSource], first: bool, ready: Callable[[object], None]) -> Answerer:
+    """Loads reward functions in a process of their own (`process.user_process.main`). The content
+    of a call is the index of a function, and items."""
+    functions = [Function(source) for source in sources]
+    ready([asdict(function.signature) for function in functions])
 
-    The content of the first is (sources, seconds for an awaited call, megabytes of memory or None),
-    that of each other one (index of the function, items).
-    """
-    number, (sources, timeout, memory_mb) = _read(orders)
-    say = sayer(answers, number)
-    limit_memory(memory_mb)
-    try:
-        functions = [Function(source, memory_mb) for source in sources]
-    except UserError as error:
-        say({"refused": str(error)})
-        return
-    say({"ready": os.getpid(), "signatures": [asdict(f.signature) for f in functions]})
-    while True:
-        number, (index, items) = _read(orders)
-        # An awaited call that outlives its order must not speak for the next one.
-        say = sayer(answers, number)
-        try:
-            if functions[index].imports(items):
-                say({"imports": True})
-                importlib.import_module("reasoning_gym")
-            say({"begin": True})
-            functions[index].run(items, timeout, say)
-        except UserError as error:  # a result that is none
-            say({"refused": str(error)})
+    async def answer(call: Call, index: int, items: Sequence[Item]) -> None:
+        if functions[index].imports(items):
+            call.say({"imports": True})
+            importlib.import_module("reasoning_gym")
+        call.begin()
+        await functions[index].run(items, call)
+
+    return answer
 
 
 class Function:
     """A loaded reward function."""
 
-    def __init__(self, source: ItemSource, memory_mb: int | None = None):
-        """
-        Args:
-            memory_mb: the limit of this process, for messages.
-
-        Raises:
-            UserError: it cannot be imported, is not there, or cannot be called as one.
-        """
+    def __init__(self, source: ItemSource):
+        """Raises UserError where it cannot be imported, is not there, or cannot be called as
+        one."""
         self.source = source
-        self._limit = f" (reward.memory_mb={memory_mb} is the limit)" if memory_mb else ""
         if source.option in ("file", "module", "python"):
-            call = _load(source)
-            self.signature = _signature(source, call)
-            self._call = lambda items: call(**self._arguments(items))
+            self._call = _load(source)
+            self.signature = _signature(source, self._call)
         else:
-            judge = _judge_of(source)
+            self._call = _judge_of(source)
             self.signature = Signature("each")
-            self._call = lambda items: [judge(item) for item in items]
 
     def imports(self, items: Sequence[Item]) -> bool:
-        """Whether judging them would import reasoning_gym first: no completion's time is spent on
-        that."""
+        """Returns whether judging them would import reasoning_gym first: no completion's time is
+        spent on that."""
         tasks = (str(item.columns.get("task", "")) for item in items)
         judges = self.source.text in ("auto", "reasoning_gym")
         asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
         return asked and "reasoning_gym" not in sys.modules
 
-    def run(self, items: Sequence[Item], timeout: float, say: Say) -> None:
-        """Judges all items and sends what it found of each, or of several at once.
+    async def run(self, items: Sequence[Item], call: Call) -> None:
+        """Judges all items and says what it found of each, or of several at once. Raises UserError
+        where a function returned what is no reward."""
 
-        Args:
-            timeout: seconds for each item of an async function. The others are watched from
-                outside, for nothing in this process can end them.
-
-        Raises:
-            UserError: a function returned what is no reward.
-        """
-        if self.signature.kind == "async":
-            _runner().run(self._await_all(items, timeout, say))
-            return
-        size = 1 if self.signature.kind == "each" else max(len(items), 1)
-        for start in range(0, len(items), size):
-            part = items[start : start + size]
-            indices = list(range(start, start + len(part)))
+        async def judge(indices: Sequence[int]) -> None:
+            part = [items[i] for i in indices]
             try:
-                result = self._call(part)
-            except BaseException as error:
-                say({"items": indices, **self._failure(error)})
-            else:
-                self._say_found(say, indices, result)
+                if self.signature.kind == "each":
+                    result: Any = [await call.run(self._call, part[0])]
+                else:
+                    result = await call.run(self._call, **self._arguments(part))
+                call.say({"items": indices, **self._found(result, len(indices))})
+            except CodeFailed as failed:
+                failure: tuple[str, str] = (failed.kind, str(failed))
+                if isinstance(failed.error, UserError):
+                    failure = ("user", str(failed.error))
+                call.say({"items": indices, "failure": failure})
+            except TooLong as error:
+                text = f"{self.source.text} returned {error}: let its messages be shorter"
+                call.say({"items": indices, "failure": ("exception", text)})
 
-    async def _await_all(self, items: Sequence[Item], timeout: float, say: Say) -> None:
-        async def judge(index: int, item: Item) -> None:
-            try:
-                async with asyncio.timeout(timeout) as limit:
-                    result = await self._call([item])
-            except BaseException as error:
-                say({"items": [index], **self._failure(error, late=limit.expired())})
-            else:
-                self._say_found(say, [index], result)
-
-        await asyncio.gather(*(judge(index, item) for index, item in enumerate(items)))
-
-    def _say_found(self, say: Say, indices: list[int], result: object) -> None:
-        try:
-            say({"items": indices, **self._found(result, len(indices))})
-        except TooLong as error:
-            text = f"{self.source.text} returned {error}: let its messages be shorter"
-            say({"items": indices, "failure": ("exception", text)})
-
-    def _failure(self, error: BaseException, late: bool = False) -> JsonObject:
-        """A user's mistake by its text, any other exception with its traceback."""
-        if late:
-            return {"failure": ("timeout", "the awaited call was cancelled")}
-        if isinstance(error, UserError):
-            return {"failure": ("user", str(error))}
-        hint = self._limit if isinstance(error, MemoryError) else ""
-        return {"failure": ("exception", traceback_below(error, __file__) + hint)}
+        numbers = list(range(len(items)))
+        if self.signature.kind == "batch":
+            await judge(numbers)
+        elif self.signature.kind == "each":
+            for index in numbers:
+                await judge([index])
+        else:
+            await asyncio.gather(*(judge([index]) for index in numbers))
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
-        """Keyword arguments; a column that a row lacks is None there."""
+        """Returns keyword arguments; a column that a row lacks is None there."""
         rows = [
             {**i.columns, "answer": i.answer, "prompts": i.prompt, "completions": i.completion}
             for i in items
@@ -212,8 +165,8 @@ class Function:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def _found(self, result: Any, n: int) -> JsonObject:
-        """The checked result of a call with `n` completions: numbers and, where there are any,
-        messages."""
+        """Returns the checked result of a call with `n` completions: numbers and, where there are
+        any, messages."""
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
@@ -232,7 +185,7 @@ class Function:
 
 
 def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
-    """Whether this is a score with a message."""
+    """Returns whether this is a score with a message."""
     return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
 
 
@@ -248,15 +201,8 @@ def _number(name: str, value: object) -> float | None:
     return number
 
 
-@cache
-def _runner() -> asyncio.Runner:
-    """One event loop for the life of the process: clients and locks that a function keeps stay
-    usable from call to call."""
-    return asyncio.Runner()
-
-
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
-    """What comes with jaxrl; of sums it also says what is wrong."""
+    """Returns what comes with jaxrl; of sums it also says what is wrong."""
     if source.option == "format":
         return lambda item: think_format(item.completion)
     if source.option == "regex":
@@ -277,7 +223,7 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
 
 
 def _load(source: ItemSource) -> Callable[..., Any]:
-    """The callable in a file or module, or that was pickled."""
+    """Returns the callable in a file or module, or that was pickled."""
     if source.option == "python":
         try:
             return pickle.loads(source.code)

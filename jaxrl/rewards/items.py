@@ -51,13 +51,3 @@ class Signature:
     """Parameters that it may be called without: those with defaults; `prompts`, `completions`."""
     takes_all: bool = False
     """Whether it takes every column (`**columns`)."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an item has no score."""
-
-    kind: Literal["timeout", "exception", "user"]
-    """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
-    how the process ended."""
-    text: str

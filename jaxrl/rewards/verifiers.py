@@ -30,7 +30,7 @@ from jaxrl.rewards.answers import (
     whole_number,
 )
 from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 
 TIMEOUT_S, STARTUP_S = 10.0, 120.0
 """Seconds for one completion in a process, and for its imports before."""

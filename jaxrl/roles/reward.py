@@ -12,7 +12,7 @@ from jaxrl.data.chat_template import dated
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import chat_of
 from jaxrl.models.batching import BATCH_TOKENS
-from jaxrl.rewards.scoring import RewardFunctions, RewardReport
+from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.roles.reward_model import RewardScorer, RewardSource, render
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current

@@ -16,7 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.environments.episodes import Episodes
+from jaxrl.environments.episode_batches import Episodes
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of

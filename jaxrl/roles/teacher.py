@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.arrival import check_fit, described, received
 from jaxrl.roles.rollout import Sampler

@@ -19,7 +19,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import head
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer

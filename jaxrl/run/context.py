@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxrl.plan import Plan
 from jaxrl.process.interrupt import Interrupt
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.run.job import Job
 from jaxrl.runtime.registry import Registration
 from jaxrl.telemetry.console import Console

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 
 from jaxrl.checkpoint.digest import digest_file, digest_model
-from jaxrl.environments import source as environments
+from jaxrl.environments import environment_source as environments
 from jaxrl.formats.places import find_folder
 from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find

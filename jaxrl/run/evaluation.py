@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxrl.data.stream import EvalSet
-from jaxrl.rewards.scoring import episode_rewards
+from jaxrl.rewards.batch_rewards import episode_rewards
 from jaxrl.types import Completion, Prompt
 
 Judge = Callable[[str, Prompt], float | None]

@@ -13,7 +13,7 @@ from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes

@@ -40,7 +40,7 @@ from jaxrl.errors import UserError, user_path
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import inputs

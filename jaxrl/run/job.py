@@ -27,7 +27,7 @@ from jaxrl.data.tokenizer import (
     decode,
     same_prompts,
 )
-from jaxrl.environments.episodes import Episodes, pool_of
+from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
@@ -35,7 +35,7 @@ from jaxrl.losses.cells import Cells
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
-from jaxrl.rewards.scoring import RewardFunctions
+from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.encoder import tokenizer_of_encoder
 from jaxrl.roles.reward_model import open_reward, tokenizer_of_reward

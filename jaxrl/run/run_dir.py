@@ -23,7 +23,7 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
-from jaxrl.process.plain import JsonObject, parse_json, read_file
+from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.metrics import METRICS_FILE
 
 SESSIONS_FILE = "sessions.jsonl"

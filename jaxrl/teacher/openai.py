@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import UserError, short, shown
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal

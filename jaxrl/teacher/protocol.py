@@ -22,7 +22,7 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.dtypes import STORED
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Sequences, TeacherSignal
 
 PROTOCOL = 2

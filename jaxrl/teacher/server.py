@@ -39,7 +39,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.teacher import protocol
 from jaxrl.teacher.protocol import FINGERPRINT, HEAD, JSON, SAFETENSORS, TOKEN, Gone, Refused
 from jaxrl.teacher.service import Answer, ScoringService, Wanted

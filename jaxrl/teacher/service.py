@@ -25,7 +25,7 @@ from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.sharding.axes import ROWS, Axes, row_shards
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays

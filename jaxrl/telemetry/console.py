@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.config.settings import LoggingConfig
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample

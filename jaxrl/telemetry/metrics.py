@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
-from jaxrl.process.plain import JsonObject, finite, parse_json
+from jaxrl.process.json_types import JsonObject, finite, parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
 

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Self
 
-from jaxrl.process.plain import parse_json
+from jaxrl.process.json_types import parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
 from jaxrl.telemetry.lines import LineFile

@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import Row
 

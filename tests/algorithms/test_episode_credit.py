@@ -17,7 +17,7 @@ from jaxrl.algorithms.objective import configured
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
-from jaxrl.rewards.scoring import RewardFunctions, episode_rewards
+from jaxrl.rewards.batch_rewards import RewardFunctions, episode_rewards
 from jaxrl.telemetry.metrics import Sample
 from jaxrl.types import Completion, Prompt, Rollout, Turn
 

@@ -28,7 +28,7 @@ from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference
 from jaxrl.types import Completion, Embedded, Prompt, Sequences, TeacherSignal, Totals, TrainBatch

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.algorithms.refill import refilled
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.rewards.scoring import RewardReport
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.local import done_future
 from jaxrl.types import Completion, Prompt
 

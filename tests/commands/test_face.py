@@ -17,10 +17,10 @@ from jaxrl import Config
 from jaxrl.config import cli
 from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
+from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.callables import bind
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.scoring import RewardFunctions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt

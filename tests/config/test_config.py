@@ -13,7 +13,7 @@ from jaxrl.config import paths, yaml_text
 from jaxrl.config.schema import QUICKSTART, Config
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 MINIMAL = """
 student: {model: a}

@@ -6,8 +6,8 @@ import pytest
 
 from jaxrl.environments import Answer
 from jaxrl.environments.calculator import Calculator, value_of
+from jaxrl.environments.environment_source import BUILT_IN, PACKAGES, facts_of, find, load
 from jaxrl.environments.guess_number import GuessNumber
-from jaxrl.environments.source import BUILT_IN, PACKAGES, facts_of, find, load
 from jaxrl.environments.text_world import TextWorld
 
 

@@ -22,8 +22,8 @@ import pytest
 
 from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
-from jaxrl.environments.calls import parse_calls
 from jaxrl.environments.observation import observed
+from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import SchemaTool, as_text
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_source import find
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool, Session
-from jaxrl.environments.source import find
 from jaxrl.errors import RunError, UserError
-from jaxrl.rewards.items import Failure
+from jaxrl.process.user_code import Failure
 
 HERE = Path(__file__).parent.parent / "support" / "episode_environments.py"
 TIMEOUT = 1.5
@@ -63,7 +63,7 @@ def test_an_episode_has_an_instance_of_its_own(echo: EnvironmentPool) -> None:
     assert lines(echo, episodes, "a") == ["a"] * 6
     assert lines(echo, episodes[::2], "b") == ["a b"] * 3
     assert lines(echo, episodes, "c") == ["a b c", "a c"] * 3
-    held = [process.sessions for process in echo._ready]
+    held = [process.sessions for process in echo.processes]
     assert sorted(len(keys & {e.key for e in episodes}) for keys in held) == [3, 3]
     half = step(echo, episodes[0], "half")
     assert half == Observation(({"role": "user", "content": "a b c half"},), 0.5, False)

@@ -23,13 +23,13 @@ from urllib.request import urlopen
 import pytest
 
 from jaxrl.environments import Environment, Unavailable
-from jaxrl.environments.calls import parse_calls
+from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_source import PACKAGES, facts_of, find, load
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool, Session
-from jaxrl.environments.source import PACKAGES, facts_of, find, load
+from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import SchemaTool
 from jaxrl.errors import UserError
-from jaxrl.rewards.items import Failure
+from jaxrl.process.user_code import Failure
 
 SUPPORT = Path(__file__).parent.parent / "support"
 KEYS = itertools.count()
@@ -199,7 +199,7 @@ def test_an_mcp_server_at_an_address() -> None:
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             assert f"{url}/mcp is not available" in failed(pool, episode, "add(1)").text
-            worker = pool._ready[0].worker
+            worker = pool.processes[0].worker
             assert worker is not None
             os.kill(worker, signal.SIGKILL)
             later = failed(pool, session(), "add(1)").text

@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl.config import Config
 from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.example import Example
-from jaxrl.environments.episodes import Episodes, row_of
+from jaxrl.environments.episode_batches import Episodes, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.episodes import Reply
 from jaxrl.types import Prompt

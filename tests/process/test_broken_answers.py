@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_source import find as find_environment
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool, Session
-from jaxrl.environments.source import find as find_environment
 from jaxrl.errors import UserError
+from jaxrl.process.user_code import Failure
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Failure, Item
-from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.items import Item
+from jaxrl.rewards.reward_pool import RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "garbling.py"
 TIMEOUT = 2.0
@@ -48,16 +49,16 @@ NO_REWARDS: list[dict[str, Any]] = [
 ]
 NO_ANSWERS: list[dict[str, Any]] = [
     {},
-    {"answer": None},
-    {"answer": {}},
-    {"answer": {"messages": [], "reward": None}},
-    {"answer": {"messages": [{"role": "user"}], "reward": None, "done": True}},
-    {"answer": {"messages": "ab", "reward": None, "done": True}},
-    {"answer": {"messages": [], "reward": "1", "done": True}},
-    {"answer": {"messages": [], "reward": None, "done": 1}},
-    {"first": 7},
-    {"first": "another order's"},
-    {"closed": True},
+    {"result": None},
+    {"result": {}},
+    {"result": {"messages": [], "reward": None}},
+    {"result": {"messages": [{"role": "user"}], "reward": None, "done": True}},
+    {"result": {"messages": "ab", "reward": None, "done": True}},
+    {"result": {"messages": [], "reward": "1", "done": True}},
+    {"result": {"messages": [], "reward": None, "done": 1}},
+    {"result": 7},
+    {"result": "another order's"},
+    {"result": None, "more": True},
     {"ready": 1, "facts": None},
     {"failure": "no"},
     {"failure": ["user", "no"]},

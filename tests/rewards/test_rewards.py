@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from jaxrl.algorithms.advantages import group_advantages, select_groups
 from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
+from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport, names_of
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.scoring import RewardFunctions, RewardReport, names_of
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -16,10 +17,11 @@ import jaxrl
 from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
 from jaxrl.rewards.functions import Function, find, think_format
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
@@ -121,7 +123,7 @@ PRINTS = """
 import sys
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
     print(pool.judge(0, [Item("p", "abc", None, {})]).result(60).values)
 """
@@ -221,7 +223,7 @@ def test_an_async_function_that_blocks_is_killed(pool: RewardPool) -> None:
 def test_a_result_that_is_none_is_refused(completion: str, told: str) -> None:
     function = Function(find(f"{HERE}:result"))
     with pytest.raises(UserError, match=f"result returned.*{told}|result.*{told}"):
-        function.run(items(completion), 1.0, lambda message: None)
+        asyncio.run(function.run(items(completion), Call(1, -1, timeout=1.0)))
 
 
 def test_a_refused_result_ends_its_job_alone(pool: RewardPool) -> None:
@@ -256,7 +258,7 @@ PARENT = """
 import sys, time
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.items import Item
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 pool = RewardPool([find(sys.argv[1])], workers=1, timeout=1000, startup=60)
 pool.judge(0, [Item("p", sys.argv[2], None, {})])
 time.sleep(1000)
@@ -301,6 +303,18 @@ def test_a_file_that_changes_is_refused_by_the_next_process(tmp_path: Path) -> N
         path.write_text(text + "#\n")
         with pytest.raises(UserError, match=r"mine\.py has changed since the run began"):
             pool.judge(0, items("a", "b")).result(30)
+
+
+def test_a_process_that_ends_between_two_calls_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = "import os, threading\ndef f(completions):\n    if completions[0] == 'later':\n"
+    text += "        threading.Timer(0.2, os._exit, [1]).start()\n    return [1.0]\n"
+    path.write_text(text)
+    with RewardPool([find(f"{path}:f")], workers=1, timeout=5, startup=60) as pool:
+        assert pool.judge(0, items("later")).result(30).values == [1]
+        wait_for(lambda: pool.lost == 1, 10)
+        scores = pool.judge(0, items("a")).result(30)
+        assert scores.values == [1] and not scores.failures
 
 
 def test_where_a_process_cannot_be_replaced_all_end(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, whole_number
 from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
 
 

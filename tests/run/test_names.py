@@ -16,7 +16,7 @@ from jaxrl import Config, train
 from jaxrl.config import cli, yaml_text
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.train import dry_run, main

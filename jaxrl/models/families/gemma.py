@@ -7,7 +7,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family, GgufFacts
 from jaxrl.models.fields import DecoderLike, Raw, number, size
 from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 LOCAL = "rope_local_base_freq"
 """The base frequency of layers with a window."""

@@ -21,7 +21,7 @@ from jaxrl.models.kinds import (
     written_windows,
 )
 from jaxrl.models.rope import ProportionalRope
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {
     "vocab_size": 262_144,

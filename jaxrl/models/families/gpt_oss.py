@@ -8,7 +8,7 @@ from jaxrl.models.experts import Clamp, Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, filled, number, size, stated_once
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 ROPE = {
     "rope_type": "yarn",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, number, size
 from jaxrl.models.kinds import read_ropes, read_windows, written_ropes, written_windows
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}
 """What a `config.json` of OLMo 3 leaves out where it is this."""

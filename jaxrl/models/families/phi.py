@@ -8,7 +8,7 @@ from jaxrl.models.family import Family
 from jaxrl.models.fields import DecoderLike, Raw
 from jaxrl.models.kinds import read_window
 from jaxrl.models.rope import LongRope, longrope_attention, read_rope
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 
 def _read(raw: Raw) -> JsonObject:

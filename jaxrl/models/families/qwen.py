@@ -7,7 +7,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 FULL_LAYERS = 28
 """The first layers, which have no window, where a `config.json` does not say it."""

@@ -8,7 +8,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, filled, size
 from jaxrl.models.kinds import FULL, LayerKind
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 RECURRENT = "linear_attention"
 PERIOD = 4

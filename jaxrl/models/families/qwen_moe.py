@@ -7,7 +7,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
 from jaxrl.models.fields import DecoderLike, Raw, filled, given, size, stated_once
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {
     "num_experts": 128,

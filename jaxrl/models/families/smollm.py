@@ -9,7 +9,7 @@ from jaxrl.errors import UserError, short
 from jaxrl.models.family import Family
 from jaxrl.models.fields import DecoderLike, Raw, given, size
 from jaxrl.models.kinds import read_windows, written_windows
-from jaxrl.process.plain import JsonObject
+from jaxrl.process.json_types import JsonObject
 
 EVERY = 4
 """Of so many layers the last one does not rotate, where a `config.json` does not say it."""

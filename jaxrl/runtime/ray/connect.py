@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import UserError
 from jaxrl.process.gpu_memory import given_share, gpu_share
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import (
     RESOURCES,
     Cluster,

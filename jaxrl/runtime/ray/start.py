@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.plain import Keywords
+from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.awake import awake_since
 from jaxrl.runtime.cluster import Kind, hosts_table, needs_table, worker_variables
 from jaxrl.runtime.ray.calls import FETCH_S, Sender

@@ -18,14 +18,14 @@ from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
+from jaxrl.environments.environment_pool import EnvironmentPool
+from jaxrl.environments.environment_process import Prompted, Session
+from jaxrl.environments.environment_source import KEY, EnvironmentFacts, find
 from jaxrl.environments.journal import Journal, Place, forget
 from jaxrl.environments.observation import Observation
-from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.environments.process import Prompted, Session
-from jaxrl.environments.source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
-from jaxrl.rewards.items import Failure
+from jaxrl.process.user_code import Failure
 from jaxrl.sampling.episodes import Partner, Reply
 from jaxrl.types import Prompt
 
@@ -132,7 +132,7 @@ class Episodes:
             )
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
-        """The prompt as the environment begins it."""
+        """Returns the prompt as the environment begins it."""
         if first == own_prompt(prompt):
             first = None
         if isinstance(first, str) and self.chats:
@@ -238,11 +238,11 @@ class EpisodeBatch:
     def answer(
         self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
-        """See `Partner`."""
+        """Answers a turn, as `Partner` says."""
         return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
 
     def end(self, prompt: int, sample: int) -> None:
-        """See `Partner`."""
+        """Ends an episode, as `Partner` says."""
         self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
 
     def give_up(self) -> None:
@@ -251,7 +251,7 @@ class EpisodeBatch:
             self._all.pool.submit(self._all.pool.end(episode.session))
 
     async def _reset(self, index: int) -> Prompted:
-        """The prompt of a row, by the instance of its first episode."""
+        """Returns the prompt of a row, by the instance of its first episode."""
         episode = self._episode(index, 0)
         record = self._record(episode, PROMPT)
         if record is not None:
@@ -298,7 +298,7 @@ class EpisodeBatch:
         return Reply(tokens, said, result.reward)
 
     async def _observe(self, episode: _Episode, turn: int, text: str) -> Observation | Failure:
-        """The recorded answer, or else that of the environment, which is then recorded."""
+        """Returns the recorded answer, or else that of the environment, which is then recorded."""
         record = self._record(episode, turn)
         if record is not None and "failure" in record:
             return Failure(*record["failure"])
@@ -318,7 +318,8 @@ class EpisodeBatch:
         return self._attempt, self._prompts[episode.prompt].id, episode.sample, turn
 
     def _record(self, episode: _Episode, turn: int) -> JsonObject | None:
-        """What an earlier process recorded; None from the first turn on that it did not see."""
+        """Returns what an earlier process recorded; None from the first turn on that it did not
+        see."""
         if self._journal is None or not episode.replaying:
             return None
         record = self._journal.read.get(self._place(episode, turn))
@@ -333,7 +334,8 @@ class EpisodeBatch:
             await self._journal.add(self._place(episode, turn), record)
 
     def _failed(self, episode: _Episode, failure: Failure) -> Reply:
-        """The reply about an episode that failed; raises RunError where it is one too many."""
+        """Returns the reply about an episode that failed; raises RunError where that is one too
+        many."""
         failures, allowed = self._failures, self._all.environment.max_failures
         failures[episode.prompt, episode.sample] = failure
         total = len(self._prompts) * self._n
@@ -362,7 +364,7 @@ class EpisodeBatch:
 
 
 def row_of(prompt: Prompt) -> JsonObject:
-    """What `Environment.reset` gets of a prompt."""
+    """Returns what `Environment.reset` gets of a prompt."""
     chat = chat_of(prompt)
     columns = {key: value for key, value in prompt.columns.items() if key != "messages"}
     turns = {} if chat is None else {"messages": [dict(message) for message in chat]}
@@ -370,7 +372,7 @@ def row_of(prompt: Prompt) -> JsonObject:
 
 
 def own_prompt(prompt: Prompt) -> Prompted:
-    """What `reset` returns where it makes no prompt of its own."""
+    """Returns what `reset` returns where it makes no prompt of its own."""
     chat = chat_of(prompt)
     return prompt.text if chat is None else tuple(dict(message) for message in chat)
 

@@ -16,7 +16,7 @@ from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
 from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
 
@@ -223,7 +223,7 @@ class RewardFunctions:
 
 
 def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
-    """A name for each: the function's; the second of a name gets `_2`, and so on."""
+    """Returns a name for each: the function's; the second of a name gets `_2`, and so on."""
     seen = Counter[str]()
     names = []
     for source in sources:
@@ -238,8 +238,8 @@ def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
 
 
 def episode_rewards(completions: Sequence[Completion], discount: float) -> np.ndarray:
-    """[n] float64: of each episode the sum of its turns' rewards, each times the discount for every
-    turn before it. 0 where no turn has one, NaN where its environment failed."""
+    """Computes [n] float64: of each episode the sum of its turns' rewards, each times the discount
+    for every turn before it. 0 where no turn has one, NaN where its environment failed."""
     rewards = [
         [turn.reward for turn in completion.turns if turn.role == "assistant"]
         for completion in completions
@@ -258,13 +258,14 @@ def _item(prompt: Prompt, completion: Completion, opening: str) -> Item:
 
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:
-    """[B] float64, NaN where there is none."""
+    """Returns [B] float64, NaN where there is none."""
     known = np.array(values, np.float64)
     return np.pad(known, (0, rows - len(known)), constant_values=np.nan)
 
 
 def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`reward/none`, `reward/mean` and `reward/std` of completions, and each reward's own mean.
+    """Computes `reward/none`, `reward/mean` and `reward/std` of completions, and each reward's own
+    mean.
 
     Args:
         total: [n] the weighted sums; NaN where a completion has no reward.

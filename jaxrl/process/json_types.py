@@ -19,8 +19,8 @@ MOST_DIGITS = 18
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A value of JSON as jaxrl writes it. Raises ValueError for any other text: numbers that are
-    not finite or have too many digits, nesting that is too deep."""
+    """Returns a value of JSON as jaxrl writes it. Raises ValueError for any other text: numbers
+    that are not finite or have too many digits, nesting that is too deep."""
     try:
         return json.loads(
             text, parse_constant=_no_number, parse_float=_finite_float, parse_int=_small_int
@@ -43,15 +43,16 @@ def _small_int(text: str) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """What a file holds. Raises OSError, also for what is no file: a pipe would be waited for."""
+    """Returns what a file holds. Raises OSError, also for what is no file: a pipe would be waited
+    for."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file", str(path))
     return path.read_bytes()
 
 
 def finite(value: object) -> float | None:
-    """What a user's function returned, as a float; None if it is no finite number: a text, an array
-    of several numbers, a whole number that no float holds, infinity."""
+    """Returns what a user's function returned, as a float; None if it is no finite number: a text,
+    an array of several numbers, a whole number that no float holds, infinity."""
     try:
         number = float(value) if hasattr(value, "__float__") else math.nan
     except (TypeError, ValueError, OverflowError):

@@ -17,7 +17,7 @@ PACKAGES = {
     "gymnasium": "jaxrl.environments.packages.gymnasium:Gymnasium",
     "mcp": "jaxrl.environments.packages.mcp:McpTools",
     "openenv": "jaxrl.environments.packages.openenv:OpenEnv",
-    "verifiers": "jaxrl.environments.packages.verifiers:Verifiers",
+    "verifiers": "jaxrl.environments.packages.verifiers_v1:Verifiers",
 }
 """Name -> where it is, of those for environments of other packages; also the name of the extra that
 installs the package."""
@@ -57,7 +57,7 @@ class EnvironmentFacts:
 
 
 def find(text: str, arguments: JsonObject | None = None) -> EnvironmentSource:
-    """The source that `environment.name` names; its code is not run.
+    """Returns the source that `environment.name` names; its code is not run.
 
     Args:
         arguments: `environment.arguments`; None: there are none.
@@ -75,7 +75,7 @@ def find(text: str, arguments: JsonObject | None = None) -> EnvironmentSource:
 
 
 def load(source: EnvironmentSource) -> type[Environment]:
-    """The class.
+    """Loads and returns the class.
 
     Raises:
         UserError: it cannot be imported, is not there, or is no environment; or its file has

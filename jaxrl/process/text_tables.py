@@ -12,7 +12,7 @@ WIDTH = 132
 
 
 def table_lines(table: Table) -> list[str]:
-    """The lines of a table, without empty ones."""
+    """Returns the lines of a table, without empty ones."""
     out = io.StringIO()
     # In a notebook, rich would show the table instead of writing it.
     console = Console(

@@ -25,9 +25,9 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Columns, JsonObject, Message
-from jaxrl.environments.calls import parse_calls
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import Arguments, SchemaTool, as_text
 from jaxrl.errors import UserError
 

@@ -1,0 +1,159 @@
+"""What a process that runs environments does: it holds the live instances of many episodes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from jaxrl.data.example import JsonObject, Message
+from jaxrl.environments.environment import Environment, Unavailable
+from jaxrl.environments.environment_source import KEY, EnvironmentSource, facts_of
+from jaxrl.environments.environment_source import load as load_class
+from jaxrl.environments.observation import Observation, first_messages, observed
+from jaxrl.errors import UserError, shown
+from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong, traceback_of_user
+
+T = TypeVar("T")
+Prompted = tuple[Message, ...] | str
+
+
+@dataclass
+class Session:
+    """One episode, as the run sees it; also what is needed to make its instance again."""
+
+    key: Hashable
+    row: JsonObject
+    first: Prompted | None = None
+    """The prompt that its `reset` returned; None: it was not asked for one."""
+    turns: list[tuple[str, Observation]] = field(default_factory=list)
+    """The model's turns and their answers."""
+    strict: bool = True
+    """Whether an instance that is made again must give the same answers again; else these
+    count."""
+
+
+@dataclass
+class _Live:
+    environment: Environment
+    messages: list[Message]
+
+
+def load(source: EnvironmentSource, first: bool, ready: Callable[[object], None]) -> Answerer:
+    """Loads an environment in a process of its own (`process.user_process.main`).
+
+    The content of a call begins with its kind and the key of its episode: ("begin", key, row),
+    ("step", key, `Session` of an instance to make again or None, text), ("end", key).
+    """
+    kind, facts = load_class(source), None
+    # A process that comes later lets its episodes fail, should a server be away by then.
+    with nullcontext() if first else suppress(UserError):
+        facts = facts_of(source, kind, first)
+    try:
+        ready(asdict(facts) if first and facts else None)
+    except TooLong as error:
+        count = len(facts.tools) if facts else 0
+        raise UserError(
+            f"{KEY}: {source.text}: the schemas of its tools ({count}) are {error}: let it offer"
+            " fewer, or describe them in fewer words"
+        ) from None
+    return _Instances(source, kind).answer
+
+
+class _Instances:
+    """The live instances of a process, by the keys of their episodes."""
+
+    def __init__(self, source: EnvironmentSource, kind: type[Environment]):
+        self._source, self._kind = source, kind
+        self._live: dict[Hashable, _Live] = {}
+
+    async def answer(self, call: Call, kind: str, key: Hashable, *content: Any) -> None:
+        try:
+            if kind == "begin":
+                (row,) = content
+                first, self._live[key] = await self._begun(call, row)
+                call.say({"result": first})
+            elif kind == "step":
+                past, text = content
+                if past is not None:
+                    self._live[key] = await self._again(call, past)
+                call.say({"result": asdict(await self._stepped(call, self._live[key], text))})
+            else:
+                # The episode is over: what goes wrong is printed, and no failure.
+                if live := self._live.pop(key, None):
+                    try:
+                        await self._run(call, live.environment.close)
+                    except CodeFailed as failed:
+                        traceback.print_exception(failed)
+                call.say({"result": None})
+        except TooLong as error:
+            method = "reset" if kind == "begin" else "step"
+            text = f"{self._source.text}: what `{method}` returned is {error}"
+            raise CodeFailed("exception", text) from None
+
+    async def _again(self, call: Call, past: Session) -> _Live:
+        """Returns the instance of an episode that another process had."""
+        first, live = await self._begun(call, past.row)
+        if past.first is not None and first != past.first:
+            if past.strict:
+                raise self._differs("its prompt", past.first, first)
+            live.messages = _as_messages(past.first)
+        for number, (text, before) in enumerate(past.turns):
+            heard = len(live.messages)
+            now = await self._stepped(call, live, text)
+            if now == before:
+                continue
+            if past.strict:
+                raise self._differs(f"turn {number + 1}", before, now)
+            live.messages[heard + 1 :] = before.messages
+        return live
+
+    async def _begun(self, call: Call, row: JsonObject) -> tuple[Prompted, _Live]:
+        environment = await self._run(call, self._kind, **self._source.arguments)
+        environment.row = row
+        first = await self._run(call, environment.reset, row)
+        if type(environment).reset is not Environment.reset:
+            first = self._checked(first_messages, first)
+        elif not isinstance(first, str):
+            first = tuple(dict(message) for message in first)
+        return first, _Live(environment, _as_messages(first))
+
+    async def _stepped(self, call: Call, live: _Live, text: str) -> Observation:
+        before = [dict(message) for message in live.messages]
+        result = await self._run(call, live.environment.step, text, before)
+        observation = self._checked(observed, result)
+        live.messages += [{"role": "assistant", "content": text}, *observation.messages]
+        return observation
+
+    async def _run(
+        self, call: Call, function: Callable[..., object], /, *args: object, **arguments: object
+    ) -> Any:
+        call.begin()
+        try:
+            return await call.run(function, *args, **arguments)
+        except CodeFailed as failed:
+            if isinstance(failed.error, Unavailable):
+                raise CodeFailed("exception", str(failed.error)) from None
+            raise
+
+    def _checked(self, check: Callable[[object], T], result: object) -> T:
+        try:
+            return check(result)
+        except UserError as error:
+            raise CodeFailed("exception", f"{self._source.text}: {error}") from None
+        except BaseException as error:  # of the user's classes, such as a generator of messages
+            raise CodeFailed("exception", traceback_of_user(error)) from None
+
+    def _differs(self, what: str, before: object, now: object) -> CodeFailed:
+        return CodeFailed(
+            "exception",
+            f"{self._source.text} is not deterministic: its process was lost, and made again it"
+            f" gave {what} as {shown(now)}, before that as {shown(before)}; let all random numbers"
+            " come from a seed in the row",
+        )
+
+
+def _as_messages(first: Prompted) -> list[Message]:
+    return [{"role": "user", "content": first}] if isinstance(first, str) else list(first)

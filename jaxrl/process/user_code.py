@@ -1,0 +1,550 @@
+"""The user's code (reward functions, environments) in processes that can be killed.
+
+A pool starts its processes, sends them calls and takes their answers. Every wait has a limit: a
+process that is late, ends, or writes what is no answer is killed with all that it has started, and
+replaced; what it costs is the call in whose name it was running, with the line where it was.
+`process.user_process` is the other side. What the code prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Hashable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NotRequired, Self, TypedDict, TypeVar, Unpack
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from jaxrl.errors import RunError, UserError, short
+from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, family, kill_family
+
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+    " from jaxrl.process.user_process import main; main(*sys.argv[2:4], *map(int, sys.argv[4:]))"
+)
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+"""The accelerators are the roles'."""
+OURS = os.path.join("process", "user_process.py")
+"""A stack is shown down to the user's last frame, above the first line with this."""
+STACK_S = 0.5
+"""Longest wait for the stack of a process that is late."""
+STACK_BYTES, STACK_LINES = 1 << 14, 12
+"""Limits of the part of it that is read, and shown."""
+END_S = 1.0
+"""Longest wait for a process that has nothing to do to end by itself."""
+LOOK_S, LAST_LOOK_S = 0.25, 0.01
+"""Seconds between two looks whether a process is late that has several calls, or only one."""
+ASYNC_SLACK_S = 1.0
+"""A process cancels an awaited call at its timeout; so much later the process is killed."""
+MAX_PROCESSES = 256
+"""Default of `max_processes`."""
+_NAMES = {number.value: number.name for number in signal.Signals}
+
+Facts = TypeVar("Facts")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the user's code has no answer."""
+
+    kind: Literal["timeout", "exception", "user"]
+    """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
+    how the process ended."""
+    text: str
+
+
+class Lost(Exception):
+    """A process was late or has ended, or wrote what is no answer."""
+
+    def __init__(
+        self, kind: Literal["timeout", "exception"], text: str, guilty: bool | None = None
+    ):
+        """
+        Args:
+            guilty: whether the call that raises this is to blame; None: nobody knows.
+        """
+        super().__init__(text)
+        self.kind: Literal["timeout", "exception"] = kind
+        self.guilty = guilty
+
+
+class ProcessAnswer(BaseModel, extra="forbid"):
+    """The shape of an answer; services have further ones."""
+
+    order: int
+    """Number of the call that is answered."""
+
+
+class FailedAnswer(ProcessAnswer):
+    failure: tuple[Literal["timeout", "exception", "user"], str]
+    """Of a `Failure`."""
+
+
+class ReadyAnswer(ProcessAnswer, Generic[Facts]):
+    """The first one: the user's code is loaded."""
+
+    ready: int
+    """Process id of the one that runs it, under the guard."""
+    facts: Facts
+
+
+class RefusedAnswer(ProcessAnswer):
+    refused: str
+    """Why what was to be loaded, or done, is a mistake of the user's."""
+
+
+class ImportsAnswer(ProcessAnswer):
+    imports: Literal[True]
+    """Something is imported before the user's code is called."""
+
+
+class BegunAnswer(ProcessAnswer):
+    """The user's code is called, or what it returned is awaited."""
+
+    begin: int
+    """Number of the times that it is called in this call."""
+    awaits: bool = False
+
+
+@dataclass(eq=False)
+class SentCall:
+    """A call that a process has, as the run sees it."""
+
+    number: int
+    take: Callable[[Any], bool | None]
+    """Takes an answer; returns whether it is the last, or None where it is none to this call."""
+    limit: float
+    """Seconds for the next thing that is heard of it."""
+    since: float = field(default_factory=time.monotonic)
+    """When it was sent, or something was last heard of it."""
+    begun: int = 0
+    """Times that the user's code was called for it."""
+    done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+    """The last answer. Raises Lost, UserError where the process refuses, or what `take` raises."""
+
+
+class UserProcess:
+    """A process that runs the user's code, for one event loop."""
+
+    def __init__(
+        self,
+        service: str,
+        section: str,
+        max_processes: int,
+        shape: TypeAdapter[Any],
+        timeout: float,
+        startup: float,
+    ):
+        """Starts it. The arguments are `UserCodePool`'s."""
+        self._timeout, self._startup = timeout, startup
+        self.worker: int | None = None
+        """Process id of the one that runs the user's code, under the guard."""
+        self.killed = False
+        self.limit: asyncio.Timeout | None = None
+        """Of the wait for its next answer."""
+        self.fresh = True
+        """Whether it has never called the user's code."""
+        self.heard = time.monotonic()
+        self.calls: dict[int, SentCall] = {}
+        """Those that are not over, by number."""
+        self.sessions: set[Hashable] = set()
+        """What it holds between the calls, by key."""
+        self.alone = False
+        """Whether it gets no other call than the one that it has."""
+        self._shape, self._number = shape, 0
+        self._answers = asyncio.StreamReader(limit=MOST_BYTES)
+        self._shared = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `kill`)
+        self._shared.write(bytes(CELL))
+        self._shared.flush()
+        shared = self._shared.fileno()
+        paths = json.dumps([str(path) for path in sys.path])
+        numbers = [str(number) for number in (shared, os.getpid(), max_processes)]
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", BOOT, paths, service, section, *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(shared,),
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        self._pipes: list[Any] = [self._guard.stdin, self._guard.stdout]
+
+    async def connect(self) -> None:
+        """Lets the event loop read and write its pipes."""
+        loop = asyncio.get_running_loop()
+        self._pipes[0], _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._guard.stdin)
+        self._pipes[1], _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._answers), self._guard.stdout
+        )
+
+    def send(self, content: object, take: Callable[[Any], bool | None]) -> SentCall:
+        """Sends a call; the caller takes it from `calls` when it is over. One to a process that has
+        ended raises Lost."""
+        self._number += 1
+        call = SentCall(self._number, take, self._startup if self.fresh else self._timeout)
+        call.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # was seen
+        if self.killed:
+            call.done.set_exception(Lost("exception", "its process is gone", guilty=False))
+            return call
+        self.calls[self._number] = call
+        if len(self.calls) == 1 and self.limit is not None:  # which had none
+            with suppress(RuntimeError):  # it is over, and the next wait will know
+                self.limit.reschedule(self.first_late()[1])
+        pickled = pickle.dumps((self._number, content))
+        self._pipes[0].write(len(pickled).to_bytes(LENGTH, "little") + pickled)
+        return call
+
+    async def answer(self) -> Any:
+        """Returns the next answer to any call, in the shape of one. Raises Lost where the process
+        has ended, or the user's code has written what is no answer."""
+        noise = 0
+        while noise <= MOST_BYTES:
+            try:
+                line = await self._answers.readline()
+            except ValueError:  # a longer line than that
+                break
+            if not line.endswith(b"\n"):
+                raise Lost("exception", f"its process is gone{self._stack()}")
+            noise += len(line)
+            try:
+                answer = self._shape.validate_json(line, strict=True) if line != b"\n" else None
+            except ValidationError:
+                self._check_text(line)
+                continue
+            if answer is not None and 1 <= answer.order <= self._number:
+                return answer
+        raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are no answer")
+
+    def _check_text(self, line: bytes) -> None:
+        """Raises Lost where a line is the guard's report, or is like an answer without being one;
+        any other text is no matter."""
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(answer, dict):
+            return
+        if isinstance(how := answer.get("ended"), int | str):
+            if not isinstance(how, str):
+                signalled = f"was ended by {_NAMES.get(-how, f'signal {-how}')}"
+                how = signalled if how < 0 else f"ended with exit code {how}"
+            raise Lost("exception", f"its process {how}{self._stack()}")
+        if answer.get("order") in range(1, self._number + 1):
+            raise no_answer(json.dumps(answer))
+
+    def running(self) -> SentCall | None:
+        """Returns the call in whose name it is running, or was when it ended."""
+        cell = os.pread(self._shared.fileno(), CELL, 0)
+        return self.calls.get(int.from_bytes(cell, "little"))
+
+    def first_late(self) -> tuple[SentCall | None, float | None]:
+        """Returns the call whose time is over first, if there is one, and when that is, on the
+        clock of `time.monotonic`. While one runs, others wait for it."""
+        running = self.running()
+        begun = [call for call in self.calls.values() if call.begun]
+        calls = [running] if running is not None else begun or list(self.calls.values())
+        ends = [(c.since if c.begun else max(c.since, self.heard)) + c.limit for c in calls]
+        first = min(ends, default=None)
+        return (None, None) if first is None else (calls[ends.index(first)], first)
+
+    async def late(self, call: SentCall) -> Lost:
+        """Returns what to raise about a call that is late, with the stack of the process."""
+        seconds = min(call.limit, self._timeout) if call.begun else call.limit
+        # A process that is none of its own may have the id that the user's code has written.
+        if self.worker in [child.pid for child in family(self._guard.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(self.worker or 0, signal.SIGUSR1)
+            end = time.monotonic() + STACK_S
+            while not self.killed and time.monotonic() < end:
+                if os.fstat(self._shared.fileno()).st_size > CELL:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # the lines after the first
+        return Lost("timeout", f"no answer after {seconds:g} s{self._stack()}")
+
+    def _stack(self) -> str:
+        """Returns where the user's code is or, after a crash, was."""
+        if self.killed:
+            return ""
+        lines = os.pread(self._shared.fileno(), STACK_BYTES, CELL).decode(errors="replace")
+        shown = itertools.takewhile(lambda line: OURS not in line, lines.splitlines())
+        return "".join(f"\n{line}" for line in list(shown)[:STACK_LINES] if line)
+
+    async def end(self) -> None:
+        """Lets a process that has nothing to do end by itself, and kills any other."""
+        self._pipes[0].close()
+        if not self.calls:
+            with suppress(Lost, TimeoutError):
+                async with asyncio.timeout(END_S):
+                    while True:
+                        await self.answer()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it, and all that it has started, at once."""
+        self.killed = True
+        kill_family(self._guard.pid)  # it is not reaped: the id is its own
+        with suppress(subprocess.TimeoutExpired):
+            self._guard.wait(END_S)
+        for pipe in self._pipes:
+            pipe.close()
+        self._shared.close()
+
+
+class PoolLimits(TypedDict):
+    """Keyword arguments of a pool."""
+
+    workers: int
+    timeout: float
+    """Seconds for the user's code to answer once."""
+    startup: float
+    """Seconds for a process to import what it needs."""
+    memory_mb: NotRequired[int | None]
+    """Megabytes that each process may address; None: no limit."""
+    max_processes: NotRequired[int]
+    """Number that each process may grow to, itself and all below it."""
+
+
+class UserCodePool(ABC, Generic[Facts]):
+    """Some processes that have loaded the same code of the user's, kept by the event loop of a
+    thread.
+
+    What is submitted runs in that loop. Once the pool is closed, or a process cannot be started,
+    everything that is not done raises why.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        service: str,
+        setup: object,
+        names: str,
+        shape: TypeAdapter[Any],
+        **limits: Unpack[PoolLimits],
+    ) -> None:
+        """Starts the processes and does not wait for them; the last step of a subclass's own.
+
+        Args:
+            section: of the config, for messages.
+            service: module with `load`, as `user_process.main` needs it.
+            setup: what `load` gets.
+            names: what the processes load, for messages.
+            shape: of an answer, `ReadyAnswer` among them.
+        """
+        self.timeout, self.startup = limits["timeout"], limits["startup"]
+        self.lost = 0
+        """Processes that were late or ended at work, and are replaced."""
+        self.processes: list[UserProcess] = []
+        """Those that have loaded the code."""
+        most = limits.get("max_processes", MAX_PROCESSES)
+        self._kind = (service, section, most, shape, self.timeout, self.startup)
+        self._setup = (setup, self.timeout, limits.get("memory_mb"))
+        self._section, self._names, self._workers = f"{section}s", names, limits["workers"]
+        self._started = 0
+        self._facts: Future[Facts] = Future()
+        self._error: Exception | None = None
+        """Why the pool has ended."""
+        self._lock = threading.Lock()
+        """Nothing is submitted after `_error` is set."""
+        self._starts = asyncio.TaskGroup()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=section, daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    async def offer(self, process: UserProcess) -> None:
+        """Takes a process into use that has loaded the code."""
+
+    def facts(self) -> Facts:
+        """Returns what the code is; waits until a process has loaded it.
+
+        Raises:
+            UserError: it cannot be loaded.
+            RunError: the processes cannot be started.
+        """
+        return self._facts.result()
+
+    def submit(self, work: Coroutine[object, object, Result]) -> Future[Result]:
+        """Runs a coroutine in the pool's event loop."""
+        with self._lock:
+            if self._error is None:
+                return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        work.close()
+        refused: Future[Result] = Future()
+        refused.set_exception(self._error)
+        return refused
+
+    def close(self) -> None:
+        """Ends all processes; futures that are not done raise RunError."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join((2 + self._workers) * END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        """Keeps the processes until the pool is closed, or one of them cannot be started."""
+        try:
+            async with self._starts:
+                for _ in range(self._workers):
+                    self._starts.create_task(self._keep_one())
+                await self._closing.wait()
+                raise RunError(f"{self._section}: the pool was closed")
+        except ExceptionGroup as group:
+            with self._lock:
+                self._error = group.exceptions[0]
+        if not self._facts.done():
+            self._facts.set_exception(self._error)
+        for _ in range(2):  # a submission from before becomes a task, and begins
+            await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(process.end() for process in self.processes))
+
+    async def _guarded(self, work: Coroutine[object, object, Result]) -> Result:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            raise self._error or RunError(f"{self._section}: cancelled") from None
+
+    async def _keep_one(self) -> None:
+        """Starts a process and takes its answers until it is lost, and then another one."""
+        while True:
+            process = await self._start()
+            self.processes.append(process)
+            await self.offer(process)
+            suspect, until = None, 0.0
+            try:
+                while not process.killed:
+                    now, (late, deadline) = time.monotonic(), process.first_late()
+                    if late is None or deadline is None or deadline > now:
+                        suspect = None
+                    elif late is not suspect:  # what has arrived by now still counts
+                        pause = LOOK_S if len(process.calls) > 1 else LAST_LOOK_S
+                        suspect, deadline = late, now + pause
+                        until = deadline
+                    elif now < until:
+                        deadline = until
+                    else:
+                        self.lose(process, await process.late(late), late if late.begun else None)
+                        break
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout_at(deadline) as process.limit:
+                            self._take(process, await process.answer())
+            except Lost as lost:
+                self.lose(process, lost)
+
+    async def _start(self) -> UserProcess:
+        """Starts a process; returns it once it has loaded the code."""
+        why = f"{self._section}: the process for {self._names} did not start: "
+        try:
+            process = UserProcess(*self._kind)
+        except OSError as error:
+            raise RunError(f"{why}{error}") from error
+        try:
+            await process.connect()
+            (setup, *limits), first = self._setup, not self._started
+            self._started += 1
+            call = process.send((setup, first, *limits), lambda answer: True)
+            try:
+                async with asyncio.timeout(self.startup):
+                    answer = await process.answer()
+            except TimeoutError:
+                raise await process.late(call) from None
+            if isinstance(answer, RefusedAnswer):
+                raise UserError(answer.refused)
+            if not isinstance(answer, ReadyAnswer):
+                raise no_answer(answer.model_dump_json())
+        except BaseException as error:
+            process.kill()
+            if not isinstance(error, Lost):
+                raise
+            raise RunError(f"{why}{error}") from error
+        process.worker = answer.ready
+        process.calls.clear()
+        if answer.facts is not None and not self._facts.done():
+            self._facts.set_result(answer.facts)
+        return process
+
+    def _take(self, process: UserProcess, answer: Any) -> None:
+        """Hands an answer to its call; raises Lost where it is none to that."""
+        call = process.calls.get(answer.order)
+        if call is None or call.done.done():
+            return
+        process.heard = call.since = time.monotonic()
+        match answer:
+            case RefusedAnswer():
+                call.done.set_exception(UserError(answer.refused))
+            case ImportsAnswer() if not call.begun:
+                call.limit = self.startup
+            case BegunAnswer() if answer.begin == call.begun + (not answer.awaits):
+                call.begun, process.fresh = answer.begin, False
+                call.limit = self.timeout + ASYNC_SLACK_S * answer.awaits
+            case _:
+                try:
+                    last = call.take(answer) if call.begun else None
+                except RunError as error:
+                    call.done.set_exception(error)
+                    return
+                if last is None:
+                    raise no_answer(answer.model_dump_json(exclude_unset=True))
+                if last:
+                    call.done.set_result(answer)
+
+    def lose(self, process: UserProcess, lost: Lost, late: SentCall | None = None) -> None:
+        """Kills a process, and tells its calls who is to blame: the one in whose name it was
+        running, or that was late, or the only one that it had, unless an earlier one can have
+        broken it.
+
+        Args:
+            late: the call that it has begun and not answered in time.
+        """
+        if process.killed:
+            return
+        calls = list(process.calls.values())
+        guilty = process.running() or late
+        if guilty is None and process.alone and len(calls) == 1:
+            guilty = calls[0] if calls[0].begun or process.fresh else None
+        self.discard(process)
+        self.lost += 1
+        for call in calls:
+            if not call.done.done():
+                known = call is guilty if guilty is not None else None
+                call.done.set_exception(Lost(lost.kind, str(lost), known))
+        process.calls.clear()
+
+    def discard(self, process: UserProcess) -> None:
+        """Kills a process that may still be at work for nobody; another one takes its place."""
+        process.kill()
+        self.processes.remove(process)
+
+
+def no_answer(text: str) -> Lost:
+    """Returns what to raise about an answer, as JSON, that is none."""
+    return Lost("exception", f"it wrote what is no answer: {short(text)}")
