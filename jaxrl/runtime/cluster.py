@@ -10,12 +10,15 @@ A process of GPUs sees those that Ray gives it. TPU chips are chosen here: the r
 
 from __future__ import annotations
 
+import csv
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import SHARE
+from jaxrl.process.gpu_memory import SHARE, gpu_share
+from jaxrl.process.plain import Keywords
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.mesh import threads_of_one_process
 from jaxrl.sharding.placement import Placement
@@ -29,6 +32,8 @@ BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of a process -> the shape of their block, as libtpu wants it. The shapes are those that
 Ray (`accelerators/tpu.py`) and JAX's own multi-process tests use; a block starts at a multiple of
 its size."""
+SMI_S = 20.0
+"""Seconds that nvidia-smi may take."""
 TPU_PORT = 8476
 """The port of libtpu in a process that has the host's first chip; the next chip's is the next."""
 
@@ -97,6 +102,37 @@ class ClusterDevice:
 
     def memory_stats(self) -> Mapping[str, int] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def nvidia_smi(query: str, seconds: float = SMI_S) -> list[list[str]]:
+    """Asks the driver of this host's NVIDIA GPUs, which takes no memory of theirs; returns the
+    fields of each line.
+
+    Args:
+        query: an option of nvidia-smi, `--query-gpu=...` or `--query-compute-apps=...`.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no nvidia-smi, it failed, or it hangs.
+    """
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    return [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]
+
+
+def ask_driver(share: float | None) -> Keywords:
+    """Returns what the driver of the GPUs of this host tells of them, as fields of `Host`.
+
+    Args:
+        share: what the user of the run has set; it counts before what is set on this host.
+    """
+    try:
+        gpus = nvidia_smi("--query-gpu=memory.total,compute_cap")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    memory = tuple(int(mib) << 20 for mib, _ in gpus)
+    capabilities = [capability for _, capability in gpus]
+    least = min(capabilities, key=lambda c: tuple(map(int, c.split("."))), default=None)
+    return {"gpu_memory": memory, "capability": least, "gpu_share": share or gpu_share()}
 
 
 def process_slots(

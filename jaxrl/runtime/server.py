@@ -27,9 +27,8 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory
-from jaxrl.runtime.parcel import Parcel, Store, pack
-from jaxrl.runtime.tracing import Tracer
+from jaxrl.runtime.local import LocalFuture, LocalWorker, Tracer, device_memory
+from jaxrl.runtime.serialization import Parcel, Store, pack
 from jaxrl.runtime.worker import (
     OutOfMemory,
     Phase,
@@ -135,7 +134,7 @@ class _Worker(LocalWorker):
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         assert isinstance(call, _Call)
         if not call.aside and call.epoch <= self.lost_epoch:
-            call._finish(error=InputLost("an earlier call lost its input"))
+            call.finish(error=InputLost("an earlier call lost its input"))
             return
         super()._execute(call, own)
         if isinstance(call._error, InputLost) and not call.aside:
@@ -248,7 +247,7 @@ class WorkerServer:
             while self._next.get(request.epoch, 0) < request.position:
                 self._turn.wait(1.0)
                 if worker.stopping:
-                    call._finish(error=Stopped("the run is over"))
+                    call.finish(error=Stopped("the run is over"))
                     return call
             call.args = tuple(self._resolve(list(request.args)))
             call.kwargs = self._resolve(dict(request.kwargs))
