@@ -57,8 +57,8 @@ class Host:
     """The part of them that jax would take in a worker there."""
 
     def usable(self, kind: Kind) -> int:
-        """Devices for a run. A host's TPU chips are for one run: who has which of them is known
-        only where nobody else has any.
+        """Counts the devices for a run. A host's TPU chips are for one run: who has which is
+        known only where nobody else has any.
         """
         return 0 if kind == "TPU" and self.free[kind] < self.has[kind] else self.free[kind]
 
@@ -138,7 +138,7 @@ def ask_driver(share: float | None) -> Keywords:
 def process_slots(
     placement: Placement, hosts: Sequence[Host], kind: Kind, most: int | None
 ) -> tuple[ProcessSlot, ...]:
-    """A host, and its share of the devices, for each worker process.
+    """Returns a host, and its share of the devices, for each worker process.
 
     Args:
         most: devices of one process at most (`ray.devices_per_worker`).
@@ -201,7 +201,7 @@ def _no_block(
 
 
 def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dict[str, str]:
-    """The environment that gives a process its devices, and no others."""
+    """Returns the environment that gives a process its devices, and no others."""
     if kind == "GPU" and slot.devices:
         return {"JAX_PLATFORMS": "cuda,cpu"}
     if kind == "TPU" and slot.devices:
@@ -216,7 +216,7 @@ def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dic
 
 
 def _chip_variables(slot: ProcessSlot) -> dict[str, str]:
-    """What libtpu reads. A process that has all chips of its host needs nothing."""
+    """Returns what libtpu reads. A process that has all chips of its host needs nothing."""
     ours = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}  # Ray would name others
     if slot.devices == slot.host.has["TPU"]:
         return ours
@@ -272,13 +272,13 @@ def _too_small(placement: Placement, hosts: Sequence[Host], kind: Kind, stuck: s
 
 
 def needs_table(placement: Placement, kind: Kind) -> str:
-    """What each pool asks of the cluster."""
+    """Shows what each pool asks of the cluster."""
     rows = [(f"needs: {pool.name}", f"{len(pool.devices)} {kind}") for pool in placement.pools]
     return _table(rows)
 
 
 def hosts_table(hosts: Sequence[Host]) -> str:
-    """What each node has: free of all."""
+    """Shows what each node has: free of all."""
     return _table(
         [
             (
@@ -292,14 +292,14 @@ def hosts_table(hosts: Sequence[Host]) -> str:
 
 
 def shown_kinds(hosts: Sequence[Host]) -> list[Kind]:
-    """The kinds of devices that a table of hosts has columns for."""
+    """Returns the kinds of devices that a table of hosts has columns for."""
     return ["CPU", "GPU", "TPU"] if any(host.has["TPU"] for host in hosts) else ["CPU", "GPU"]
 
 
 def devices_of(
     placement: Placement, places: Sequence[ProcessSlot], kind: Kind
 ) -> tuple[ClusterDevice, ...]:
-    """Every device of the run in the order of the placement."""
+    """Returns every device of the run in the order of the placement."""
     found: list[ClusterDevice] = []
     for process, slot in enumerate(places):
         host = slot.host

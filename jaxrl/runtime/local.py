@@ -164,7 +164,7 @@ class LocalFuture(Future[Any]):
                 if not argument.done():
                     argument.check()
             if call.times.started is not None:
-                elapsed = wall_clock().awake_since(call.times.started)
+                elapsed = self.worker.clock.awake_since(call.times.started)
                 if elapsed > call.deadline:
                     raise call.late(elapsed, self.worker.diagnosis())
 
@@ -197,9 +197,10 @@ class LocalWorker:
         self._tracer = Tracer() if tracer is None else tracer
         self._stopping = threading.Event()
         self._roles: dict[str, object] = {}
-        self._protocols: dict[str, type | None] = {}
+        self._methods: dict[str, tuple[str, list[str]] | None] = {}
+        """Role -> name of its Protocol, and the methods that this names."""
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
-        wall_clock()  # before the first call begins
+        self.clock = wall_clock()  # looked at before the first call begins
         self.thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
         self.thread.start()
 
@@ -274,20 +275,20 @@ class LocalWorker:
                 value = self._tracer.arrive(folder, dtype, self.devices)
             elif call.method == "start":
                 make, lazy, protocol = args
-                self._protocols[call.role] = protocol
+                named = None if protocol is None else (protocol.__name__, methods_of(protocol))
+                self._methods[call.role] = named
                 self._roles[call.role] = Lazy(make) if lazy else self._make(call.role, make)
             else:
-                role, protocol = self._roles[call.role], self._protocols[call.role]
+                role, named = self._roles[call.role], self._methods[call.role]
                 if isinstance(role, Lazy):
                     began = time.monotonic()
                     with phase("made on first use"):
                         role = self._roles[call.role] = self._make(call.role, role.make)
                     call.times.made_s = time.monotonic() - began
                     self.ledger.enter(name)  # now that it says what it needs
-                if protocol is not None and call.method not in methods_of(protocol):
+                if named is not None and call.method not in named[1]:
                     raise RunError(
-                        f"{name} may not be called: {protocol.__name__} names only"
-                        f" {', '.join(methods_of(protocol))}"
+                        f"{name} may not be called: {named[0]} names only {', '.join(named[1])}"
                     )
                 step = kwargs.get("step")
                 shown = {} if step is None else {"step_num": step}
@@ -314,7 +315,7 @@ class LocalWorker:
     def _make(self, name: str, make: Callable[[], object]) -> object:
         """Makes a role, with all that its Protocol names."""
         role = make()
-        for method in methods_of(self._protocols[name]):
+        for method in (self._methods[name] or ("", []))[1]:
             if not callable(getattr(role, method, None)):
                 raise RunError(f"{name}: {type(role).__name__} lacks the method {method}")
         return role

@@ -90,7 +90,7 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names what the current worker does in this block, for the error of a missed deadline and for
+    """Sets what the current worker does in this block, for the error of a missed deadline and for
     a trace.
     """
     worker_phase: Phase | None = getattr(_here, "phase", None)

@@ -233,7 +233,7 @@ class Sender:
             raise self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can continue: whoever waits gets the first error. Where the thread with the lock
+        """Ends all calls: whoever waits gets the first error. Where the thread with the lock
         does not come back from Ray, they find it by themselves (`check`).
         """
         self.failure = self.failure or error

@@ -171,18 +171,21 @@ def join(address: str | None, devices: int) -> None:
 def import_ray(address: str | None) -> ModuleType:
     """Imports ray for the cluster at an address, or for one of this process (None).
 
-    Ray reads RAY_AUTH_MODE when it is imported, and keeps it as long as the process lives: with a
-    token to a cluster of this process, or where the user has one; without to any other. An explicit
+    Ray reads RAY_AUTH_MODE when it is imported, and keeps that as long as the process lives: it
+    shows a token to a cluster of this process, and to another where the user has one. An explicit
     RAY_AUTH_MODE is kept as it is.
     """
     global _imported_for
     if "ray" in sys.modules or MODE in os.environ:
         return import_module("ray")
     _imported_for = "own" if address is None else "joined"
-    written = Path.home() / ".ray" / "auth_token"  # by `ray get-auth-token --generate`
-    users = TOKEN in os.environ or TOKEN_PATH in os.environ or written.is_file()
-    with _set({MODE: "token"} if address is None or users else {}):
+    with _set({MODE: "token"} if address is None or _user_has_token() else {}):
         return import_module("ray")
+
+
+def _user_has_token() -> bool:
+    written = Path.home() / ".ray" / "auth_token"  # by `ray get-auth-token --generate`
+    return TOKEN in os.environ or TOKEN_PATH in os.environ or written.is_file()
 
 
 @contextmanager
@@ -200,8 +203,8 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _environment(address: str | None) -> dict[str, str]:
-    """Returns what this process and a cluster of its own need to show and ask for its token, which
-    is in no file. Processes that this one starts later do not get it.
+    """Returns the variables with which this process connects, and with which a cluster of its own
+    starts. The token of that is in no file, and processes that this one starts later do not get it.
 
     Raises:
         UserError: ray was imported for another kind of cluster.
@@ -215,7 +218,7 @@ def _environment(address: str | None) -> dict[str, str]:
                 "ray was imported in this process for a cluster of its own, and reads only once how"
                 f" to show a token: join {address} from another process"
             )
-        return {}
+        return {MODE: "token"} if _imported_for == "joined" and _user_has_token() else {}
     if _imported_for != "own":
         raise UserError(
             "ray was imported in this process before its own cluster was started, and reads only"

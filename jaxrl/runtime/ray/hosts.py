@@ -21,7 +21,7 @@ from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.plain import Keywords
 from jaxrl.runtime.cluster import RESOURCES, Host, Resource, ask_driver
 from jaxrl.runtime.ray.calls import RayPool
-from jaxrl.runtime.ray.local_cluster import Health, started_here, usable
+from jaxrl.runtime.ray.local_cluster import ended_daemon, started_here, usable
 from jaxrl.runtime.server import look
 from jaxrl.runtime.worker import RunLost, WorkerState
 
@@ -97,7 +97,7 @@ def python_on(node: str) -> dict[str, str]:
 def check_nodes(pool: RayPool) -> None:
     """Raises `RunLost` where a pool cannot come back, since its node has left the cluster."""
     if started_here():  # its GCS, which Ray would ask, may be what has ended
-        trouble = Health().trouble()
+        trouble = ended_daemon()
         if trouble is not None:
             raise RunLost(trouble)
         return

@@ -10,8 +10,10 @@ stopped, and ends this process a minute after the death of the GCS. The end of a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +44,8 @@ for process in psutil.Process().children():
         process.kill()  # nothing scales this cluster, or reads its logs or its pages
         process.wait(10)
 print(ray.get_runtime_context().gcs_address, flush=True)
+nowhere = os.open(os.devnull, os.O_WRONLY)
+os.dup2(nowhere, 1), os.dup2(nowhere, 2)
 while os.getppid() == int(sys.argv[2]):
     time.sleep(0.5)
 """
@@ -76,6 +81,8 @@ class LocalCluster:
 
 
 _cluster: LocalCluster | None = None
+_ray_handler: Callable[..., object] | None = None
+"""What Ray has registered to run when the process ends."""
 
 
 def start(options: Mapping[str, object], environment: Mapping[str, str]) -> str:
@@ -134,7 +141,7 @@ def _read_address(head: subprocess.Popen[bytes]) -> str:
         output += part
         lines = output.decode(errors="replace").splitlines()
         for line in lines:
-            if line.startswith("127.0.0.1:") and output.endswith(b"\n"):
+            if re.fullmatch(r"(127\.0\.0\.1|\[::1\]):\d+", line) and output.endswith(b"\n"):
                 return line
         if not part:
             reason = lines[-1].strip() if lines else "it ended without a word"
@@ -176,55 +183,32 @@ def _status(process: psutil.Process) -> str:
     return "is stopped" if status == psutil.STATUS_STOPPED else "works"
 
 
-class Health:
-    """Looks again and again for what is wrong with the cluster of this process."""
-
-    def __init__(self) -> None:
-        self._stopped = dict.fromkeys(DAEMONS, 0)
-
-    def trouble(self) -> str | None:
-        """Tells which daemon has ended, or has been stopped for a while."""
-        for name, daemon in daemons().items():
-            status = _status(daemon)
-            self._stopped[name] = self._stopped[name] + 1 if status == "is stopped" else 0
-            if status == "has ended" or self._stopped[name] >= STOPPED_POLLS:
-                return f"the {name} (pid {daemon.pid}) of the run's own Ray cluster {status}"
-        return None
-
-
-class Head:
-    """Looks whether the head of a cluster that was joined can be reached. Ray ends this process a
-    minute after it cannot.
-    """
-
-    def __init__(self) -> None:
-        self._address: str = sys.modules["ray"].get_runtime_context().gcs_address
-        self._missed = 0
-
-    def trouble(self) -> str | None:
-        """Tells that the head was out of reach for a while, if it was."""
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-            self._missed = 0
-        except OSError:
-            self._missed += 1
-        if self._missed < MISSED_POLLS:
-            return None
-        return f"the head of the Ray cluster at {self._address} has ended, or cannot be reached"
+def ended_daemon() -> str | None:
+    """Tells which daemon of the cluster of this process has ended."""
+    for name, daemon in daemons().items():
+        if _status(daemon) == "has ended":
+            return f"the {name} (pid {daemon.pid}) of the run's own Ray cluster has ended"
+    return None
 
 
 class Guard(threading.Thread):
-    """A thread that looks at the cluster until the end of a run, and never calls Ray."""
+    """A thread that looks at the cluster until the end of a run, and never calls Ray: at the
+    daemons of one of this process, at the head of one that was joined. Ray ends this process a
+    minute after it cannot reach a head.
+    """
 
-    def __init__(self, trouble: Callable[[], str | None], lost: Callable[[str], None]):
+    def __init__(self, lost: Callable[[str], None]):
         """
         Args:
-            trouble: what is wrong with the cluster, if anything.
-            lost: called once, with what is wrong.
+            lost: called once, with what is wrong with the cluster.
         """
         super().__init__(name="guard", daemon=True)
-        self._trouble, self._lost = trouble, lost
+        self._lost = lost
+        self._head: str | None = None
+        if not started_here():
+            self._head = str(sys.modules["ray"].get_runtime_context().gcs_address)
+        self._polls: Counter[str] = Counter()
+        """Daemon, or head -> how often in a row it was seen stopped, or not reached."""
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -234,10 +218,29 @@ class Guard(threading.Thread):
     def run(self) -> None:
         """Looks every `POLL_S`, until something is wrong."""
         while not self._over.wait(POLL_S):
-            trouble = self._trouble()
+            trouble = self._look_at_daemons() if self._head is None else self._look_at(self._head)
             if trouble is not None:
                 self._lost(trouble)
                 return
+
+    def _look_at_daemons(self) -> str | None:
+        for name, daemon in daemons().items():
+            stopped = _status(daemon) == "is stopped"
+            self._polls[name] = self._polls[name] + 1 if stopped else 0
+            if self._polls[name] >= STOPPED_POLLS:
+                return f"the {name} (pid {daemon.pid}) of the run's own Ray cluster is stopped"
+        return ended_daemon()
+
+    def _look_at(self, head: str) -> str | None:
+        host, _, port = head.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            self._polls.clear()
+        except OSError:
+            self._polls[head] += 1
+        if self._polls[head] < MISSED_POLLS:
+            return None
+        return f"the head of the Ray cluster at {head} has ended, or cannot be reached"
 
 
 class Starts:
@@ -301,8 +304,9 @@ def watch_starts() -> Starts | None:
 def leave(answers: bool = True) -> None:
     """Leaves the cluster, in time even where it does not answer; one of this process is ended.
 
-    Ray's own end may wait without limit. Its thread is left behind then, and Ray's handler does not
-    run when the process ends, since it would wait again.
+    Ray's own end may wait without limit. It is left behind then, and neither of Ray's handlers
+    runs when the process ends: one would wait again, and the other, in C++, frees what threads of
+    Ray still use (a segmentation fault instead of the exit code).
 
     Args:
         answers: False where Ray has been called already and has not come back.
@@ -321,7 +325,13 @@ def leave(answers: bool = True) -> None:
             left = healthy
         if not left:
             atexit.unregister(leave)
-            atexit.unregister(ray.shutdown)
+            atexit.unregister(_ray_handler or ray.shutdown)
+            # glibc hands the exit code to a function registered by `on_exit`, before it runs the C
+            # handlers registered earlier, and `_exit` needs no more. Python's own have run by then.
+            # Without `on_exit` (macOS, musl) the handlers run.
+            libc = ctypes.CDLL(None)
+            with suppress(AttributeError):
+                libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     end_daemons()
     if _cluster is not None:
         with suppress(subprocess.TimeoutExpired):
@@ -343,6 +353,8 @@ def bounded(function: Callable[[], object], seconds: float) -> bool:
 
 def leave_at_exit() -> None:
     """Registers `leave`: before Ray's own handlers, which run in the reverse order."""
+    global _ray_handler
+    _ray_handler = sys.modules["ray"].shutdown
     atexit.unregister(leave)
     atexit.register(leave)
 

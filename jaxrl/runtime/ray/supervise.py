@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
@@ -83,13 +82,19 @@ class Supervisor:
                 thread.join(max(0.0, end - time.monotonic()))
 
     def _tend(self) -> None:
+        notes: dict[str, Callable[..., None]] = {
+            "report": self._reported,
+            "answer": self._answered,
+            "made": self._made,
+        }
         asked = 0.0
         while self._sender.failure is None:
             try:
                 with suppress(queue.Empty):
-                    self._note(*self._sender.news.get(timeout=0.2))
+                    kind, *news = self._sender.news.get(timeout=0.2)
                     while True:
-                        self._note(*self._sender.news.get_nowait())
+                        notes[kind](*news)
+                        kind, *news = self._sender.news.get_nowait()
                 for pool in self._pools:
                     self._bring_back(pool)
                     with self._sender.lock:
@@ -104,14 +109,6 @@ class Supervisor:
             except Exception as error:
                 reported = f"the supervisor failed: {type(error).__name__}: {error}"
                 self._sender.fail(RunError(reported))
-
-    def _note(self, kind: str, *news: Any) -> None:
-        notes: dict[str, Callable[..., None]] = {
-            "report": self._reported,
-            "answer": self._answered,
-            "made": self._made,
-        }
-        notes[kind](*news)
 
     def _answered(
         self, pool: RayPool, life: int, rank: int, reported: Future[ProcessStatus]

@@ -43,8 +43,6 @@ from jaxrl.runtime.ray.hosts import (
 )
 from jaxrl.runtime.ray.local_cluster import (
     Guard,
-    Head,
-    Health,
     Starts,
     bounded,
     end_daemons,
@@ -150,11 +148,7 @@ class RayWorkerGroup:
         )
         self._reserved: Any = None
         self._ending: str | None = None
-        self._guard = (
-            Guard(Health().trouble, self._lost)
-            if started_here()
-            else Guard(Head().trouble, self._lose_head)
-        )
+        self._guard = Guard(self._lost if started_here() else self._lose_head)
 
     # How they start.
 
