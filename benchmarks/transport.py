@@ -91,6 +91,9 @@ def measure(mb: int, repeats: int, processes: int, copies: list[float]) -> list[
     """Seconds of each round for pack, load and both."""
     import transport  # by name, not as __main__: so that the workers find it
 
+    from jaxrl.runtime.ray.connect import import_ray  # an optional package
+
+    import_ray(None)
     from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
 
     worker_group = RayWorkerGroup(

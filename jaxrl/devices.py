@@ -1,13 +1,12 @@
-"""Who has which device: on this host, and with --address in a Ray cluster.
+"""Who uses which device: on this host, and with --address in a Ray cluster.
 
-Lists the devices with their memory, the settings that hide or number them, every run of this user
-with its workers, and what is free. NVIDIA GPUs are asked for through nvidia-smi, so that no memory
-of theirs is taken; other devices through jax.
+Lists the devices with their memory, the settings that hide or number them, who computes on each,
+what is free, and the processes of jaxrl on this host. NVIDIA GPUs are asked for through nvidia-smi,
+so that no memory of theirs is taken; other devices through jax, which does not tell who uses them.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import os
 import re
@@ -16,9 +15,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import psutil
@@ -27,24 +26,19 @@ from rich import box
 from rich.table import Table
 
 from jaxrl.config import cli
-from jaxrl.errors import RunError, UserError, short
+from jaxrl.errors import UserError, short
 from jaxrl.process.gpu_memory import OLD_NAME, VARIABLE
 
 if TYPE_CHECKING:
     from jaxrl.runtime.cluster import Cluster
-    from jaxrl.runtime.registry import Member, Run
-    from jaxrl.runtime.worker import WorkerState
 
 SMI_S = 20.0
 """Seconds that nvidia-smi may take."""
 FREE_SHARE = 0.05
 """Share of a GPU's memory that may be in use while nobody has it: the driver keeps some."""
-COMMAND_WIDTH = 60
-"""Characters of a command that are shown."""
+COMMAND_WIDTH, RUN_WIDTH = 60, 160
+"""Characters of a command that are shown beside a device, and of a process of jaxrl."""
 GB, MIB = 1e9, 1 << 20
-WORKER = ("worker", "roles", "process", "devices")
-"""Columns of a table of workers."""
-NODE = ("node", "address")
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
@@ -62,91 +56,71 @@ class LocalDevice:
     name: str
     """As `gpu:3`, counted as nvidia-smi does."""
     kind: str
-    uuid: str
-    """"" where there is none."""
     used: int | None
     """Bytes; None where unknown."""
     limit: int | None
+    users: tuple[str, ...] = ()
+    """Who computes on it; empty where it is free, or nobody tells."""
 
 
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that computes on a GPU."""
+def local_devices(notify: Callable[[str], None]) -> list[LocalDevice]:
+    """Returns the devices of this host according to nvidia-smi or, where there is none, to jax.
 
-    pid: int
-    uuid: str
-    """Of the GPU."""
-    used: int | None
-    """Bytes; None where unknown."""
-
-
-@dataclass(frozen=True)
-class LocalHost:
-    """The devices of this host and who computes on them."""
-
-    devices: tuple[LocalDevice, ...]
-    processes: tuple[GpuProcess, ...]
-    notes: tuple[str, ...]
-    """Why something is not known."""
-
-
-def find_host() -> LocalHost:
-    """The devices of this host according to nvidia-smi or, if there is none, to JAX."""
-    notes: list[str] = []
+    Args:
+        notify: receives why something is not known.
+    """
     if shutil.which("nvidia-smi") is None:
-        return LocalHost(jax_devices(notes.append), (), tuple(notes))
+        return jax_devices(notify)
+    from jaxrl.runtime.cluster import nvidia_smi
+
     try:
-        gpus = parse_gpus(_smi("--query-gpu=index,uuid,name,memory.used,memory.total"))
-        processes = parse_processes(_smi("--query-compute-apps=pid,gpu_uuid,used_memory"))
+        gpus = nvidia_smi("--query-gpu=index,uuid,name,memory.used,memory.total", SMI_S)
+        processes = nvidia_smi("--query-compute-apps=pid,gpu_uuid,used_memory", SMI_S)
     except subprocess.TimeoutExpired:
         # A driver that does not answer would not answer jax either.
-        hangs = f"nvidia-smi has not answered for {SMI_S:g} s: its driver hangs"
-        return LocalHost((), (), (hangs,))
-    except RunError as error:
-        return LocalHost(jax_devices(notes.append), (), (str(error), *notes))
+        notify(f"nvidia-smi has not answered for {SMI_S:g} s: its driver hangs")
+        return []
+    except subprocess.CalledProcessError as error:
+        output = " ".join(f"{error.stdout} {error.stderr}".split())
+        notify(f"nvidia-smi failed: {output or f'exit code {error.returncode}'}")
+        return jax_devices(notify)
     plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
     if gpus and not any(map(importlib.util.find_spec, plugins)):
-        notes.append("jax here cannot use these GPUs: pip install 'jaxrl[cuda]'")
-    if len({gpu.kind for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        notes.append(
-            "these GPUs differ, and jax may count them otherwise: CUDA_DEVICE_ORDER=PCI_BUS_ID"
-        )
-    return LocalHost(gpus, processes, tuple(notes))
-
-
-def _smi(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
-    if done.returncode:
-        output = " ".join((done.stdout + done.stderr).split())
-        raise RunError(f"nvidia-smi failed: {output or f'exit code {done.returncode}'}")
-    return done.stdout
-
-
-def parse_gpus(text: str) -> tuple[LocalDevice, ...]:
-    """Rows of index, uuid, name, MiB used, MiB in all."""
-    return tuple(
-        LocalDevice(f"gpu:{index}", kind, uuid, _bytes(used), _bytes(limit))
-        for index, uuid, kind, used, limit in _rows(text)
-    )
-
-
-def parse_processes(text: str) -> tuple[GpuProcess, ...]:
-    """Rows of pid, uuid of the GPU, MiB used."""
-    return tuple(GpuProcess(int(pid), uuid, _bytes(used)) for pid, uuid, used in _rows(text))
-
-
-def _rows(text: str) -> Iterator[list[str]]:
-    return (row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row)
+        notify("jax here cannot use these GPUs: pip install 'jaxrl[cuda]'")
+    kinds = {kind for _, _, kind, _, _ in gpus}
+    if len(kinds) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notify("these GPUs differ, and jax may count them otherwise: CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    devices = []
+    for index, uuid, kind, memory, total in gpus:
+        used, limit = _bytes(memory), _bytes(total)
+        users = [_user(int(pid), _bytes(mib)) for pid, gpu, mib in processes if gpu == uuid]
+        if not users and used and limit and used > FREE_SHARE * limit:
+            users.append("a process that cannot be seen from here")
+        devices.append(LocalDevice(f"gpu:{index}", kind, used, limit, tuple(users)))
+    return devices
 
 
 def _bytes(mib: str) -> int | None:
-    """None for `[N/A]` and the like."""
+    """Reads a number of MiB; None for `[N/A]` and the like."""
     return int(mib) * MIB if mib.strip().isdigit() else None
 
 
-def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
-    """The devices that jax finds; starts its backend, with as little memory as that takes."""
+def _user(pid: int, used: int | None) -> str:
+    """Tells the command of a process, cut, and the bytes that it takes of a GPU."""
+    try:
+        text = shlex.join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        text = "its command is not known here"
+    memory = "" if used is None else f" ({used / GB:.1f} GB)"
+    return f"pid {pid}: {short(text, COMMAND_WIDTH)}{memory}"
+
+
+def jax_devices(notify: Callable[[str], None]) -> list[LocalDevice]:
+    """Returns the devices that jax finds; starts its backend, with as little memory as that takes.
+
+    Args:
+        notify: receives why jax cannot start.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
 
@@ -157,18 +131,21 @@ def jax_devices(notify: Callable[[str], None]) -> tuple[LocalDevice, ...]:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an accelerator in use, or a wrong platform
         notify(f"jax cannot start: {error}")
-        return ()
-    found = []
-    for device in devices:
-        stats = device.memory_stats() or {}
-        used, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
-        name = f"{device.platform}:{device.id}"
-        found.append(LocalDevice(name, device.device_kind, "", used, limit))
-    return tuple(found)
+        return []
+    stats = {device: device.memory_stats() or {} for device in devices}
+    return [
+        LocalDevice(
+            f"{device.platform}:{device.id}",
+            device.device_kind,
+            memory.get("bytes_in_use"),
+            memory.get("bytes_limit"),
+        )
+        for device, memory in stats.items()
+    ]
 
 
 def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
-    """The variables that are set and decide which devices a run from here gets."""
+    """Lists the variables that are set and decide which devices a run from here gets."""
     from jaxrl.sharding.mesh import HOST_COUNT_FLAG
 
     lines = []
@@ -180,92 +157,55 @@ def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(lines)
 
 
-def physical(name: str, visible: str | None, gpus: Sequence[LocalDevice]) -> str:
-    """The name on this host of a device that a process with CUDA_VISIBLE_DEVICES=`visible` counts
-    as `name`.
-    """
-    platform, _, number = name.partition(":")
-    if platform != "gpu" or visible is None:
-        return name
-    entries = visible.split(",")
-    entry = entries[int(number)].strip() if int(number) < len(entries) else ""
-    if entry.isdigit():
-        return f"gpu:{int(entry)}"
-    # A UUID, of which the beginning is enough.
-    return next((gpu.name for gpu in gpus if entry and gpu.uuid.startswith(entry)), name)
-
-
-def placed(run: Run, worker: Member, gpus: Sequence[LocalDevice]) -> list[str]:
-    """The devices of a worker as its host counts them."""
-    # Another process of a run has its own CUDA_VISIBLE_DEVICES, and names devices of its host.
-    visible = run.visible if (worker.host, worker.pid) == (run.host, run.pid) else None
-    return [physical(name, visible, gpus) for name in worker.devices]
-
-
-def users(device: LocalDevice, host: LocalHost, runs: Sequence[Run]) -> list[str]:
-    """Who has an accelerator; empty if it is free."""
-    here = socket.gethostname()
-    mine = [
-        (run, worker)
-        for run in runs
-        for worker in run.workers
-        if worker.host == here and device.name in placed(run, worker, host.devices)
-    ]
-    ours = {pid for run, worker in mine for pid in (run.pid, worker.pid)}
-    others = [p for p in host.processes if p.uuid == device.uuid and p.pid not in ours]
-    found = [f"{Path(run.run_dir).name}: {w.name} (pid {w.pid})" for run, w in mine]
-    found += [f"pid {process.pid}: {_command(process)}" for process in others]
-    if not found and device.used and device.limit and device.used > FREE_SHARE * device.limit:
-        found.append("a process that cannot be seen from here")
-    return found
-
-
-def _command(process: GpuProcess) -> str:
-    """The command of a process, cut, and the memory that it takes."""
-    try:
-        text = shlex.join(psutil.Process(process.pid).cmdline())
-    except psutil.Error:
-        text = "its command is not known here"
-    cut = short(text, COMMAND_WIDTH)
-    return cut if process.used is None else f"{cut} ({process.used / GB:.1f} GB)"
-
-
-def host_page(host: LocalHost, runs: Sequence[Run]) -> list[Table | str]:
-    """The devices, who has them, and which are free."""
+def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
+    """Shows the devices of this host, who uses them, and which are free."""
     from jaxrl.sharding.mesh import host_available
 
     free_memory = f"{host_available() / GB:.1f} GB of memory free"
     page: list[Table | str] = [
         f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
         *settings(os.environ.items()),
-        *host.notes,
     ]
-    if not host.devices:
+    if not devices:
         return page
-    if all(device.name.startswith("cpu:") for device in host.devices):
+    if all(device.name.startswith("cpu:") for device in devices):
         return [*page, "no accelerator: each run emulates the CPU devices that its mesh needs"]
-    owners = {device: users(device, host, runs) for device in host.devices}
     rows = [
-        (d.name, d.kind, _memory(d.used, d.limit), "; ".join(by) or "free")
-        for d, by in owners.items()
+        (d.name, d.kind, _memory(d.used, d.limit), "; ".join(d.users) or "free") for d in devices
     ]
-    free = [device.name for device, by in owners.items() if not by]
+    free = [device.name for device in devices if not device.users]
     return [
         *page,
         _table(("device", "kind", "memory", "used by"), rows),
-        f"free: {len(free)} of {len(host.devices)}: {', '.join(free) or 'none'}",
+        f"free: {len(free)} of {len(devices)}: {', '.join(free) or 'none'}",
     ]
 
 
-def run_page(run: Run, gpus: Sequence[LocalDevice]) -> list[Table | str]:
-    """A run and its workers."""
-    rows = [_worker(worker, placed(run, worker, gpus)) for worker in run.workers]
-    head = f"run {run.run_dir}: pid {run.pid} since {run.started}: {run.command}"
-    return [head, _table(WORKER, rows) if rows else "its workers have not started yet"]
+def is_jaxrl(words: Sequence[str]) -> bool:
+    """Returns whether a command line is that of a worker of Ray, or of a command of jaxrl other
+    than this one."""
+    if words and words[0].startswith("ray::jaxrl:"):
+        return True
+    command = " ".join(words[1:4])  # `-m jaxrl.train ...`, `-m jaxrl train`, `.../bin/jaxrl train`
+    return re.match(r"(-m |\S*/bin/)jaxrl[. ](?!devices\b)\w", command) is not None
+
+
+def process_page() -> list[Table | str]:
+    """Shows the processes of jaxrl on this host that this user may see."""
+    rows = []
+    for process in psutil.process_iter(["pid", "cmdline", "create_time"]):
+        words = process.info["cmdline"] or []
+        if is_jaxrl(words):
+            since = datetime.fromtimestamp(process.info["create_time"])
+            text = short(shlex.join(word for word in words if word), RUN_WIDTH)
+            rows.append((str(process.pid), since.isoformat(" ", "minutes"), text))
+    if not rows:
+        return ["no process of jaxrl works here"]
+    return [_table(("process", "since", "command"), rows)]
 
 
 def cluster_page(cluster: Cluster) -> list[Table | str]:
-    """The nodes of a cluster and the workers of jaxrl on it."""
+    """Shows the nodes of a cluster and the workers of jaxrl on it."""
     from jaxrl.runtime.cluster import shown_kinds
 
     kinds = shown_kinds(cluster.hosts)
@@ -278,17 +218,18 @@ def cluster_page(cluster: Cluster) -> list[Table | str]:
         )
         for node in cluster.hosts
     ]
-    rows = [(*_worker(worker, worker.devices), worker.phase) for worker in cluster.workers]
+    workers = [
+        (w.name, ", ".join(w.roles), f"{w.host}:{w.pid}", ", ".join(w.devices), w.phase)
+        for w in cluster.workers
+    ]
+    titles = ("node", "address", *(f"{kind}s free" for kind in kinds), "memory free")
     return [
         f"cluster {cluster.address}",
-        _table((*NODE, *(f"{kind}s free" for kind in kinds), "memory free"), nodes),
-        _table((*WORKER, "phase"), rows) if rows else "no worker of jaxrl on it",
+        _table(titles, nodes),
+        _table(("worker", "roles", "process", "devices", "phase"), workers)
+        if workers
+        else "no worker of jaxrl on it",
     ]
-
-
-def _worker(worker: Member | WorkerState, devices: Iterable[str]) -> tuple[str, ...]:
-    process = f"{worker.host}:{worker.pid}"
-    return worker.name, ", ".join(worker.roles), process, ", ".join(devices)
 
 
 def _memory(part: int | None, whole: int | None) -> str:
@@ -331,6 +272,7 @@ def check_address(address: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs `python -m jaxrl.devices`."""
     parser = cli.Parser("jaxrl.devices", __doc__ or "")
     parser.add_argument(
         "--address",
@@ -341,16 +283,9 @@ def main(argv: Sequence[str]) -> None:
     address = parser.parse(argv).address
     if address:
         check_address(address)
-    from jaxrl.runtime.registry import running
-
     notes: list[str] = []
-    runs = running(notes.append)
-    host = find_host()
-    show([*host_page(host, runs), *notes])
-    for run in runs:
-        show(["", *run_page(run, host.devices)])
-    if not runs:
-        print("no run of this user works here")
+    devices = local_devices(notes.append)
+    show([*host_page(devices), *notes, "", *process_page()])
     if address:
         from jaxrl.runtime.ray.connect import cluster
 

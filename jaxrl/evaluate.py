@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {path}")
 
 
-cli.cli.make_callable(__name__, evaluate)
+cli.make_callable(__name__, evaluate)
 
 if __name__ == "__main__":
     cli.leave(cli.run(main))

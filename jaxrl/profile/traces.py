@@ -23,8 +23,7 @@ from jaxrl.plan import Plan
 from jaxrl.plan.setting import signal_bytes
 from jaxrl.profile.stages import RunModels, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
-from jaxrl.runtime.tracing import Traced
-from jaxrl.runtime.worker import Future, Handle, Times, WorkerGroup
+from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup
 from jaxrl.telemetry.timeline import Watched
 from jaxrl.types import Row
 

@@ -42,7 +42,6 @@ from jaxrl.run.run_dir import (
     sessions,
     with_date,
 )
-from jaxrl.runtime.registry import registered
 from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
@@ -132,13 +131,7 @@ def run_config(
             for text in (plan.text(), f"run directory: {run.path}", *job.data_notes()):
                 notify(text)
             job.train.notify = notify
-            with registered(run.path, ()) as registration:
-                _run_job(
-                    RunContext(
-                        job, plan, console, notify, registration, interrupt, on_step, started
-                    ),
-                    run,
-                )
+            _run_job(RunContext(job, plan, console, notify, interrupt, on_step, started), run)
             return run.path
 
 
@@ -187,16 +180,7 @@ def _attempt(context: RunContext, run: RunDir) -> None:
     restore = None if run.checkpoint is None else run.checkpoint.path
     setup = job.for_workers(plan.axes, run.path, restore)
     packing = setup.packing(plan.inputs.target)
-    workers: list[WorkerGroup] = []
-
-    def on_worker_message(text: str) -> None:
-        """After a start, or when a worker was restarted: the registered workers have changed."""
-        notify(text)
-        for worker_group in workers:
-            context.registration.update(worker_group.states())
-
-    worker_group = start_roles(setup, plan, on_worker_message)
-    workers.append(worker_group)
+    worker_group = start_roles(setup, plan, notify)
 
     def asked_to_stop() -> bool:
         return interrupt.asked() or on_step.error is not None or worker_group.ending() is not None
@@ -212,7 +196,6 @@ def _attempt(context: RunContext, run: RunDir) -> None:
             run.write(name, text)
         run.remove_final()
         context.console.attach(worker_group.states)
-        context.registration.update(worker_group.states())
         with (
             notify.into(RunLog(run.path / LOG_FILE)) as log,
             Records(context, run, worker_group, log, description) as records,

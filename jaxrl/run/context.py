@@ -10,7 +10,6 @@ from jaxrl.plan import Plan
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.json_types import JsonObject
 from jaxrl.run.job import Job
-from jaxrl.runtime.registry import Registration
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
 from jaxrl.types import Row
@@ -74,7 +73,6 @@ class RunContext:
     plan: Plan
     console: Console
     notify: Notifier
-    registration: Registration
     interrupt: Interrupt
     on_step: OnStep
     started: float

@@ -144,7 +144,10 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
 
 
 def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
-    from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # an optional package
+    from jaxrl.runtime.ray.connect import address_of, import_ray  # an optional package
+
+    import_ray(address_of(setup.config.ray))
+    from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 
     aligner = setup.aligner and cloudpickle.dumps(setup.aligner)
     packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer), aligner=aligner)

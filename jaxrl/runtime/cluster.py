@@ -10,12 +10,15 @@ A process of GPUs sees those that Ray gives it. TPU chips are chosen here: the r
 
 from __future__ import annotations
 
+import csv
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import SHARE
+from jaxrl.process.gpu_memory import SHARE, gpu_share
+from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.mesh import threads_of_one_process
 from jaxrl.sharding.placement import Placement
@@ -29,6 +32,8 @@ BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of a process -> the shape of their block, as libtpu wants it. The shapes are those that
 Ray (`accelerators/tpu.py`) and JAX's own multi-process tests use; a block starts at a multiple of
 its size."""
+SMI_S = 20.0
+"""Seconds that nvidia-smi may take."""
 TPU_PORT = 8476
 """The port of libtpu in a process that has the host's first chip; the next chip's is the next."""
 
@@ -52,8 +57,8 @@ class Host:
     """The part of them that jax would take in a worker there."""
 
     def usable(self, kind: Kind) -> int:
-        """Devices for a run. A host's TPU chips are for one run: who has which of them is known
-        only where nobody else has any.
+        """Counts the devices for a run. A host's TPU chips are for one run: who has which is
+        known only where nobody else has any.
         """
         return 0 if kind == "TPU" and self.free[kind] < self.has[kind] else self.free[kind]
 
@@ -99,10 +104,41 @@ class ClusterDevice:
         return None if self.limit is None else {"bytes_limit": self.limit}
 
 
+def nvidia_smi(query: str, seconds: float = SMI_S) -> list[list[str]]:
+    """Asks the driver of this host's NVIDIA GPUs, which takes no memory of theirs; returns the
+    fields of each line.
+
+    Args:
+        query: an option of nvidia-smi, `--query-gpu=...` or `--query-compute-apps=...`.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no nvidia-smi, it failed, or it hangs.
+    """
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    return [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]
+
+
+def ask_driver(share: float | None) -> Keywords:
+    """Returns what the driver of the GPUs of this host tells of them, as fields of `Host`.
+
+    Args:
+        share: what the user of the run has set; it counts before what is set on this host.
+    """
+    try:
+        gpus = nvidia_smi("--query-gpu=memory.total,compute_cap")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    memory = tuple(int(mib) << 20 for mib, _ in gpus)
+    capabilities = [capability for _, capability in gpus]
+    least = min(capabilities, key=lambda c: tuple(map(int, c.split("."))), default=None)
+    return {"gpu_memory": memory, "capability": least, "gpu_share": share or gpu_share()}
+
+
 def process_slots(
     placement: Placement, hosts: Sequence[Host], kind: Kind, most: int | None
 ) -> tuple[ProcessSlot, ...]:
-    """A host, and its share of the devices, for each worker process.
+    """Returns a host, and its share of the devices, for each worker process.
 
     Args:
         most: devices of one process at most (`ray.devices_per_worker`).
@@ -165,7 +201,7 @@ def _no_block(
 
 
 def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dict[str, str]:
-    """The environment that gives a process its devices, and no others."""
+    """Returns the environment that gives a process its devices, and no others."""
     if kind == "GPU" and slot.devices:
         return {"JAX_PLATFORMS": "cuda,cpu"}
     if kind == "TPU" and slot.devices:
@@ -180,7 +216,7 @@ def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dic
 
 
 def _chip_variables(slot: ProcessSlot) -> dict[str, str]:
-    """What libtpu reads. A process that has all chips of its host needs nothing."""
+    """Returns what libtpu reads. A process that has all chips of its host needs nothing."""
     ours = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}  # Ray would name others
     if slot.devices == slot.host.has["TPU"]:
         return ours
@@ -236,13 +272,13 @@ def _too_small(placement: Placement, hosts: Sequence[Host], kind: Kind, stuck: s
 
 
 def needs_table(placement: Placement, kind: Kind) -> str:
-    """What each pool asks of the cluster."""
+    """Shows what each pool asks of the cluster."""
     rows = [(f"needs: {pool.name}", f"{len(pool.devices)} {kind}") for pool in placement.pools]
     return _table(rows)
 
 
 def hosts_table(hosts: Sequence[Host]) -> str:
-    """What each node has: free of all."""
+    """Shows what each node has: free of all."""
     return _table(
         [
             (
@@ -256,14 +292,14 @@ def hosts_table(hosts: Sequence[Host]) -> str:
 
 
 def shown_kinds(hosts: Sequence[Host]) -> list[Kind]:
-    """The kinds of devices that a table of hosts has columns for."""
+    """Returns the kinds of devices that a table of hosts has columns for."""
     return ["CPU", "GPU", "TPU"] if any(host.has["TPU"] for host in hosts) else ["CPU", "GPU"]
 
 
 def devices_of(
     placement: Placement, places: Sequence[ProcessSlot], kind: Kind
 ) -> tuple[ClusterDevice, ...]:
-    """Every device of the run in the order of the placement."""
+    """Returns every device of the run in the order of the placement."""
     found: list[ClusterDevice] = []
     for process, slot in enumerate(places):
         host = slot.host

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,15 +23,16 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.interrupt import left_behind
-from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.tracing import PROFILE, Tracer
+from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import (
     POLL_S,
+    PROFILE,
     Future,
     OutOfMemory,
     Phase,
     Stopped,
     T,
+    Traced,
     WorkerError,
     WorkerState,
     enter,
@@ -38,6 +40,7 @@ from jaxrl.runtime.worker import (
     methods_of,
     phase,
 )
+from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.ledger import Ledger, use
 
 
@@ -54,6 +57,60 @@ NO_ROOM = "RESOURCE_EXHAUSTED"
 """How XLA's error of a device without room begins."""
 
 
+@dataclass
+class Tracer:
+    """Begins the trace once every worker of the process has come to where it shall begin, in the
+    order of its own calls, and ends it likewise: what is asked for in between is in it, and as
+    little else as can be.
+    """
+
+    name: str = ""
+    """Of the process, and of its folder; empty where there is one process."""
+    workers: int = 1
+    """Those that will come."""
+    _arrived: Counter[Path | None] = field(default_factory=Counter)
+    _device: jax.Device | None = None
+    _tracing: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arrive(self, folder: Path | None, dtype: str, devices: tuple[jax.Device, ...]) -> Traced:
+        """Notes that a worker has come to the beginning of a trace (folder None: to its end), and
+        begins or ends it with the last of them.
+
+        Args:
+            folder: of all traces of the run.
+            dtype: of the products that tell what an unknown device can do.
+            devices: of the worker.
+        """
+        with self._lock:
+            self._device = self._device or next(iter(devices), None)
+            self._arrived[folder] += 1
+            if self._arrived[folder] < self.workers:
+                return Traced()
+            del self._arrived[folder]
+            try:
+                if folder is not None:
+                    self._begin(folder / self.name)
+                elif self._tracing:
+                    self._end()
+            except Exception as error:  # a profiler that refuses ends no run
+                return Traced(problem=str(error).strip() or type(error).__name__)
+            if folder is not None or self._device is None:
+                return Traced()
+            return Traced(ceilings=ceilings_of(self._device, dtype))
+
+    def _begin(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call: slow, and nothing but noise here
+        jax.profiler.start_trace(str(folder), profiler_options=options)
+        self._tracing = True
+
+    def _end(self) -> None:
+        self._tracing = False  # also where it cannot be written: the next one starts over
+        jax.profiler.stop_trace()
+
+
 @dataclass(eq=False)
 class LocalFuture(Future[Any]):
     """The result of one call to a `LocalWorker`."""
@@ -63,61 +120,53 @@ class LocalFuture(Future[Any]):
     then: Callable[[object], object] | None = None
     """Makes of the result what is kept, in the worker, before its next call."""
     _once: bool = field(default=False, init=False)
-    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _turn: threading.RLock = field(default_factory=threading.RLock, init=False)
     """Held by who decides whether the call begins, or ends."""
-    _value: object = field(default=None, init=False)
 
     def cancel(self) -> bool:
+        """Cancels the call unless it has started (`Future.cancel`)."""
         with self._turn:
             if self.times.started is not None or self.done():
                 return False
-            self._end(None, Stopped("the run was asked to end before this call began"))
+            self.finish(error=Stopped("the run was asked to end before this call began"))
             return True
 
-    def begin(self) -> bool:
-        """Marks the start of the call; False where it was cancelled."""
-        with self._turn:
-            if not self.done():
-                self.times.started = time.monotonic()
-            return not self.done()
-
     def consume(self) -> LocalFuture:
+        """Marks the value as needed once (`Future.consume`)."""
         self._once = True
         return self
 
-    def _fetch(self) -> object:
-        return self._value
+    def finish(self, value: object = None, error: BaseException | None = None) -> None:
+        """Ends the call, with a value or an error, unless it has ended."""
+        with self._turn:
+            if not self.done():
+                self._value, self._error = value, error
+                self.times.finished = time.monotonic()
+                self._done.set()
 
     def check(self) -> None:
+        """Raises what has failed in any worker, and the lateness of a call that this one waits for:
+        the one ahead of it in its worker, one that makes an argument, or itself."""
         if self.worker is None:
             return
         for worker in self.worker.worker_group:
-            worker.check_alive()
-        running = None if self.aside else self.worker.running
-        if running is not None and running is not self and not self.done():
-            running.check_self()
-        self.check_self()
-
-    def check_self(self) -> None:
-        for arg in self.inputs():
-            if not arg.done():
-                arg.check()
-        if self.times.started is None or self.done():
-            return
-        elapsed = awake_since(self.times.started)
-        if elapsed > self.deadline:
-            assert self.worker is not None, "the driver's own value is there"
-            raise self.late(elapsed, self.worker.diagnosis())
-
-    def _finish(self, value: object = None, error: BaseException | None = None) -> None:
-        with self._turn:
-            if not self.done():
-                self._end(value, error)
-
-    def _end(self, value: object, error: BaseException | None) -> None:
-        self._value, self._error = value, error
-        self.times.finished = time.monotonic()
-        self._done.set()
+            if worker.failure is not None:
+                raise worker.failure
+            if not (worker.thread.is_alive() or worker.stopping):
+                raise WorkerError(
+                    f"worker {worker.name} has ended; it was in phase '{worker.phase.name}'"
+                )
+        ahead = None if self.aside else self.worker.running
+        for call in (ahead, self):
+            if call is None or call.done():
+                continue
+            for argument in call.inputs():
+                if not argument.done():
+                    argument.check()
+            if call.times.started is not None:
+                elapsed = self.worker.clock.awake_since(call.times.started)
+                if elapsed > call.deadline:
+                    raise call.late(elapsed, self.worker.diagnosis())
 
 
 class LocalWorker:
@@ -148,10 +197,12 @@ class LocalWorker:
         self._tracer = Tracer() if tracer is None else tracer
         self._stopping = threading.Event()
         self._roles: dict[str, object] = {}
-        self._protocols: dict[str, type | None] = {}
+        self._methods: dict[str, tuple[str, list[str]] | None] = {}
+        """Role -> name of its Protocol, and the methods that this names."""
         self._calls: queue.SimpleQueue[LocalFuture | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
-        self._thread.start()
+        self.clock = wall_clock()  # looked at before the first call begins
+        self.thread = threading.Thread(target=self._run, name=f"worker:{name}", daemon=True)
+        self.thread.start()
 
     def start_role(
         self,
@@ -171,15 +222,149 @@ class LocalWorker:
         return self.handle(role).call("start", make, lazy, protocol, deadline=deadline)
 
     def handle(self, role: str) -> LocalHandle:
+        """Returns what calls a role of this worker."""
         return LocalHandle(self, role)
 
+    def submit(self, call: LocalFuture) -> LocalFuture:
+        """Queues a call, or runs it on a thread of its own."""
+        if call.aside:
+            name, own = f"aside:{self.name}", Phase()
+            threading.Thread(target=self._execute, args=(call, own), name=name, daemon=True).start()
+        else:
+            self._calls.put(call)
+        return call
+
+    def _run(self) -> None:
+        use(self.ledger)
+        while (call := self._calls.get()) is not None:
+            if self._stopping.is_set():
+                call.finish(error=Stopped("the run is over"))
+            elif not call.done():  # else it was cancelled
+                self.running = call
+                self._execute(call, self.phase)
+                self.running = None
+            del call  # a worker that waits keeps no call alive
+            self.phase.name, self.phase.since = "idle", time.monotonic()
+        for role in self._roles.values():
+            if hasattr(role, "close"):  # it has processes of its own
+                role.close()
+
+    def _execute(self, call: LocalFuture, own: Phase) -> None:
+        """Runs one call: waits for its arguments, finds its role, calls the method, ends the call.
+
+        Args:
+            own: the phase that the call is in: the worker's, or its own where it runs aside.
+        """
+        enter(own, self._stopping.is_set)
+        name = f"{call.role}.{call.method}"
+        try:
+            own.name, own.since = f"{name}: waiting for arguments", time.monotonic()
+            value_of = partial(self._value, call)
+            args = [map_leaves(arg, value_of) for arg in call.args]
+            kwargs = {key: map_leaves(arg, value_of) for key, arg in call.kwargs.items()}
+            own.name, own.since = name, time.monotonic()
+            with call._turn:
+                if call.done():  # cancelled meanwhile
+                    return
+                call.times.started = own.since
+            if not call.aside and call.method != PROFILE:
+                self.ledger.enter(name)
+            value: object = None
+            if call.method == PROFILE:
+                folder, dtype = args
+                value = self._tracer.arrive(folder, dtype, self.devices)
+            elif call.method == "start":
+                make, lazy, protocol = args
+                named = None if protocol is None else (protocol.__name__, methods_of(protocol))
+                self._methods[call.role] = named
+                self._roles[call.role] = Lazy(make) if lazy else self._make(call.role, make)
+            else:
+                role, named = self._roles[call.role], self._methods[call.role]
+                if isinstance(role, Lazy):
+                    began = time.monotonic()
+                    with phase("made on first use"):
+                        role = self._roles[call.role] = self._make(call.role, role.make)
+                    call.times.made_s = time.monotonic() - began
+                    self.ledger.enter(name)  # now that it says what it needs
+                if named is not None and call.method not in named[1]:
+                    raise RunError(
+                        f"{name} may not be called: {named[0]} names only {', '.join(named[1])}"
+                    )
+                step = kwargs.get("step")
+                shown = {} if step is None else {"step_num": step}
+                # What a trace shows of the call; a microsecond where none is written.
+                with (StepTraceAnnotation if shown else TraceAnnotation)(name, **shown):
+                    value = getattr(role, call.method)(*args, **kwargs)
+            value = value if call.then is None else call.then(value)
+            if not call.aside:
+                call.times.moves = self.ledger.take_moves()
+            call.finish(value)
+        except (UserError, RunError) as error:  # says all there is to say
+            self._fail(call, error)
+        except BaseException as error:
+            if NO_ROOM in str(error):
+                first = str(error).strip().splitlines()[0]
+                on = ", ".join(self.state().devices)
+                self._fail(call, OutOfMemory(f"{name} ran out of memory on {on}: {first}"))
+                return
+            reported = f"{name} failed in worker {self.name}:\n{_trace(error)}"
+            self._fail(call, WorkerError(reported))
+        finally:
+            call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
+
+    def _make(self, name: str, make: Callable[[], object]) -> object:
+        """Makes a role, with all that its Protocol names."""
+        role = make()
+        for method in (self._methods[name] or ("", []))[1]:
+            if not callable(getattr(role, method, None)):
+                raise RunError(f"{name}: {type(role).__name__} lacks the method {method}")
+        return role
+
+    def _fail(self, call: LocalFuture, error: BaseException) -> None:
+        if call.done():  # cancelled while it waited for its arguments
+            return
+        if not call.aside:  # who asked for something beside the queue decides what it means
+            self.failure = self.failure or error
+        call.finish(error=error)
+
+    def _value(self, call: LocalFuture, arg: object) -> object:
+        """Returns the value of an argument. Bounded by the driver, which watches the chain of
+        calls."""
+        if isinstance(arg, RemoteValue):
+            return arg.arrive(lambda: self.stopping or call.done())
+        if not isinstance(arg, LocalFuture):
+            return arg
+        while not arg._done.wait(POLL_S):
+            if self._stopping.is_set() or call.done():
+                raise Stopped("the run is over")
+        if arg._error is not None:
+            raise arg._error
+        value = arg._value
+        if arg._once:
+            arg._value = None
+        return value
+
+    def state(self) -> WorkerState:
+        """Tells what the worker does, for the console, the timeline and `jaxrl.devices`."""
+        return WorkerState(
+            self.name,
+            socket.gethostname(),
+            os.getpid(),
+            tuple(self._roles),
+            tuple(f"{device.platform}:{device.id}" for device in self.devices),
+            self.phase.name,
+            self.phase.detail,
+            self.phase.since,
+            time.monotonic(),
+        )
+
     def stack(self) -> str:
-        """The Python stack of the worker's thread, as text."""
-        frame = sys._current_frames().get(self._thread.ident or -1)
+        """Returns the Python stack of the worker's thread, as text."""
+        frame = sys._current_frames().get(self.thread.ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
 
     def diagnosis(self) -> str:
-        """What the worker does, for the error of a missed deadline."""
+        """Tells what the worker does, for the error of a missed deadline."""
         in_phase = time.monotonic() - self.phase.since
         reported = f", {self.phase.detail}" if self.phase.detail else ""
         return (
@@ -189,178 +374,23 @@ class LocalWorker:
             f"stack of the worker:\n{self.stack()}"
         )
 
-    def device_names(self) -> tuple[str, ...]:
-        return tuple(f"{device.platform}:{device.id}" for device in self.devices)
-
     def peak(self) -> int | None:
-        """The most bytes that one of its devices has held; None where nobody has counted any."""
+        """Returns the most bytes that one of its devices has held; None where nobody has counted
+        any."""
         stats = [device.memory_stats() for device in self.devices]
         peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
         return max(peaks, default=0) or self.ledger.peak or None
 
-    def check_alive(self) -> None:
-        """Raises what failed here, or that the thread is gone."""
-        if self.failure is not None:
-            raise self.failure
-        if not self._thread.is_alive() and not self._stopping.is_set():
-            raise WorkerError(f"worker {self.name} has ended; it was in phase '{self.phase.name}'")
-
     @property
     def stopping(self) -> bool:
-        """Whether the run is over: calls that wait are dropped, the running one may give up."""
+        """Returns whether the run is over: calls that wait are dropped, the running one may give
+        up."""
         return self._stopping.is_set()
 
     def stop(self, timeout: float) -> bool:
         """Drops the calls that wait, and waits at most `timeout` seconds for the running one.
-
-        True when the thread has ended.
-        """
+        Returns True when the thread has ended."""
         return stop_all([self], timeout)
-
-    def submit(self, future: LocalFuture) -> LocalFuture:
-        if future.aside:
-            name = f"aside:{self.name}"
-            threading.Thread(target=self._aside, args=(future,), name=name, daemon=True).start()
-        else:
-            self._calls.put(future)
-        return future
-
-    def state(self) -> WorkerState:
-        return WorkerState(
-            self.name,
-            socket.gethostname(),
-            os.getpid(),
-            tuple(self._roles),
-            self.device_names(),
-            self.phase.name,
-            self.phase.detail,
-            self.phase.since,
-            time.monotonic(),
-        )
-
-    def _aside(self, call: LocalFuture) -> None:
-        own = Phase()
-        enter(own, self._stopping.is_set)
-        self._execute(call, own)
-
-    def _run(self) -> None:
-        enter(self.phase, self._stopping.is_set)
-        use(self.ledger)
-        while self._next():
-            _enter(self.phase, "idle")
-        for role in self._roles.values():
-            if hasattr(role, "close"):  # it has processes of its own
-                role.close()
-
-    def _next(self) -> bool:
-        """Runs the next call; False at the end. Its own frame, so that no call stays alive."""
-        call = self._calls.get()
-        if call is None:
-            return False
-        if call.done():  # cancelled
-            return True
-        if self.stopping:
-            call._finish(error=Stopped("the run is over"))
-            return True
-        self.running = call
-        try:
-            self._execute(call, self.phase)
-        finally:
-            self.running = None
-        return True
-
-    def _execute(self, call: LocalFuture, own: Phase) -> None:
-        name = f"{call.role}.{call.method}"
-        try:
-            _enter(own, f"{name}: waiting for arguments")
-            value_of = partial(self._value, call)
-            args = [map_leaves(arg, value_of) for arg in call.args]
-            kwargs = {key: map_leaves(arg, value_of) for key, arg in call.kwargs.items()}
-            _enter(own, name)
-            if not call.begin():
-                return
-            if not call.aside and call.method != PROFILE:
-                self.ledger.enter(name)
-            value: object
-            if call.method == PROFILE:
-                folder, dtype = args
-                value = self._tracer.arrive(folder, dtype, self.devices)
-            elif call.method == "start":
-                make, lazy, protocol = args
-                self._protocols[call.role] = protocol
-                self._roles[call.role] = Lazy(make) if lazy else self._made(call.role, make)
-                value = None
-            else:
-                with _annotation(name, kwargs.get("step")):
-                    value = self._method(call)(*args, **kwargs)
-            value = value if call.then is None else call.then(value)
-            if not call.aside:
-                call.times.moves = self.ledger.take_moves()
-            call._finish(value)
-        except (UserError, RunError) as error:  # says all there is to say
-            self._fail(call, error)
-        except BaseException as error:
-            if NO_ROOM in str(error):
-                first = str(error).strip().splitlines()[0]
-                on = ", ".join(self.device_names())
-                self._fail(call, OutOfMemory(f"{name} ran out of memory on {on}: {first}"))
-                return
-            reported = f"{name} failed in worker {self.name}:\n{_trace(error)}"
-            self._fail(call, WorkerError(reported))
-        finally:
-            call.args, call.kwargs = (), {}  # a finished call keeps no arrays alive
-
-    def _method(self, call: LocalFuture) -> Callable[..., object]:
-        """The method of a call, which the role's Protocol names."""
-        role, protocol = self._role(call), self._protocols[call.role]
-        if protocol is not None and call.method not in methods_of(protocol):
-            raise RunError(
-                f"{call.role}.{call.method} may not be called: {protocol.__name__} names only"
-                f" {', '.join(methods_of(protocol))}"
-            )
-        return getattr(role, call.method)
-
-    def _made(self, name: str, make: Callable[[], object]) -> object:
-        """A new role, with all that its Protocol names."""
-        role, protocol = make(), self._protocols[name]
-        for method in methods_of(protocol):
-            if not callable(getattr(role, method, None)):
-                raise RunError(f"{name}: {type(role).__name__} lacks the method {method}")
-        return role
-
-    def _role(self, call: LocalFuture) -> object:
-        """The role of a call; a lazy one is made now."""
-        role = self._roles[call.role]
-        if isinstance(role, Lazy):
-            began = time.monotonic()
-            with phase("made on first use"):
-                role = self._roles[call.role] = self._made(call.role, role.make)
-            call.times.made_s = time.monotonic() - began
-            self.ledger.enter(f"{call.role}.{call.method}")  # now that it says what it needs
-        return role
-
-    def _fail(self, call: LocalFuture, error: BaseException) -> None:
-        if call.done():  # cancelled while it waited for its arguments
-            return
-        if not call.aside:  # who asked for something beside the queue decides what it means
-            self.failure = self.failure or error
-        call._finish(error=error)
-
-    def _value(self, call: LocalFuture, arg: object) -> object:
-        """The value of an argument. Bounded by the driver, which watches the chain of calls."""
-        if isinstance(arg, RemoteValue):
-            return arg.arrive(lambda: self.stopping or call.done())
-        if not isinstance(arg, LocalFuture):
-            return arg
-        while not arg._done.wait(POLL_S):
-            if self.stopping or call.done():
-                raise Stopped("the run is over")
-        if arg._error is not None:
-            raise arg._error
-        value = arg._value
-        if arg._once:
-            arg._value = None
-        return value
 
 
 @dataclass(frozen=True)
@@ -368,15 +398,6 @@ class Lazy:
     """A role that nobody has called yet."""
 
     make: Callable[[], object]
-
-
-def _annotation(name: str, step: int | None) -> TraceAnnotation:
-    """What a trace shows of a call; nothing, in a microsecond, where none is written."""
-    return TraceAnnotation(name) if step is None else StepTraceAnnotation(name, step_num=step)
-
-
-def _enter(own: Phase, name: str) -> None:
-    own.name, own.since = name, time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -389,6 +410,7 @@ class LocalHandle:
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> LocalFuture:
+        """Queues a call (`Handle.call`)."""
         return self.worker.submit(
             LocalFuture(self.role, method, args, kwargs, deadline, aside, self.worker)
         )
@@ -417,7 +439,7 @@ class LocalWorkerGroup:
         deadline: float,
         lazy: Collection[str] = (),
     ) -> dict[str, LocalFuture]:
-        """A worker that makes its roles, one after the other; workers start up side by side.
+        """Starts a worker that makes its roles, one after the other; workers start up side by side.
 
         Args:
             lazy: roles that are made at their first call.
@@ -459,11 +481,11 @@ class LocalWorkerGroup:
     def stop(self) -> None:
         """Ends the workers; one that is stuck is left behind."""
         stop_all(self.workers, self._stop_s)
-        left_behind.extend(w._thread for w in self.workers if w._thread.is_alive())
+        left_behind.extend(w.thread for w in self.workers if w.thread.is_alive())
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback as text."""
+    """Returns the traceback as text."""
     try:
         return traceback.format_exc()
     except SystemError:  # CPython 3.11.7: threads that parse at once disturb each other
@@ -473,26 +495,26 @@ def _trace(error: BaseException) -> str:
 
 
 def stop_all(workers: Sequence[LocalWorker], timeout: float) -> bool:
-    """Stops all workers within `timeout` seconds. True when every thread has ended."""
+    """Stops all workers within `timeout` seconds. Returns whether every thread has ended."""
     end = time.monotonic() + timeout
     for worker in workers:
         worker._stopping.set()
         worker._calls.put(None)
     for worker in workers:
-        worker._thread.join(max(end - time.monotonic(), 0.0))
-    return not any(worker._thread.is_alive() for worker in workers)
+        worker.thread.join(max(end - time.monotonic(), 0.0))
+    return not any(worker.thread.is_alive() for worker in workers)
 
 
 def done_future(value: T) -> Future[T]:
-    """A future that holds `value` already."""
+    """Makes a future that holds `value` already."""
     future = LocalFuture("driver", "value", (), {}, 0.0, False, worker=None)
     future.times.started = time.monotonic()
-    future._finish(value)
+    future.finish(value)
     return future
 
 
 def device_memory(devices: tuple[jax.Device, ...]) -> str:
-    """Bytes in use and limit of each device, where the platform tells them."""
+    """Tells bytes in use and limit of each device, where the platform reports them."""
     reported = []
     for device in devices:
         stats = device.memory_stats()

@@ -27,9 +27,8 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.runtime.local import LocalFuture, LocalWorker, device_memory
-from jaxrl.runtime.parcel import Parcel, Store, pack
-from jaxrl.runtime.tracing import Tracer
+from jaxrl.runtime.local import LocalFuture, LocalWorker, Tracer, device_memory
+from jaxrl.runtime.serialization import Parcel, Store, pack
 from jaxrl.runtime.worker import (
     OutOfMemory,
     Phase,
@@ -135,7 +134,7 @@ class _Worker(LocalWorker):
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         assert isinstance(call, _Call)
         if not call.aside and call.epoch <= self.lost_epoch:
-            call._finish(error=InputLost("an earlier call lost its input"))
+            call.finish(error=InputLost("an earlier call lost its input"))
             return
         super()._execute(call, own)
         if isinstance(call._error, InputLost) and not call.aside:
@@ -248,7 +247,7 @@ class WorkerServer:
             while self._next.get(request.epoch, 0) < request.position:
                 self._turn.wait(1.0)
                 if worker.stopping:
-                    call._finish(error=Stopped("the run is over"))
+                    call.finish(error=Stopped("the run is over"))
                     return call
             call.args = tuple(self._resolve(list(request.args)))
             call.kwargs = self._resolve(dict(request.kwargs))
@@ -265,13 +264,13 @@ class WorkerServer:
         return map_leaves(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
 
     def _pack(self, value: object, store: Store | None) -> Parcel:
-        """The pool's first process packs the whole value, the others only their pieces of its
+        """Packs the whole value in the pool's first process, in the others only their pieces of its
         arrays."""
         parcel = pack(value, store)
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)
 
     def answer(self, released: Sequence[int] = ()) -> ProcessStatus:
-        """The state of this process. Also frees results that are no longer needed.
+        """Tells the state of this process. Also frees results that are no longer needed.
 
         Args:
             released: numbers of the calls that made those results.
@@ -294,11 +293,11 @@ class WorkerServer:
         )
 
     def state(self) -> WorkerState:
-        """The state of this process in the form that all launchers share."""
+        """Tells the state of this process in the form that all launchers share."""
         return self._worker.state()
 
     def stacks(self) -> str:
-        """The Python stack of the worker's thread or, while the process starts, of all threads."""
+        """Returns the stack of the worker's thread or, while the process starts, of all threads."""
         if self._worker.phase.name != STARTING:
             return self._worker.stack()
         with tempfile.TemporaryFile("w+") as file:
@@ -313,7 +312,7 @@ class WorkerServer:
 
 
 def _reported(error: BaseException) -> Exception:
-    """The error of a call as one of a class that the driver has."""
+    """Returns the error of a call as one of a class that the driver has."""
     if isinstance(error, Stopped):
         return InputLost(str(error))
     for kind in REPORTED:

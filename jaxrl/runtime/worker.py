@@ -20,11 +20,13 @@ from jax.profiler import TraceAnnotation
 
 from jaxrl.errors import RunError
 from jaxrl.process.compilations import Compilations
-from jaxrl.runtime.tracing import Traced
+from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.sharding.ledger import Move
 
 POLL_S = 0.5
 """While waiting: seconds between two checks for failed or late calls."""
+PROFILE = "profile"
+"""The method of a worker, and of no role, that begins and ends a trace."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -88,7 +90,7 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names what the current worker does in this block, for the error of a missed deadline and for
+    """Sets what the current worker does in this block, for the error of a missed deadline and for
     a trace.
     """
     worker_phase: Phase | None = getattr(_here, "phase", None)
@@ -113,7 +115,7 @@ def detail(text: str) -> None:
 
 
 def stopping() -> bool:
-    """Whether the run is over, so that what the current worker does is no longer needed."""
+    """Returns whether the run is over: what the current worker does is no longer needed."""
     asked: Callable[[], bool] | None = getattr(_here, "stopping", None)
     return asked is not None and asked()
 
@@ -138,25 +140,36 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """How long the call took, waiting for its arguments excluded; 0 before its end."""
+        """Returns how long the call took, without the wait for its arguments; 0 before its end."""
         if self.started is None or self.finished is None:
             return 0.0
         return self.finished - self.started
 
 
 def methods_of(protocol: type | None) -> list[str]:
-    """The methods that a Protocol names; none where there is no Protocol."""
+    """Returns the methods that a Protocol names; none where there is no Protocol."""
     return [] if protocol is None else [name for name in dir(protocol) if not name.startswith("_")]
 
 
 def map_leaves(value: object, change: Callable[[object], object]) -> Any:
-    """A copy of nested lists and dicts with `change` applied to each leaf. Anything else, also a
+    """Copies nested lists and dicts with `change` applied to each leaf. Anything else, also a
     tuple, is a leaf."""
     if isinstance(value, list):
-        return [map_leaves(each, change) for each in value]
+        return [map_leaves(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: map_leaves(each, change) for key, each in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     return change(value)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A worker's report about a trace that it began or ended."""
+
+    problem: str | None = None
+    """Why there is none."""
+    ceilings: Ceilings | None = None
+    """Of its first device, once the trace has ended; None where another worker of the process tells
+    them, or it has no device."""
 
 
 @dataclass(eq=False)
@@ -174,8 +187,10 @@ class Future(ABC, Generic[T_co]):
     times: Times = field(default_factory=Times, init=False)
     _done: threading.Event = field(default_factory=threading.Event, init=False)
     _error: BaseException | None = field(default=None, init=False)
+    _value: Any = field(default=None, init=False)
 
     def done(self) -> bool:
+        """Returns whether the call has ended, with a value or an error."""
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
@@ -196,37 +211,29 @@ class Future(ABC, Generic[T_co]):
 
     @abstractmethod
     def consume(self) -> Self:
-        """This future, as an argument of the last call that needs it: the value is freed once that
-        call has it."""
-
-    @abstractmethod
-    def _fetch(self) -> T_co:
-        """The value of a call that has ended without an error."""
+        """Returns this future, as an argument of the last call that needs it: the value is freed
+        once that call has it."""
 
     def result(self) -> T_co:
         """Waits for the value. Raises as soon as anything fails in a worker of the group
         (`WorkerError` has the worker's traceback), or is late anywhere up the chain of calls
         (`DeadlineExceeded`).
         """
-        while not self.wait(POLL_S):
+        while not self._done.wait(POLL_S):
             self.check()
         if self._error is not None:
             raise self._error
-        return self._fetch()
+        value: T_co = self._value
+        return value
 
     def inputs(self) -> list[Self]:
-        """The futures among its arguments, also those inside lists and dicts."""
-        found: list[Self] = []
-
-        def note(value: object) -> None:
-            if isinstance(value, type(self)):
-                found.append(value)
-
-        map_leaves([list(self.args), dict(self.kwargs)], note)
-        return found
+        """Returns the futures among its arguments, also those inside lists and dicts."""
+        leaves: list[object] = []
+        map_leaves([list(self.args), dict(self.kwargs)], leaves.append)
+        return [leaf for leaf in leaves if isinstance(leaf, type(self))]
 
     def late(self, elapsed: float, diagnosis: str) -> DeadlineExceeded:
-        """The error of a call that has run for `elapsed` seconds, which is too long."""
+        """Makes the error of a call that has run for `elapsed` seconds, which is too long."""
         return DeadlineExceeded(
             f"{self.role}.{self.method} has run for {elapsed:.1f} s;"
             f" its deadline is {self.deadline:g} s.\n{diagnosis}"
@@ -267,18 +274,18 @@ class WorkerGroup(Protocol):
     def handle(self, role: str) -> Handle: ...
 
     def ending(self) -> str | None:
-        """Why the workers will soon end, so that the run must save and end too; None if they will
-        not."""
+        """Tells why the workers will soon end, so that the run must save and end too; None if they
+        will not."""
         ...
 
     def states(self) -> list[WorkerState]: ...
 
     def peaks(self) -> dict[str, int]:
-        """Role -> peak bytes of its fullest device so far, where the platform reports it."""
+        """Returns role -> peak bytes of its fullest device, where the platform reports it."""
         ...
 
     def compiled(self) -> Compilations:
-        """The programs that all processes have compiled so far."""
+        """Counts the programs that all processes have compiled so far."""
         ...
 
     def profile(

@@ -9,7 +9,7 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import and_slow
+from cases import and_slow, needs_ray
 from runs import GSPO, SHORT, save_model, weights
 
 from jaxrl import Config
@@ -164,7 +164,7 @@ def test_a_lazy_role_is_made_when_it_is_first_asked(models, tmp_path, capsys):
 def test_turns_in_processes_are_those_of_threads_and_ray_warns_of_nothing(
     models, tmp_path, processes
 ):
-    pytest.importorskip("ray")
+    needs_ray()
     asked = ["mesh=actor+rollout+teacher=2", "teacher.lazy=true", *OFFLOAD]
     here = train(config(models, tmp_path / "here", *asked))
     there = config(models, tmp_path / "there", *asked, *processes)

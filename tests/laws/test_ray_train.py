@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import and_slow, needs_ray
 
-ray = pytest.importorskip("ray")
+needs_ray()
 
 import ray_faults  # noqa: E402
-from cases import and_slow  # noqa: E402
 from runs import (  # noqa: E402  # noqa: E402  # noqa: E402
     CONSTANT,
     FUNCTIONS,
@@ -42,7 +42,7 @@ from runs import (  # noqa: E402  # noqa: E402  # noqa: E402
 from jaxrl import Config, load_model  # noqa: E402
 from jaxrl.errors import RunError  # noqa: E402
 from jaxrl.runtime.ray.connect import join  # noqa: E402
-from jaxrl.runtime.ray.own import leave  # noqa: E402
+from jaxrl.runtime.ray.local_cluster import leave  # noqa: E402
 from jaxrl.train import train  # noqa: E402
 
 pytestmark = pytest.mark.ray
@@ -220,7 +220,7 @@ def test_a_distillation_survives_its_workers_and_its_cluster(
     the teacher stopped, the cluster's raylet stopped and its GCS killed. It trains adapters, which
     come again to a new rollout, and this loads, and quantises, the weights under them itself.
     """
-    monkeypatch.setattr("jaxrl.runtime.ray.own.STOPPED_POLLS", 6)  # 3 s in place of 10 s
+    monkeypatch.setattr("jaxrl.runtime.ray.local_cluster.STOPPED_POLLS", 6)  # 3 s in place of 10 s
     own = [FEW, *PARTS, *ADAPTERS]
     expected = undisturbed("one_step_off", *own)
     for strike in DISTILLED_STRIKES:
@@ -423,11 +423,11 @@ def test_nothing_is_left_of_a_run_that_is_ended(models, tmp_path, asked):
 
 HEAD = """
 import sys, time
-import ray
-from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.connect import join
 join(None, 8)
-pids = [own._daemons()[name].pid for name in own.DAEMONS]
+pids = [local_cluster.daemons()[name].pid for name in local_cluster.DAEMONS]
+import ray
 print(ray.get_runtime_context().gcs_address, *pids, flush=True)
 sys.stdin.read()
 """

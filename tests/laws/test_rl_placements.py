@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from cases import needs_ray
 from runs import (
     CONSTANT,
     FUNCTIONS,
@@ -73,9 +74,9 @@ def launcher(request):
     if request.param == "local":
         yield "local"
         return
-    pytest.importorskip("ray")
+    needs_ray()
     from jaxrl.runtime.ray.connect import join
-    from jaxrl.runtime.ray.own import leave
+    from jaxrl.runtime.ray.local_cluster import leave
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():

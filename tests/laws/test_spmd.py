@@ -34,7 +34,7 @@ from jaxrl.models.shared_prompts import FEWEST_TOKENS
 from jaxrl.roles.actor import Actor, Weights
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
-from jaxrl.runtime import parcel
+from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
 from jaxrl.sharding.parts import join_parts
@@ -117,9 +117,11 @@ def sampler(mesh: Mesh, signal: str) -> Sampler:
 def send(value: Any, folder: Path, name: str) -> Any:
     """Through files to all processes, as between the workers of two pools."""
     rank, n = jax.process_index(), jax.process_count()
-    (folder / f"{name}.{rank}").write_bytes(pickle.dumps(parcel.pack(value)))
+    (folder / f"{name}.{rank}").write_bytes(pickle.dumps(serialization.pack(value)))
     meet(name)
-    return parcel.unpack([pickle.loads((folder / f"{name}.{i}").read_bytes()) for i in range(n)])
+    return serialization.unpack(
+        [pickle.loads((folder / f"{name}.{i}").read_bytes()) for i in range(n)]
+    )
 
 
 def meet(name: str) -> None:
@@ -272,7 +274,7 @@ def test_parts_of_the_rows_are_the_whole(tmp_path):
     whole = to_host(teacher.score(drawn).token_logprobs)
     parts = [teacher.score(drawn, part, 5) for part in range(5)]
     assert [part and part.token_logprobs.shape[0] for part in parts] == [2, 2, 2, 2, None]
-    afar = [parcel.unpack([parcel.pack(part)]) for part in parts]
+    afar = [serialization.unpack([serialization.pack(part)]) for part in parts]
     near = [part and jax.tree.map(np.asarray, part) for part in parts]
     rows = NamedSharding(target, PartitionSpec(("data", "fsdp"), None))
     for form in (parts, afar, near):

@@ -10,16 +10,16 @@ import time
 
 import numpy as np
 import pytest
-from cases import and_slow
+from cases import and_slow, needs_ray
 
-pytest.importorskip("ray")
+needs_ray()
 
-import jax
-from runs import CONSTANT, QUICK, SHORT, environment, save_model, weights
-from two_hosts import FIRST, SECOND, refusal, two_hosts
+import jax  # noqa: E402
+from runs import CONSTANT, QUICK, SHORT, environment, save_model, weights  # noqa: E402
+from two_hosts import FIRST, SECOND, refusal, two_hosts  # noqa: E402
 
-from jaxrl import Config, load_model
-from jaxrl.train import train
+from jaxrl import Config, load_model  # noqa: E402
+from jaxrl.train import train  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -48,6 +48,7 @@ BOUNDED = {
     ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/worker_group.py", "self._supervisor.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
+    ("runtime/ray/calls.py", "super().result()"): CALLS,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
     ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",

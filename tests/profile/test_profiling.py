@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cases import needs_ray
 from runs import CONSTANT, SHORT, save_pair
 
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
@@ -23,8 +24,8 @@ from jaxrl.profile.stages import RunModels, StepBatch, stage_rows, step_work
 from jaxrl.profile.traces import Profile, steps_to_profile
 from jaxrl.profile.waits import Span
 from jaxrl.profile.work import Work, adamw_work, block_params
-from jaxrl.runtime.local import LocalWorkerGroup, done_future
-from jaxrl.runtime.tracing import Traced, Tracer
+from jaxrl.runtime.local import LocalWorkerGroup, Tracer, done_future
+from jaxrl.runtime.worker import Traced
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import Ceilings
 from jaxrl.telemetry.metrics import read_metrics
@@ -189,7 +190,7 @@ def test_learning_from_rewards_on_one_pool(tmp_path, models):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_every_process_writes_its_own_trace(tmp_path, models):
-    pytest.importorskip("ray")
+    needs_ray()
     split = ("steps=3", "launcher=ray", "ray.devices_per_worker=1", "profile.steps=2:3")
     run_dir = run(tmp_path, models, "mesh=actor=2,rollout=1,teacher=1", *split)
     folder = run_dir / "profile"

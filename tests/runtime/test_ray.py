@@ -23,11 +23,12 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from cases import and_slow, needs_ray
 
-ray = pytest.importorskip("ray")
+needs_ray()
 
+import ray  # noqa: E402
 import ray_roles  # noqa: E402
-from cases import and_slow  # noqa: E402
 from ray._private import worker as ray_worker  # noqa: E402
 
 from jaxrl.config import cli  # noqa: E402
@@ -39,10 +40,10 @@ from jaxrl.process.xla_flags import (  # noqa: E402
     worker_environment,
 )
 from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
-from jaxrl.runtime.ray import watch  # noqa: E402
+from jaxrl.runtime.ray import hosts  # noqa: E402
 from jaxrl.runtime.ray.calls import RayFuture, Sender  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
-from jaxrl.runtime.ray.own import DAEMONS, leave  # noqa: E402
+from jaxrl.runtime.ray.local_cluster import DAEMONS, leave  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
@@ -209,8 +210,9 @@ def reached_from_this_host_only_and_with_its_token():
     names = {name for name, _ in found}
     assert {"raylet", "gcs_server"} <= names and any("jaxrl" in name for name in names)
     assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
-    useless = {"log_monitor", "monitor", "dashboard"}
-    assert not useless & set(ray_worker._global_node.all_processes)
+    words = [word for p in psutil.Process().children(recursive=True) for word in p.cmdline()]
+    assert any(word.endswith("/raylet") for word in words)
+    assert not [word for word in words if word.endswith(("monitor.py", "dashboard.py"))]
     address = ray.get_runtime_context().gcs_address
     ask = f"from ray._raylet import GcsClient as C; C({address!r}).internal_kv_keys(b'', None)"
     for shown in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
@@ -411,6 +413,8 @@ import sys
 from functools import partial
 import ray_roles
 from jaxrl.config.settings import RayConfig
+from jaxrl.runtime.ray.connect import join
+join(None, 1)
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 from jaxrl.sharding.placement import parse
 make = partial(ray_roles.make, sys.argv[1])
@@ -448,13 +452,13 @@ def test_a_stopped_driver_finds_nobody_late(tmp_path):
 
 STOPPED = """
 import os, signal, sys, threading
-import ray
-from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.connect import join
 join(None, 1)
+import ray
 if sys.argv[2] == "never":
-    own.LEAVE_S, ray.shutdown = 0.5, threading.Event().wait
-daemons = own._daemons()
+    local_cluster.LEAVE_S, ray.shutdown = 0.5, threading.Event().wait
+daemons = local_cluster.daemons()
 os.kill(daemons[sys.argv[1]].pid, signal.SIGSTOP)
 print(*(process.pid for process in daemons.values()), flush=True)
 sys.exit(7)
@@ -477,8 +481,8 @@ def test_a_process_ends_with_its_code_beside_a_stopped_daemon():
 
 def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
     """Ray asks its GCS to kill an actor, waits a minute for it, and then ends this process."""
-    monkeypatch.setattr(watch, "started_here", lambda: True)
-    monkeypatch.setattr(watch, "usable", lambda: False)
+    monkeypatch.setattr(hosts, "started_here", lambda: True)
+    monkeypatch.setattr(hosts, "usable", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: pytest.fail("Ray was asked"))
     with subprocess.Popen(["ray::jaxrl:rollout", "60"], executable="sleep") as process:
         title = Path(f"/proc/{process.pid}/cmdline")
@@ -486,7 +490,7 @@ def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
             time.sleep(0.01)
         info = SimpleNamespace(host=socket.gethostname(), pid=process.pid)
         pool = SimpleNamespace(alive=True, workers=[object()], info=[info])
-        watch.kill([pool])
+        hosts.kill([pool])
         assert process.wait(timeout=10) == -signal.SIGKILL and not pool.alive
 
 

@@ -14,19 +14,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cases import needs_ray
 
-pytest.importorskip("ray")
+needs_ray()
 
-import ray_roles
+import ray  # noqa: E402
+import ray_roles  # noqa: E402
 
-from jaxrl.config.settings import RayConfig
-from jaxrl.errors import RunError
-from jaxrl.runtime.ray import own, ray
-from jaxrl.runtime.ray import worker_group as group_module
-from jaxrl.runtime.ray.connect import join
-from jaxrl.runtime.ray.worker_group import RayWorkerGroup
-from jaxrl.runtime.worker import RunLost
-from jaxrl.sharding.placement import parse
+from jaxrl.config.settings import RayConfig  # noqa: E402
+from jaxrl.errors import RunError  # noqa: E402
+from jaxrl.runtime.ray import local_cluster  # noqa: E402
+from jaxrl.runtime.ray import worker_group as group_module  # noqa: E402
+from jaxrl.runtime.ray.connect import join  # noqa: E402
+from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
+from jaxrl.runtime.worker import RunLost  # noqa: E402
+from jaxrl.sharding.placement import parse  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -40,7 +42,7 @@ def cluster():
     os.environ["PYTHONPATH"] = here.rstrip(os.pathsep)  # the workers make these roles
     join(None, 8)
     yield
-    own.leave()
+    local_cluster.leave()
 
 
 CANNOT_RUN = {
@@ -93,7 +95,10 @@ import sys
 from functools import partial
 import ray_roles
 from jaxrl.config.settings import RayConfig
-from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray import local_cluster
+from jaxrl.runtime.ray.connect import join
+
+join(None, 1)
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 from jaxrl.sharding.placement import parse
 
@@ -105,7 +110,7 @@ group.start()
 [worker] = group.states()
 print("started", worker.pid)
 group.stop()
-own.leave()
+local_cluster.leave()
 """
 
 
@@ -135,13 +140,13 @@ def test_workers_start_from_a_virtual_environment_at_any_path(tmp_path, name):
 
 SIGNALLED = """
 import sys
-from jaxrl.runtime.ray import own
+from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.connect import join
 
 join(None, 2)
 print("joined", flush=True)
 sys.stdin.readline()
-own.leave()
+local_cluster.leave()
 """
 
 
@@ -173,7 +178,7 @@ def test_the_end_of_a_run_waits_for_ray_no_longer_than_it_may(tmp_path, monkeypa
         RayConfig(), parse("actor=1"), make, lambda text: None, startup_s=60, roles=("actor",)
     )
     worker_group.start()
-    daemons = [psutil.Process(process.pid) for process in own._daemons().values()]
+    daemons = [psutil.Process(process.pid) for process in local_cluster.daemons().values()]
     [worker] = [psutil.Process(state.pid) for state in worker_group.states()]
     over = threading.Event()
     monkeypatch.setattr(group_module, "kill", lambda pools: over.wait(120))

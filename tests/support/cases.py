@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,3 +17,13 @@ def and_slow(default: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     """
     each = (case if isinstance(case, tuple) else (case,) for case in more)
     return [*default, *(pytest.param(*case, marks=pytest.mark.slow) for case in each)]
+
+
+def needs_ray() -> None:
+    """Skips where there is no ray, and imports it as a run does: it keeps the mode of tokens that
+    it was imported with, so that no test may import it before."""
+    if find_spec("ray") is None:
+        pytest.skip("needs the package ray", allow_module_level=True)
+    from jaxrl.runtime.ray.connect import import_ray
+
+    import_ray(None)

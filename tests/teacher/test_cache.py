@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_model
 
@@ -354,7 +355,7 @@ def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
 @pytest.mark.ray
 @pytest.mark.slow
 def test_processes_read_what_threads_read(desk: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    needs_ray()
     scored(desk, tmp_path / "c")
     mixed = [MESH, "distill.on_policy_fraction=0.5", f"teacher.cache={tmp_path / 'c'}", live(desk)]
     expected = run(desk, tmp_path / "local", *mixed)

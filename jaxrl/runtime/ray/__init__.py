@@ -9,20 +9,24 @@ If a process dies or is late, all processes of its pool are restarted, provided 
 be rebuilt: a frozen model, or a sampler with the weights last sent to it. The calls that had not
 run are sent again, in order. Since every call is a function of its arguments and seeds, they give
 the same results. A pool that trains cannot be rebuilt: the run then raises `RunLost` and returns to
-its newest checkpoint.
+its newest checkpoint. Ray's own restarts of actors and retries of tasks are off: it would repeat
+calls in an order of its own, and without the weights that a role had.
 
-    connect.py  joins a cluster: its hosts, and which process goes where
-    pool.py     the processes of a pool, and what they have reported
-    calls.py    a call: its future, how its arguments travel, and when it is sent
-    start.py    new processes with their devices and roles, bounded and verified
-    watch.py    a process seen from outside: its node, its stacks, its death, its end
-    supervise.py     the thread that decides: reports, deadlines, losses
-    worker_group.py     the workers of a run, as the loop sees them
+In the order of a run:
 
-This is the only import of ray.
+    connect.py        the devices that a run would get; joins a cluster
+    local_cluster.py  a cluster of the run's own on this host: how it listens, is watched, and ends
+    hosts.py          the hosts of a cluster, and processes seen from outside
+    calls.py          pools, calls to them, how arguments travel, and when each call is sent
+    worker_group.py   new processes with their devices and roles; what the loop sees of them
+    supervise.py      the thread that decides: reports, deadlines, losses
+
+Ray is imported in this package only, and by `connect.join` first: what decides about tokens must
+be set before.
 """
 
 import os
+from importlib.util import find_spec
 
 from jaxrl.errors import UserError
 
@@ -32,10 +36,8 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # A thread that still calls Ray when the run has left its cluster must not start another.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+# What Ray prints of deaths, the run says with the call, the host and the stacks.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 
-try:
-    import ray  # noqa: F401
-except ImportError as missing:
-    raise UserError(
-        f"launcher=ray needs the package ray ({missing}): pip install 'jaxrl[ray]'"
-    ) from missing
+if find_spec("ray") is None:
+    raise UserError("launcher=ray needs the package ray: pip install 'jaxrl[ray]'")

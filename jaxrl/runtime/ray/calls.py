@@ -1,4 +1,6 @@
-"""The calls to pools: their futures in the driver, how arguments travel, when each call is sent."""
+"""Pools, and the calls to them: their futures in the driver, how arguments travel, and when each
+call is sent.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +17,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from jaxrl.runtime.cluster import ProcessSlot
 from jaxrl.runtime.local import LocalFuture
-from jaxrl.runtime.parcel import unpack
-from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.server import CallReport, CallRequest, InputLost, LocalRef
+from jaxrl.runtime.serialization import unpack
+from jaxrl.runtime.server import (
+    CallReport,
+    CallRequest,
+    InputLost,
+    LocalRef,
+    ProcessInfo,
+    ProcessStatus,
+)
 from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, map_leaves
 
 LOCK_S = 5.0
@@ -33,6 +43,55 @@ STAYS = {
     ("teacher", "score"): "actor",
 }
 """Call -> the one role that reads its result: in one pool with it, nothing leaves the process."""
+
+
+@dataclass(eq=False)
+class RayPool:
+    """The processes that share the devices of one pool."""
+
+    index: int
+    name: str
+    roles: tuple[str, ...]
+    process_slots: tuple[ProcessSlot, ...]
+    workers: list[Any] = field(default_factory=list)
+    """Ray actors, by rank."""
+    info: list[ProcessInfo] = field(default_factory=list)
+    """Of the processes that there are; empty while they start."""
+    answers: dict[int, ProcessStatus] = field(default_factory=dict)
+    """Rank -> what it last said, in `time.monotonic` seconds of the driver."""
+    asked: set[int] = field(default_factory=set)
+    """Ranks that have been asked, and have not answered."""
+    born: float = 0.0
+    life: int = 0
+    """How many times its processes were restarted."""
+    epoch: int = 0
+    position: int = 0
+    alive: bool = False
+    lost_at: float | None = None
+    """When a call did not run, nor those after it, for a lost input: they come again, once its
+    inputs can be had."""
+    doubt: tuple[float, BaseException] | None = None
+    """An error that another process's death may have caused, and when it was reported."""
+    released: deque[int] = field(default_factory=deque)
+    """Results that stay in its processes, and that nobody needs any more."""
+
+    @property
+    def trains(self) -> bool:
+        return "actor" in self.roles
+
+    def heard(self, rank: int) -> float:
+        """Returns when a process last answered; when it was started, if it never has."""
+        answer = self.answers.get(rank)
+        return self.born if answer is None else answer.at
+
+    def where(self, rank: int) -> str:
+        if rank >= len(self.info):
+            return f"worker {self.label(rank)} ({self.process_slots[rank].host.name})"
+        info = self.info[rank]
+        return f"worker {self.label(rank)} ({info.host}, pid {info.pid})"
+
+    def label(self, rank: int) -> str:
+        return self.name if len(self.process_slots) == 1 else f"{self.name}.{rank}"
 
 
 @dataclass(eq=False)
@@ -56,7 +115,8 @@ class RayFuture(Future[Any]):
     """Reports about an earlier one are ignored."""
 
     def cancel(self) -> bool:
-        """A call that was sent counts as begun: else the processes of a pool might not agree."""
+        """Cancels a call that was not sent (`Future.cancel`). One that was counts as begun, since
+        the processes of a pool might not agree."""
         with self.sender.lock:
             if self.refs or self.done():
                 return False
@@ -69,8 +129,10 @@ class RayFuture(Future[Any]):
     def check(self) -> None:
         self.sender.check()
 
-    def _fetch(self) -> object:
-        """The value, here in the driver; None where it is of no use outside its pool."""
+    def result(self) -> Any:
+        """Waits for the value and fetches it into the driver (`Future.result`); None where it is of
+        no use outside its pool."""
+        super().result()
         if self.keeps:
             return None
         try:
@@ -118,7 +180,7 @@ class RemoteRef:
 
 
 def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
-    """What processes packed, or None for one that did not; `check` may end the wait."""
+    """Returns what processes packed, None for one that did not; `check` may end the wait."""
     waiting = list(refs)
     while waiting:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
@@ -127,7 +189,7 @@ def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[A
 
 
 def fetched(place: object) -> Any:
-    """What lies at a place in a parcel."""
+    """Returns what lies at a place in a parcel."""
     if not isinstance(place, ray.ObjectRef):
         return place  # in the parcel itself
     try:
@@ -137,7 +199,7 @@ def fetched(place: object) -> Any:
 
 
 def wire(values: object, pool: RayPool) -> Any:
-    """Arguments with every future as the place of its value."""
+    """Returns arguments with every future as the place of its value."""
 
     def place(value: object) -> object:
         if isinstance(value, RayFuture):
@@ -171,7 +233,7 @@ class Sender:
             raise self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can continue: whoever waits gets the first error. Where the thread with the lock
+        """Ends all calls: whoever waits gets the first error. Where the thread with the lock
         does not come back from Ray, they find it by themselves (`check`).
         """
         self.failure = self.failure or error
@@ -199,7 +261,7 @@ class Sender:
                 return
 
     def unfinished(self, pool: RayPool | None = None) -> list[RayFuture]:
-        """In the order in which they were asked for."""
+        """Returns calls that have not ended, in the order in which they were asked for."""
         with self.lock:
             calls = sorted(self.calls.items())
         return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
@@ -210,7 +272,7 @@ class Sender:
         )
 
     def _send(self, future: RayFuture) -> None:
-        """To every process of the pool."""
+        """Sends a call to every process of its pool."""
         pool = future.pool
         position = -1
         if not future.aside:
@@ -236,5 +298,5 @@ class Sender:
             report.future().add_done_callback(heard)
 
     def hear(self, kind: str, *news: object) -> None:
-        """On a thread of Ray: only notes it."""
+        """Notes what a process reported; on a thread of Ray."""
         self.news.put((kind, *news))

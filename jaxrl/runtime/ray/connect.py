@@ -1,44 +1,45 @@
-"""Joins a Ray cluster, or starts one on this host: its nodes, what is free on each, and which
-process goes where.
+"""The devices that a run would get under the launcher `ray`, and the way into its cluster.
+
+Nothing here imports ray before `join`: a plan takes none, and what decides about tokens must be in
+the environment when Ray is imported.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
+import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import jax
-import ray
-from ray._private import worker as ray_worker
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.config.settings import RayConfig
-from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import given_share, gpu_share
+from jaxrl.errors import RunError, UserError
+from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import (
-    RESOURCES,
     Cluster,
     Host,
     Kind,
     ProcessSlot,
     Resource,
+    ask_driver,
     devices_of,
     process_slots,
 )
-from jaxrl.runtime.ray.auth import show_token
-from jaxrl.runtime.ray.own import leave, leave_at_exit, private, started_here, usable
+from jaxrl.runtime.ray import local_cluster
+from jaxrl.runtime.ray.local_cluster import in_cluster, leave, leave_at_exit, started_here, usable
 from jaxrl.runtime.worker import POLL_S
 from jaxrl.sharding.mesh import (
     MOST_EMULATED,
@@ -50,16 +51,21 @@ from jaxrl.sharding.mesh import (
 from jaxrl.sharding.placement import Placement
 
 NAMESPACE = "jaxrl"
-LEAVE_S = 10.0
+FREE_S = 10.0
 """How long what the cluster has, but is not free, may take to become so."""
-NODE_S = 60.0
-"""Longest wait for a node's description of itself."""
-STATE_S = 5.0
-"""Longest wait for the state of another run's worker."""
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Whether a process shows and asks for a token, and where it takes that from. Ray reads each once
+in the life of a process: the mode when it is imported, the token when it first connects."""
+
+_imported_for: Literal["own", "joined"] | None = None
+"""The kind of cluster that ray was imported for; None where it was not imported here, or the user
+has set RAY_AUTH_MODE."""
+_own_token: str | None = None
+"""What the clusters that this process starts ask for."""
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
-    """Joins the cluster that is named; tells the devices that the run would get.
+    """Joins the cluster that is named; returns the devices that the run would get.
 
     Where none is, the run has one of its own on this host; `RayWorkerGroup` starts it.
 
@@ -69,22 +75,25 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     address = address_of(config)
     if address is not None:
         join(address, placement.n_devices)
-    own = address is None and (not ray.is_initialized() or started_here())
+    own = address is None and (not in_cluster() or started_here())
     here = [_this_host(placement.n_devices)]
-    kind, places = find_seats(config, placement, (lambda: here) if own else find_hosts)
+    kind, slots = find_seats(config, placement, (lambda: here) if own else _find_hosts)
     note = None
     if kind == "CPU":
         note = f"no accelerator: emulating {placement.n_devices} CPU devices"
-    return Visible(devices_of(placement, places, kind), note, "ray", _why(config, address))
+    why = "a cluster of its own on this host"
+    if address is not None:
+        why = f"ray.address={address}" if config.address else f"RAY_ADDRESS={address}"
+    return Visible(devices_of(placement, slots, kind), note, "ray", why)
 
 
 def find_seats(
     config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
 ) -> tuple[Kind, tuple[ProcessSlot, ...]]:
-    """What the devices are, and where each process goes. What ended a moment ago gets a while to
-    leave the cluster.
+    """Returns what the devices are, and where each process goes. What ended a moment ago gets a
+    while to leave the cluster.
     """
-    end = time.monotonic() + LEAVE_S
+    end = time.monotonic() + FREE_S
     while True:
         hosts = look_at()
         kinds: tuple[Kind, ...] = ("GPU", "TPU")
@@ -99,39 +108,53 @@ def find_seats(
         time.sleep(POLL_S)
 
 
-def _why(config: RayConfig, address: str | None) -> str:
-    if config.address:
-        return f"ray.address={config.address}"
-    return f"RAY_ADDRESS={address}" if address else "a cluster of its own on this host"
+def _find_hosts() -> list[Host]:
+    from jaxrl.runtime.ray.hosts import find_hosts  # imports ray
+
+    return find_hosts()
 
 
 def address_of(config: RayConfig) -> str | None:
+    """Returns the address of the cluster to join; None: the run has one of its own."""
     return config.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def join(address: str | None, devices: int) -> None:
-    """Joins a cluster; with no address one of this host, which is started where there is none."""
-    if ray.is_initialized():
+    """Joins a cluster; with no address one of this host, which is started where there is none.
+
+    Args:
+        devices: how many CPU devices a cluster of this host must be able to emulate.
+
+    Raises:
+        UserError: no cluster there, or this process cannot show the token that it asks for.
+        RunError: Ray did not start on this host.
+    """
+    if in_cluster():
         if _serves(address, devices):
             return
         leave()
-    options: Keywords = {"namespace": NAMESPACE, "log_to_driver": False}
-    if address is None:
-        here = _this_host(devices).has
-        options |= {"num_cpus": here["CPU"], "num_gpus": here["GPU"], "include_dashboard": False}
-        options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
-        options |= {"address": "local"}  # without it Ray joins a cluster that runs on this host
-    else:
-        options |= {"address": address}
+    if address is not None:
         _reach(address)
-        show_token()
-    ray_worker.print_to_stdstream = lambda *_, **__: None  # what Ray says of deaths, we say
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray = import_ray(address)
+    environment = _environment(address)
     jax.config.update("jax_platforms", "cpu")  # the driver holds no device
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    there = address
     try:
-        with private() if address is None else nullcontext():
-            ray.init(logging_level=logging.CRITICAL, **options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, RayError) as error:
+        if address is None:
+            here = _this_host(devices).has
+            options: Keywords = {"num_cpus": here["CPU"], "num_gpus": here["GPU"]}
+            options |= {"include_dashboard": False, "log_to_driver": False}
+            options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
+            there = local_cluster.start(options, environment)
+        with _set(environment):
+            ray.init(
+                there, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.CRITICAL
+            )
+    except BaseException as error:
+        leave(answers=False)
+        if isinstance(error, RunError) or not isinstance(error, Exception):
+            raise
         reported = str(error).strip().splitlines()[0]
         raise UserError(
             f"no Ray cluster at {address or 'this host'}: {reported}\n"
@@ -145,17 +168,82 @@ def join(address: str | None, devices: int) -> None:
     leave_at_exit()
 
 
+def import_ray(address: str | None) -> ModuleType:
+    """Imports ray for the cluster at an address, or for one of this process (None).
+
+    Ray reads RAY_AUTH_MODE when it is imported, and keeps that as long as the process lives: it
+    shows a token to a cluster of this process, and to another where the user has one. An explicit
+    RAY_AUTH_MODE is kept as it is.
+    """
+    global _imported_for
+    if "ray" in sys.modules or MODE in os.environ:
+        return import_module("ray")
+    _imported_for = "own" if address is None else "joined"
+    with _set({MODE: "token"} if address is None or _user_has_token() else {}):
+        return import_module("ray")
+
+
+def _user_has_token() -> bool:
+    written = Path.home() / ".ray" / "auth_token"  # by `ray get-auth-token --generate`
+    return TOKEN in os.environ or TOKEN_PATH in os.environ or written.is_file()
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables in this block."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _environment(address: str | None) -> dict[str, str]:
+    """Returns the variables with which this process connects, and with which a cluster of its own
+    starts. The token of that is in no file, and processes that this one starts later do not get it.
+
+    Raises:
+        UserError: ray was imported for another kind of cluster.
+    """
+    global _own_token
+    if MODE in os.environ:
+        return {}
+    if address is not None:
+        if _imported_for == "own":
+            raise UserError(
+                "ray was imported in this process for a cluster of its own, and reads only once how"
+                f" to show a token: join {address} from another process"
+            )
+        return {MODE: "token"} if _imported_for == "joined" and _user_has_token() else {}
+    if _imported_for != "own":
+        raise UserError(
+            "ray was imported in this process before its own cluster was started, and reads only"
+            " once how to show a token: import it later, start another process, or set"
+            " RAY_AUTH_MODE=token (or =disabled: then any user of this host can use the cluster)"
+        )
+    _own_token = _own_token or secrets.token_hex(32)
+    return {MODE: "token", TOKEN: _own_token}
+
+
 def _serves(address: str | None, devices: int) -> bool:
-    """Whether the cluster that this process is in already will do."""
+    """Returns whether the cluster that this process is in already will do."""
     if address is not None or not started_here():
         return True
     if not usable():
         return False
-    return bool(ray.cluster_resources().get("CPU", 0) >= devices)  # else of a smaller run
+    return bool(sys.modules["ray"].cluster_resources().get("CPU", 0) >= devices)
 
 
 def _reach(address: str) -> None:
-    """Ray waits minutes for a head that is not there; a connection tells at once."""
+    """Connects to a head: Ray waits minutes for one that is not there, a connection tells at once.
+
+    Raises:
+        UserError: no address, or nobody answers.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -175,7 +263,8 @@ def _reach(address: str) -> None:
 
 
 def _this_host(devices: int) -> Host:
-    """This machine as the one node of a cluster; it emulates as many CPU devices as are asked."""
+    """Returns this machine as the one node of a cluster; it emulates as many CPU devices as are
+    asked."""
     gpus = accelerators_here()
     has: dict[Resource, int] = {
         "CPU": max(os.cpu_count() or 1, min(devices, MOST_EMULATED)),
@@ -183,103 +272,20 @@ def _this_host(devices: int) -> Host:
         "TPU": 0 if gpus else tpu_chips_here(),
         "memory": host_available(),
     }
-    reported = _ask_driver(given_share()) if gpus else {}
+    reported = ask_driver(given_share()) if gpus else {}
     return Host("", socket.gethostname(), "127.0.0.1", has, free=has, **reported)
 
 
-def find_hosts() -> list[Host]:
-    """The nodes that are alive, the head first, with what is free on each."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
-    free = ray._private.state.available_resources_per_node()
-    reported = {n["NodeID"]: _ask_gpus(n["NodeID"]) for n in nodes if n["Resources"].get("GPU")}
-    return [
-        Host(
-            node["NodeID"],
-            node.get("NodeName") or node["NodeManagerHostname"],
-            node["NodeManagerAddress"],
-            _counts(node["Resources"]),
-            _counts(free.get(node["NodeID"], {})),
-            **reported.get(node["NodeID"], {}),
-        )
-        for node in nodes
-    ]
-
-
-def _counts(resources: Mapping[str, float]) -> dict[Resource, int]:
-    return {name: int(resources.get(name, 0)) for name in RESOURCES}
-
-
-def on_node(node: str, function: Callable[..., object], *args: object) -> ray.ObjectRef:
-    """Runs a function on a node: where its result will be."""
-    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(function)
-    options: Keywords = {"scheduling_strategy": there, "runtime_env": python_on(node) or None}
-    return task.options(**options).remote(*args)
-
-
-def python_on(node: str) -> dict[str, str]:
-    """The part of a runtime environment without which no worker starts on this host: Ray writes
-    the path of its interpreter into a shell's command, which takes one with a space apart.
-    """
-    quoted = shlex.quote(sys.executable)
-    here = node == ray.get_runtime_context().get_node_id()
-    return {"py_executable": quoted} if here and quoted != sys.executable else {}
-
-
-def _ask_gpus(node: str) -> Keywords:
-    """`_ask_driver` on a node."""
-    try:
-        found: Keywords = ray.get(on_node(node, _ask_driver, given_share()), timeout=NODE_S)
-    except RayError:
-        return {}
-    return found
-
-
-def _ask_driver(share: float | None) -> Keywords:
-    """What the driver of the GPUs of this host tells of them, as fields of `Host`.
-
-    Args:
-        share: what the user of the run has set; it counts before what is set on this host.
-    """
-    query = "--query-gpu=memory.total,compute_cap"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        reported = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    memory, capability = read_gpus(reported.stdout)
-    return {"gpu_memory": memory, "capability": capability, "gpu_share": share or gpu_share()}
-
-
-def read_gpus(text: str) -> tuple[tuple[int, ...], str | None]:
-    """Of the lines `MIB, MAJOR.MINOR` of nvidia-smi."""
-    rows = [line.split(",") for line in text.splitlines() if line.strip()]
-    capabilities = [capability.strip() for _, capability in rows]
-    least = min(capabilities, key=lambda c: tuple(map(int, c.split("."))), default=None)
-    return tuple(int(mib) << 20 for mib, _ in rows), least
-
-
 def cluster(address: str) -> Cluster:
-    """The nodes of a cluster and the jaxrl workers on it, for `python -m jaxrl.devices`.
+    """Returns the nodes of a cluster and the jaxrl workers on it, for `python -m jaxrl.devices`.
 
     Raises:
         UserError: no cluster there.
     """
     join(address, 0)
+    from jaxrl.runtime.ray.hosts import find_workers
+
     try:
-        hosts = find_hosts()
-        asked: list[ray.ObjectRef] = []
-        for named in ray.util.list_named_actors(all_namespaces=True):
-            if named["name"].startswith("jaxrl:"):
-                with suppress(ValueError):  # it has ended since
-                    worker = ray.get_actor(named["name"], namespace=named["namespace"])
-                    asked.append(worker.state.remote())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=STATE_S) if asked else ([], [])
-        found = []
-        for ref in ready:
-            with suppress(RayError):
-                found.append(ray.get(ref, timeout=STATE_S))
-        return Cluster(address, hosts, sorted(found, key=lambda state: (state.host, state.pid)))
+        return Cluster(address, _find_hosts(), find_workers())
     finally:
         leave()

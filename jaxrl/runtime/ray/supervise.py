@@ -6,25 +6,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.awake import awake_since
-from jaxrl.runtime.ray.calls import STATEFUL, RayFuture
-from jaxrl.runtime.ray.pool import RayPool
-from jaxrl.runtime.ray.start import NotStarted, Starter
-from jaxrl.runtime.ray.watch import check_nodes, diagnosis, kill, last_line
+from jaxrl.runtime.ray.calls import STATEFUL, RayFuture, RayPool, Sender
+from jaxrl.runtime.ray.hosts import check_nodes, diagnosis, kill, last_line
 from jaxrl.runtime.server import CallReport, InputLost, ProcessStatus
+from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import RunLost, WorkerError
 
+Log = Callable[[str], None]
 ASK_S = 1.0
 """Seconds between two questions to a worker about its state."""
 DOUBT_S = 3.0
@@ -39,12 +37,33 @@ JOIN_S = 5.0
 """Longest wait at the end for all threads together."""
 
 
+class NotStarted(RunError):
+    """A process ended, or hung, while it started."""
+
+
+class NeverRan(NotStarted):
+    """A process ended before Ray knew it, or has never answered."""
+
+
 class Supervisor:
     """Looks after the processes of a run until its end."""
 
-    def __init__(self, config: RayConfig, starter: Starter):
-        self._config, self._starter, self._sender = config, starter, starter.sender
-        self._pools, self._log = starter.pools, starter.log
+    def __init__(
+        self,
+        config: RayConfig,
+        sender: Sender,
+        pools: Sequence[RayPool],
+        log: Log,
+        launch: Callable[[Sequence[RayPool]], None],
+        longest_s: float,
+    ):
+        """
+        Args:
+            launch: starts new processes for these pools, with their roles.
+            longest_s: after so many seconds Ray itself does not answer.
+        """
+        self._config, self._sender, self._pools, self._log = config, sender, pools, log
+        self._launch, self._longest_s = launch, longest_s
         self._restarts = 0
         """Since the last update of the policy."""
         self._states: dict[tuple[int, str], RayFuture] = {}
@@ -52,23 +71,30 @@ class Supervisor:
         self._threads = [threading.Thread(target=self._tend, name="supervisor", daemon=True)]
 
     def start(self) -> None:
+        """Begins, once the pools have started."""
         self._threads[0].start()
 
     def join(self) -> None:
-        """After the end."""
+        """Waits for the threads, after the end."""
         end = time.monotonic() + JOIN_S
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, end - time.monotonic()))
 
     def _tend(self) -> None:
+        notes: dict[str, Callable[..., None]] = {
+            "report": self._reported,
+            "answer": self._answered,
+            "made": self._made,
+        }
         asked = 0.0
         while self._sender.failure is None:
             try:
                 with suppress(queue.Empty):
-                    self._note(*self._sender.news.get(timeout=0.2))
+                    kind, *news = self._sender.news.get(timeout=0.2)
                     while True:
-                        self._note(*self._sender.news.get_nowait())
+                        notes[kind](*news)
+                        kind, *news = self._sender.news.get_nowait()
                 for pool in self._pools:
                     self._bring_back(pool)
                     with self._sender.lock:
@@ -83,14 +109,6 @@ class Supervisor:
             except Exception as error:
                 reported = f"the supervisor failed: {type(error).__name__}: {error}"
                 self._sender.fail(RunError(reported))
-
-    def _note(self, kind: str, *news: Any) -> None:
-        notes: dict[str, Callable[..., None]] = {
-            "report": self._reported,
-            "answer": self._answered,
-            "made": self._made,
-        }
-        notes[kind](*news)
 
     def _answered(
         self, pool: RayPool, life: int, rank: int, reported: Future[ProcessStatus]
@@ -181,8 +199,9 @@ class Supervisor:
                     worker.answer.remote(released).future().add_done_callback(heard)
 
     def _find_late(self) -> None:
+        awake_since = wall_clock().awake_since
         for pool in self._pools:
-            if not pool.alive and awake_since(pool.born) > self._starter.longest_s:
+            if not pool.alive and awake_since(pool.born) > self._longest_s:
                 raise RunLost(f"Ray has not answered while {pool.name} was restarted")
         for future in self._sender.unfinished():
             pool = future.pool
@@ -211,7 +230,7 @@ class Supervisor:
         self._lost(pool, f"{pool.name} was late")
 
     def _death(self, pool: RayPool, rank: int, error: BaseException) -> str:
-        """Which process ended, in which call, and what Ray knows of it."""
+        """Tells which process ended, in which call, and what Ray knows of it."""
         running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
         during = f" in {running[0].role}.{running[0].method}" if running else ""
         return f"{pool.where(rank)} died{during}: {last_line(error)}"
@@ -244,7 +263,7 @@ class Supervisor:
         """Restarts a pool, on a separate thread so that the other pools continue."""
         error: BaseException | None = None
         try:
-            self._starter.launch([pool])
+            self._launch([pool])
         except BaseException as failed:
             error = failed
         self._sender.news.put(("made", pool, error))
@@ -263,7 +282,7 @@ class Supervisor:
         self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
 
     def _bring_back(self, pool: RayPool) -> None:
-        """After a lost input: every call that did not run is unsent again, once all have ended."""
+        """Unsends, after a lost input, every call that did not run, once all have ended."""
         if pool.lost_at is None or not pool.alive:
             return
         n = len(pool.process_slots)
@@ -294,7 +313,7 @@ class Supervisor:
             raise pool.doubt[1]
 
     def _check_settled(self, future: RayFuture) -> None:
-        """Of a call whose input was lost."""
+        """Raises where no call makes the lost input of this one again."""
         if future.settled:
             call = f"{future.role}.{future.method}"
             raise RunLost(f"an input of {call} was made, but is lost: its node may be gone")

@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,7 +85,8 @@ def pack(value: object, store: Store | None = None) -> Parcel:
 
 
 def unpack(parcels: Sequence[Parcel], fetch: Fetch | None = None) -> Any:
-    """The value that the processes of a pool packed: the first one's, with everyone's pieces.
+    """Returns the value that the processes of a pool packed: the first one's, with everyone's
+    pieces.
 
     Args:
         fetch: undoes `store`.
@@ -97,22 +99,17 @@ def unpack(parcels: Sequence[Parcel], fetch: Fetch | None = None) -> Any:
             mine = parcel.arrays[i]
             assert (mine.shape, mine.dtype) == (sent.shape, sent.dtype), "the processes disagree"
             for box, bucket, position in mine.places:
-                pieces.append(Piece(box, _getter(parcel, bucket, position, sent.dtype, fetch)))
+                get = partial(_piece, parcel.buckets[bucket], position, sent.dtype, fetch)
+                pieces.append(Piece(box, get))
         arrays.append(Shards(sent.shape, sent.dtype, tuple(pieces)))
     unpickler = _Unpickler(io.BytesIO(first.pickled), buffers=first.buffers)
     unpickler.arrays = arrays
     return unpickler.load()
 
 
-def _getter(
-    parcel: Parcel, bucket: int, position: int, dtype: np.dtype, fetch: Fetch | None
-) -> Callable[[], np.ndarray]:
-    def get() -> np.ndarray:
-        held = parcel.buckets[bucket]
-        values = (held if fetch is None else fetch(held))[position]
-        return values.view(dtype)
-
-    return get
+def _piece(bucket: Any, position: int, dtype: np.dtype, fetch: Fetch | None) -> np.ndarray:
+    values: np.ndarray = (bucket if fetch is None else fetch(bucket))[position]
+    return values.view(dtype)
 
 
 class _Pickler(pickle.Pickler):
@@ -144,6 +141,6 @@ def _view(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _plain(values: np.ndarray) -> np.ndarray:
-    """In a dtype that numpy itself knows."""
+    """Returns values in a dtype that numpy itself knows."""
     values = np.asarray(values, order="C")
     return values.view(np.uint16) if str(values.dtype) == "bfloat16" else values

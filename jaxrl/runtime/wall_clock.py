@@ -1,6 +1,6 @@
 """Time in which this process was awake: deadlines do not run while it is frozen.
 
-Ctrl-Z, a debugger, or a paused virtual machine stop the watcher, with its workers or without them.
+Ctrl-Z, a debugger, or a paused virtual machine stop this process, with its workers or without them.
 When it wakes up the clock says that every running call is late, though nobody could have heard of
 its end. A thread looks at the clock every `TICK_S`; where two looks lie much further apart, the
 time between them counts for no deadline.
@@ -20,8 +20,8 @@ GAP_S = 3.0
 MOST_GAPS = 1000
 
 
-class Watch:
-    """The stretches of time in which nobody looked at a clock. Any thread may ask."""
+class WallClock:
+    """A clock, and the stretches of time in which nobody looked at it. Any thread may ask."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class Watch:
         """End and seconds of each."""
 
     def look(self) -> float:
-        """Notes how long nobody has looked; the time now."""
+        """Notes how long nobody has looked; returns the time now."""
         with self._lock:
             now = self._clock()
             if now - self._last > GAP_S:
@@ -40,33 +40,28 @@ class Watch:
             return now
 
     def awake_since(self, at: float) -> float:
-        """Seconds since `at` in which the process was awake."""
+        """Returns the seconds since `at` in which the process was awake."""
         now = self.look()
         with self._lock:
             asleep = sum(min(gap, end - at) for end, gap in self._gaps if end > at)
         return now - at - asleep
 
+    def watch(self) -> None:
+        """Looks for ever."""
+        while True:
+            time.sleep(TICK_S)
+            self.look()
+
 
 _starting = threading.Lock()
-_watch: Watch | None = None
+_wall_clock: WallClock | None = None
 
 
-def awake_since(at: float) -> float:
-    """Seconds since `at` (`time.monotonic` seconds) in which this process was awake."""
-    return _started().awake_since(at)
-
-
-def _started() -> Watch:
-    """The watch of this process, which looks at the clock from the first question on."""
-    global _watch
+def wall_clock() -> WallClock:
+    """Returns the clock of this process, which a thread looks at from the first question on."""
+    global _wall_clock
     with _starting:
-        if _watch is None:
-            _watch = Watch()
-            threading.Thread(target=_tick, args=(_watch,), name="awake", daemon=True).start()
-        return _watch
-
-
-def _tick(watch: Watch) -> None:
-    while True:
-        time.sleep(TICK_S)
-        watch.look()
+        if _wall_clock is None:
+            _wall_clock = WallClock()
+            threading.Thread(target=_wall_clock.watch, name="wall_clock", daemon=True).start()
+        return _wall_clock

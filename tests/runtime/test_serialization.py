@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.runtime import parcel
-from jaxrl.runtime.parcel import pack, unpack
+from jaxrl.runtime import serialization
+from jaxrl.runtime.serialization import pack, unpack
 from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.shards import Shards, box_of
 
@@ -112,7 +112,7 @@ class Shelf:
 
 
 def test_pieces_travel_in_buckets_and_only_the_needed_ones_are_fetched(monkeypatch):
-    monkeypatch.setattr(parcel, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(serialization, "BUCKET_BYTES", 100)
     shelf = Shelf()
     values = [np.full((10,), i, np.float32) for i in range(5)]  # 40 bytes each
     packed = pack([jax.device_put(v) for v in values], shelf.store)
@@ -140,7 +140,7 @@ def ranks_of(monkeypatch, value, devices_of_rank, shelf):
                 if shard.replica_id == 0 and shard.device.id in mine
             ]
 
-        monkeypatch.setattr(parcel, "held_pieces", held)
+        monkeypatch.setattr(serialization, "held_pieces", held)
         packed.append(pack(value, shelf.store))
     return packed
 
@@ -158,7 +158,9 @@ def test_the_pieces_of_several_processes_make_one_array(monkeypatch, receivers):
     sizes = [shelf.nbytes(p) for p in packed]
     assert sizes == [whole.nbytes // 2 + whole.nbytes, whole.nbytes // 2]
     first, second = packed
-    second = parcel.Parcel(b"", (), second.arrays, second.buckets)  # as the others send theirs
+    second = serialization.Parcel(
+        b"", (), second.arrays, second.buckets
+    )  # as the others send theirs
     got = unpack([first, second], shelf.fetch)
     placed = reshard(got, rows(receivers, start=4))
     for name in sent:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.runtime import awake
-from jaxrl.runtime.awake import GAP_S, TICK_S, Watch
+from jaxrl.runtime import wall_clock
 from jaxrl.runtime.local import LocalFuture, LocalWorker
+from jaxrl.runtime.wall_clock import GAP_S, TICK_S, WallClock
 from jaxrl.runtime.worker import DeadlineExceeded
 
 
@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def tick(watch: Watch, clock: Clock, seconds: float) -> None:
+def tick(watch: WallClock, clock: Clock, seconds: float) -> None:
     """The process is awake for so long."""
     for _ in range(round(seconds / TICK_S)):
         clock.now += TICK_S
@@ -27,7 +27,7 @@ def tick(watch: Watch, clock: Clock, seconds: float) -> None:
 
 def test_time_asleep_does_not_count_wherever_it_lies() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = WallClock(clock)
     tick(watch, clock, 10)
     assert watch.awake_since(1000) == pytest.approx(10)
     clock.now += 500  # frozen
@@ -40,7 +40,7 @@ def test_time_asleep_does_not_count_wherever_it_lies() -> None:
 
 def test_a_busy_machine_is_awake() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = WallClock(clock)
     for _ in range(10):
         clock.now += GAP_S
         watch.look()
@@ -49,16 +49,16 @@ def test_a_busy_machine_is_awake() -> None:
 
 def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    watch = Watch(clock)
-    monkeypatch.setattr(awake, "_watch", watch)
+    watch = WallClock(clock)
+    monkeypatch.setattr(wall_clock, "_wall_clock", watch)
     worker = LocalWorker("actor")
     call = LocalFuture("actor", "update", (), {}, 600, False, worker)
     call.times.started = clock.now
     clock.now += 3600
-    call.check_self()
+    call.check()
     tick(watch, clock, 590)
-    call.check_self()
+    call.check()
     tick(watch, clock, 20)
     with pytest.raises(DeadlineExceeded, match=r"has run for 610\.5 s"):
-        call.check_self()
+        call.check()
     assert worker.stop(5)
