@@ -26,7 +26,7 @@ from jaxrl.formats import peft
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor

@@ -18,7 +18,7 @@ from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_mode
 from jaxrl.formats import weights
 from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
 

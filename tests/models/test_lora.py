@@ -40,7 +40,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     _, plain = computed(config, base, tokens, mask)
     _, same = computed(with_lora, join(base, first), tokens, mask)
     assert (plain == same).all()
-    assert {(path,) for path in config.projections} == set(with_lora.targets.values())
+    assert {(path,) for path in config.quantisable} == set(with_lora.targets.values())
     assert tuple(TARGETS) == ALL_LINEAR  # of the config, which imports no models
 
 

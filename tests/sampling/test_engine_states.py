@@ -20,7 +20,7 @@ from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Engine
