@@ -3,14 +3,13 @@ the residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.models.delta import Recur, delta_parameters, gated_delta
+from jaxrl.models.delta import delta_parameters, gated_delta
 from jaxrl.models.experts import Routed, expert_parameters, mixture
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import Norms
@@ -33,6 +32,7 @@ from jaxrl.models.layers import (
     rms_norm,
 )
 from jaxrl.sharding.axes import AxisName
+from jaxrl.types import Array
 
 NORMS: dict[Norms, dict[str, str]] = {
     "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -104,10 +104,10 @@ def run_block(
     p: Arrays,
     x: jax.Array,
     rope: Rope,
-    attend: Callable[..., jax.Array] | Recur | None,
+    attend: Any,
     mesh: Mesh | None,
     *split: AxisName,
-    own: jax.Array | None = None,
+    own: Array = None,
     **routing: Any,
 ) -> tuple[jax.Array, Routed | None]:
     """Runs one block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then for the
@@ -115,7 +115,7 @@ def run_block(
 
     Args:
         p: of this layer.
-        attend: an `Attend`, or with a state a `Recur`.
+        attend: an `Attend`, or of a layer with a state a `Recur`.
         split: the axis of a stream's tokens.
         own: [B, T, P], where a layer reads more than the residual.
         routing: where there are experts, as of `experts.mix`.

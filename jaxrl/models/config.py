@@ -103,8 +103,8 @@ class DecoderConfig:
         for name, dims in (*(("head_dim", n) for n in widths), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
-        if self.n_recurrent and (self.delta is None or self.experts is not None):
-            raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
+        if self.n_recurrent and self.delta is None:
+            raise UserError("layers with a state need its sizes (delta)")
         if self.lora is not None:
             object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
         if self.quantised is not None and self.experts is not None and not self._apart:
@@ -335,7 +335,7 @@ class DecoderConfig:
         """Path within a block -> (in, out) of each kernel that may be quantised or have an adapter:
         all but that of a router."""
         return {
-            path.removesuffix("/kernel"): p.shape[-2:]
+            path.removesuffix("/kernel"): (p.shape[-2], p.shape[-1])
             for path, p in self.parameters.items()
             if path.endswith("/kernel") and not p.fixed
         }

@@ -132,8 +132,8 @@ def delta_parameters(c: DecoderLike) -> Parameters:
         return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
 
     for x, n in zip("qkv", (k, k, v), strict=True):
-        shape, axes = (n, 1, delta.conv), ("state_heads", None, None)
-        found[f"delta/conv/{x}"] = Parameter(shape, axes, f"{name}conv1d.weight", filters)
+        shape, by_head = (n, 1, delta.conv), ("state_heads", None, None)
+        found[f"delta/conv/{x}"] = Parameter(shape, by_head, f"{name}conv1d.weight", filters)
     one = (heads,), ("state_heads",)
     found["delta/log_decay"] = Parameter(*one, f"{name}A_log", decay)
     found["delta/bias"] = Parameter(*one, f"{name}dt_bias", 1.0)

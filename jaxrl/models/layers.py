@@ -141,7 +141,7 @@ def attention_parameters(c: DecoderLike) -> Parameters:
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     wide = 2 * q if b.output_gate else q  # a gate's rows follow those of the query
     found = {"attn/q/kernel": kernel(d, wide, ("embed", "heads"), "self_attn.q_proj.weight")}
-    biases = {"q": (wide, "heads")} if b.attention_bias else {}
+    biases: dict[str, tuple[int, str | None]] = {"q": (wide, "heads")} if b.attention_bias else {}
     for name in "kv" if not (kind.borrows or kind.keys_as_values) else "k" * (not kind.borrows):
         axes, tensor = ("embed", "kv_heads"), f"self_attn.{name}_proj.weight"
         found[f"attn/{name}/kernel"] = kernel(d, kv, axes, tensor)

@@ -50,7 +50,7 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout
         "layer_inputs/embedding": jax.random.fold_in(k_inputs, 0),
         "layer_inputs/projection": jax.random.fold_in(k_inputs, 1),
     }
-    top = {path: _first(p, lambda path=path: own[path]) for path, p in config.top.items()}
+    top = {path: _first(p, partial(own.__getitem__, path)) for path, p in config.top.items()}
     params = _nested(top) | {"layers": blocks[0] if cycle == 1 else blocks}
     params = cast(params, dtype)
     return params if layout == "stacked" else unstack(params)

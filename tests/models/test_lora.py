@@ -51,6 +51,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
             ("qwen2", SOME, "stacked"),
             ("phi3", EVERY, "stacked"),
             ("qwen3_5", EVERY, "unstacked"),
+            ("qwen3_5_moe", EVERY, "stacked"),
             ("qwen3_moe", Lora(2, 3.0, ("o_proj", "up_proj", "down_proj")), "stacked"),
         ],
         [

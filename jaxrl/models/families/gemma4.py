@@ -85,7 +85,7 @@ def _experts(raw: Raw) -> JsonObject:
             raise UserError(f"{key}=null: enable_moe_block=true needs a number")
     count, chosen = read_counts(raw, "num_experts", "top_k_experts")
     width = size(raw, "intermediate_size")
-    experts = Experts(count, chosen, normalised=True, dense_width=width, beside=True)
+    experts = Experts(count, chosen, normalised=True, dense_width=width, beside="norms")
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
 
