@@ -309,7 +309,7 @@ class GgufFile:
         for key, stored in EXPERTS.items():
             if self.stated(stored) is not None:
                 raw[key] = int(self.stated(stored))
-        if self._recurs:
+        if entry.recurs:
             raw |= self._states(n)
         if isinstance(pattern, list):
             raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
@@ -352,11 +352,6 @@ class GgufFile:
                 f" block_count={n + len(further)}?"
             )
 
-    @property
-    def _recurs(self) -> bool:
-        """Whether there are layers that keep a state in place of keys and values."""
-        return self.stated("ssm.state_size") is not None
-
     def _states(self, n_layers: int) -> JsonObject:
         """Of layers that keep a state, the fields of a `config.json`."""
         raw: JsonObject = {key: int(self._need(stored)) for key, stored in STATES.items()}
@@ -378,7 +373,7 @@ class GgufFile:
         """Some files have a number for each layer, which is 0 of those that do not attend."""
         key = "attention.head_count_kv"
         stated = self.stated(key)
-        if not (isinstance(stated, list) and self._recurs):
+        if not (isinstance(stated, list) and FAMILIES[self.family].recurs):
             return n_heads if stated is None else int(self._of_model(key))
         several = {int(n) for n in stated} - {0}
         if len(several) != 1:

@@ -83,6 +83,8 @@ class Family:
     """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
     scaled_embedding: bool = False
     """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
+    recurs: bool = False
+    """Whether there are layers that keep a state in place of keys and values."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Path of a parameter within a block -> its tensor, where that is called otherwise than in the
     table of its part (`layers.Parameter`). A name with `{expert}` is that of one expert's tensor,

@@ -65,6 +65,7 @@ QWEN3_5 = Family(
     BlockKind(qk_norm="head", norm_in_float32=True, norm_around_one=True, output_gate=True),
     head_dim=256,
     partial_rotary=True,
+    recurs=True,
     gguf="qwen35",
     whole="qwen3_5",
     prepare=prepare,
