@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError, short
+from jaxrl.models.block import EMBEDDING, HEAD
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
@@ -31,14 +32,6 @@ from jaxrl.types import Tree
 
 Index = tuple[slice, ...]
 
-TOP: dict[str, str] = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "layer_inputs/embedding": "model.embed_tokens_per_layer.weight",
-    "layer_inputs/projection": "model.per_layer_model_projection.weight",
-    "layer_inputs/norm/scale": "model.per_layer_projection_norm.weight",
-    "norm/scale": "model.norm.weight",
-    "lm_head/kernel": "lm_head.weight",
-}
 LAYERS, ENDINGS = "model.layers.", (".weight", ".bias")
 """How names of tensors of layers begin, and how those of weights end: not those of frequencies that
 old checkpoints have, or of scales of quantised caches."""
@@ -196,30 +189,29 @@ def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Pla
     shapes = {path: leaf.shape for path, leaf in abstract.items()}
     stacked, n = layout == "stacked", config.n_layers
     blocks = block_layers(config) if stacked else {f"layers/{i}": range(i, i + 1) for i in range(n)}
-    family = FAMILIES[config.family]
+    alternating = FAMILIES[config.family].alternating
     experts = 0 if config.experts is None else config.experts.count
-    embedding = "embed/embedding"
-    found = {embedding: Place(shapes[embedding], (TOP[embedding],))}
+    top = {path: Place(p.shape, (p.tensor,)) for path, p in config.top.items()}
+    found = {"embed/embedding": top["embed/embedding"]}
     for prefix, numbers in blocks.items():
         rows: dict[str, int] = {}
-        for rest, name in family.layer.items():
-            path = f"{prefix}/{rest}"
-            if path not in shapes:
-                continue
+        table = config.of(config.kinds[numbers[0] % len(config.kinds)]).parameters
+        for rest, parameter in table.items():
+            path, name = f"{prefix}/{rest}", parameter.tensor
             by_expert = "{expert}" in name  # else one tensor of all experts
             each = [name.format(expert=e) for e in range(experts)] if by_expert else [name]
             names = tuple(f"model.layers.{i}.{one}" for i in numbers for one in each)
             dims = len(numbers) * stacked, len(each) * by_expert
-            alternates = family.alternating and "/experts/" in rest and not by_expert
+            alternates = alternating and "/experts/" in rest and not by_expert
             transposed = rest.endswith("/kernel") and not alternates
             first, step = rows.get(name, 0), 1
             if alternates:
-                sharing = [own for own, other in family.layer.items() if other == name]
+                sharing = [own for own, other in table.items() if other.tensor == name]
                 first, step = sharing.index(rest), len(sharing)
             found[path] = Place(shapes[path], names, *dims, transposed, first, step)
             rows[name] = found[path].end
-    found |= {path: Place(shapes[path], (name,)) for path, name in TOP.items() if path in shapes}
-    assert found.keys() == shapes.keys(), f"no tensor name: {shapes.keys() - found.keys()}"
+    found |= top
+    assert found.keys() == shapes.keys()
     return found
 
 
@@ -260,7 +252,7 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
 
     A head that differs does so in the first rows; one that is equal is read as a whole.
     """
-    embedding, head = TOP["embed/embedding"], TOP["lm_head/kernel"]
+    embedding, head = EMBEDDING, HEAD
     shape = tensors.shape(head)
     if not config.tie_embeddings or shape is None:
         return config
@@ -285,7 +277,7 @@ def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in expected.items():
         found = tensors.shape(name)
         if found is None:
-            untied = name == TOP["lm_head/kernel"]
+            untied = name == HEAD
             way_out = "; if its head is the embedding, set tie_word_embeddings=true" * untied
             raise UserError(
                 f"{tensors.file(name)}: tensor {name} of shape {list(shape)} is missing;"
@@ -363,8 +355,8 @@ def load_head(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Returns the LM head [V, D] (the embedding when tied), V over `tensor`, D over `fsdp`."""
-    name = TOP["embed/embedding" if config.tie_embeddings else "lm_head/kernel"]
+    """Returns the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
+    name = EMBEDDING if config.tie_embeddings else HEAD
     place = Place((config.vocab_size, config.d_model), (name,))
     sharding = None
     if mesh is not None:

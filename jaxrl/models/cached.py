@@ -13,12 +13,14 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.models.attention import Attend, attender, chunk_attender, step_attender, step_kernel_on
+from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
 from jaxrl.models.embedding import embed
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import StepKernel
-from jaxrl.models.kinds import Layer, LayerKind
+from jaxrl.models.layer_kind import Layer, LayerKind
+from jaxrl.models.layers import rms_norm
 from jaxrl.models.pages import Pages, write
 from jaxrl.models.parameters import Params, layout_of
 from jaxrl.models.shared_prompts import Seats, shared_attender
@@ -27,9 +29,7 @@ from jaxrl.models.stack import (
     delta_of,
     kernels_of,
     lending,
-    merged_norm,
     report,
-    run_block,
     through,
 )
 from jaxrl.types import Array
@@ -92,7 +92,7 @@ def prefill(
     x, inputs = embed(config, params, tokens, mesh)
     x, left = through(config, body, x, params, inputs)
     report(params, [one for _, one in left], routed)
-    return merged_norm(config, params)(x), [entry for entry, _ in left]
+    return rms_norm(config, params["norm"], x), [entry for entry, _ in left]
 
 
 def keys_of(cache: Cache) -> Array:
@@ -168,7 +168,7 @@ def decode(
     prompts = [None] * len(cache) if shared is None else shared.cache
     x, left = through(config, body, x, params, inputs, cache, prompts)
     report(params, [one for _, one in left], routed)
-    return merged_norm(config, params)(x)[:, 0], [entry for entry, _ in left]
+    return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
 
 
 def extend(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypedDict
 
 from jaxrl.errors import UserError, short
+from jaxrl.models.block import block_parameters, top_parameters
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.fields import MOST, Raw, flag, given, number, size, stated_once
-from jaxrl.models.kinds import FULL, SLIDING, LayerKind, read_windows
+from jaxrl.models.json_fields import MOST, Raw, flag, given, number, size, stated_once
+from jaxrl.models.layer_kind import FULL, SLIDING, LayerKind, read_windows
+from jaxrl.models.layers import Parameter, Parameters
 from jaxrl.models.lora import TARGETS, Lora
 from jaxrl.models.quantised import Quantisation, block_size, packed
 from jaxrl.models.rope import (
@@ -34,8 +38,8 @@ largest models; without a bound one digit too many in a `config.json` takes minu
 before anything is said."""
 ROPES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 """Fields of rotary positions."""
-ROUTER = "mlp/router"
-"""Path of a mixture's router within a block."""
+KERNEL = re.compile(r"(?!.*/experts/).*/kernel")
+"""Paths of kernels that each token passes."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,8 @@ class DecoderConfig:
         for name, dims in (*(("head_dim", n) for n in widths), ("rotary_dims", self.rotary_dims)):
             if dims is not None and dims % 2:
                 raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
-        if self.n_recurrent and (self.delta is None or self.experts is not None):
-            raise UserError("layers with a state need its sizes (delta), and an MLP, not experts")
+        if self.n_recurrent and self.delta is None:
+            raise UserError("layers with a state need its sizes (delta)")
         if self.lora is not None:
             object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
         if self.quantised is not None and self.experts is not None and not self._apart:
@@ -251,10 +255,9 @@ class DecoderConfig:
         a tensor with the rows of several projections, their paths, of which the first has the A of
         all. Experts have none where all of them are in one tensor."""
         found: dict[str, tuple[str, ...]] = {}
-        for leaf, name in FAMILIES[self.family].layer.items():
-            path = leaf.removesuffix("/kernel")
-            if path in self.quantisable and ("/experts/" not in path or self._apart):
-                target = name.split(".")[-2]
+        for path in self.quantisable:
+            if "/experts/" not in path or self._apart:
+                target = self.parameters[f"{path}/kernel"].tensor.split(".")[-2]
                 found[target] = (*found.get(target, ()), path)
         return found
 
@@ -275,138 +278,78 @@ class DecoderConfig:
         return lora.targets
 
     @property
+    def parameters(self) -> Parameters:
+        """Path within a block -> parameter of its layers, without adapters and as if none were
+        quantised; of layers that have others, of the first that has it."""
+        return _parameters(self.plain)
+
+    @property
+    def top(self) -> Parameters:
+        """Path -> parameter of no layer."""
+        return top_parameters(self)
+
+    def _count(self, number: Callable[[str, Parameter], int]) -> int:
+        """The sum over the parameters of all layers of a number of each."""
+        return sum(
+            n * sum(number(path, parameter) for path, parameter in one.parameters.items())
+            for one, n in self.shapes.items()
+        )
+
+    @property
     def n_params(self) -> int:
         """Number of parameters without adapters; tied embeddings count once."""
-        return self._params_with(0 if self.experts is None else self.experts.count)
+        return self._count(lambda _, p: p.size) + sum(p.size for p in self.top.values())
 
     @property
     def n_active(self) -> int:
         """Number of the parameters that compute a token: of the experts, those that it passes."""
-        return self._params_with(0 if self.experts is None else self.experts.chosen)
-
-    def _params_with(self, experts: int) -> int:
-        vocab = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-        layers = sum(n * one._layer_params(experts) for one, n in self.shapes.items())
-        width = self.n_layers * self.layer_inputs
-        inputs = width * (self.vocab_size + self.d_model) + self.layer_inputs
-        return layers + vocab + inputs + self.d_model
-
-    def _layer_params(self, experts: int) -> int:
-        """Of the one layer of this model, with so many experts."""
-        block = experts * sum(n_in * n_out for n_in, n_out in self.expert_projections.values())
-        block += self.block.output_bias * self.d_model + self.block.sinks * self.n_heads
-        if self.experts is not None and self.block.expert_bias:
-            outs = (n_out for _, n_out in self.expert_projections.values())
-            block += self.experts.count + experts * sum(outs)
-        block += (4 if self.block.norms == "around" else 2) * self.d_model
-        if self.experts is not None and self.experts.beside:
-            block += 4 * self.d_model + self.experts.count
-        block += self.block.scalar + (self.d_model if self.layer_inputs else 0)
-        if self.delta is not None and self.n_recurrent:
-            d = self.delta
-            block += d.conv * (2 * d.k_width + d.v_width) + 2 * d.v_heads + d.v_dim
-        else:
-            block += sum(self.qk_norm_widths)
-            if self.block.attention_bias:
-                block += self.head_dim * (self.n_heads + 2 * self.n_kv_heads)
-        return self.dense_weights + block
+        if self.experts is None:
+            return self.n_params
+        count, chosen = self.experts.count, self.experts.chosen
+        passed = self._count(lambda path, p: p.size // count if "/experts/" in path else 0)
+        return self.n_params - (count - chosen) * passed
 
     @property
     def dense_weights(self) -> int:
-        """Number of weights in the kernels of all layers' `projections`."""
-        return sum(
-            n * n_in * n_out
-            for one, n in self.shapes.items()
-            for n_in, n_out in one.projections.values()
-        )
+        """Number of weights in the kernels of all layers but those of experts."""
+        return self._count(lambda path, p: p.size if KERNEL.fullmatch(path) else 0)
 
     @property
     def n_trained(self) -> int:
         """Number of parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
-        return self.lora.rank * sum(
-            n * one.copies(path) * (one.has_a(path) * n_in + n_out)
-            for one, n in self.shapes.items()
-            for path, (n_in, n_out) in one.quantisable.items()
-            if one.adapter(path)
-        )
+        rank = self.lora.rank
 
-    def copies(self, path: str) -> int:
-        """How many kernels a layer has at this path within a block."""
-        return self.experts.count if self.experts and path in self.expert_projections else 1
+        def adapted(path: str, p: Parameter) -> int:
+            path = path.removesuffix("/kernel")
+            if self.adapter(path) is None:
+                return 0
+            *experts, n_in, n_out = p.shape
+            return math.prod(experts) * rank * (self.has_a(path) * n_in + n_out)
+
+        return self._count(adapted)
 
     @property
     def quantisable(self) -> dict[str, tuple[int, int]]:
         """Path within a block -> (in, out) of each kernel that may be quantised or have an adapter:
         all but that of a router."""
-        both = self.projections | self.expert_projections
-        return {path: sizes for path, sizes in both.items() if path != ROUTER}
+        return {
+            path.removesuffix("/kernel"): (p.shape[-2], p.shape[-1])
+            for path, p in self.parameters.items()
+            if path.endswith("/kernel") and not p.fixed
+        }
 
     @property
     def _apart(self) -> bool:
         """Whether each expert has tensors of its own in a checkpoint."""
-        return any("{expert}" in name for name in FAMILIES[self.family].tensors.values())
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel but those of experts; of layers that have
-        others, of the first that has it."""
-        found: dict[str, tuple[int, int]] = {}
-        for one in self.shapes:
-            found = one._projections | found
-        return found
-
-    @property
-    def _projections(self) -> dict[str, tuple[int, int]]:
-        """Those of the one layer of this model."""
-        (kind,), d = self.kinds, self.d_model
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = {"attn/q": (d, 2 * q if self.block.output_gate else q)}
-        attention |= {} if kind.borrows else {"attn/k": (d, kv)}
-        attention |= {} if kind.borrows or kind.keys_as_values else {"attn/v": (d, kv)}
-        attention |= {"attn/o": (q, d)}
-        if self.layer_inputs:
-            p = self.layer_inputs
-            attention |= {"input/gate": (d, p), "input/out": (p, d)}
-        if kind.recurs:
-            assert self.delta is not None
-            k, v, heads = self.delta.k_width, self.delta.v_width, self.delta.v_heads
-            attention = {"delta/q": (d, k), "delta/k": (d, k), "delta/v": (d, v)}
-            attention |= {"delta/z": (d, v), "delta/b": (d, heads), "delta/a": (d, heads)}
-            attention |= {"delta/o": (v, d)}
-        if self.experts is not None:
-            attention |= {ROUTER: (d, self.experts.count)}
-        f = self.mlp_width
-        return attention | ({"mlp/gate": (d, f), "mlp/up": (d, f), "mlp/down": (f, d)} if f else {})
+        return any("{expert}" in p.tensor for p in self.parameters.values())
 
     @property
     def mlp_width(self) -> int:
         """Of the MLP that each token passes; 0: there are experts in its place."""
-        if self.experts is None:
-            return self.d_ff
-        return self.experts.dense_width if self.experts.beside else 0
-
-    @property
-    def expert_projections(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel of an expert; empty without experts."""
-        if self.experts is None:
-            return {}
-        d, f = self.d_model, self.d_ff
-        return {
-            "mlp/experts/gate": (d, f),
-            "mlp/experts/up": (d, f),
-            "mlp/experts/down": (f, d),
-        }
-
-    @property
-    def qk_norm_widths(self) -> tuple[int, int]:
-        """Of the norms of q and of k, 0 where there are none."""
-        if self.block.qk_norm is None:
-            return 0, 0
-        heads = (1, 1) if self.block.qk_norm == "head" else (self.n_heads, self.n_kv_heads)
-        k_width = 0 if self.kinds[0].borrows else heads[1] * self.head_dim
-        return heads[0] * self.head_dim, k_width
+        gate = self.parameters.get("mlp/gate/kernel")
+        return 0 if gate is None else gate.shape[1]
 
     @classmethod
     def from_hf(cls, raw: Raw) -> DecoderConfig:
@@ -485,6 +428,14 @@ class DecoderConfig:
             **FAMILIES[self.family].write(self),
         }
         return {key: value for key, value in found.items() if value is not OMITTED}
+
+
+@lru_cache(maxsize=4096)
+def _parameters(config: DecoderConfig) -> Parameters:
+    found: Parameters = {}
+    for one in config.shapes:
+        found = (block_parameters(one) if one == config else one.parameters) | found
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.models.attention import attend_packed, attender, roll_rows
+from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recur, recur_packed, recur_rows
 from jaxrl.models.embedding import embed
 from jaxrl.models.experts import Routed
-from jaxrl.models.kinds import Layer
-from jaxrl.models.layers import PROJECTED
+from jaxrl.models.layer_kind import Layer
+from jaxrl.models.layers import PROJECTED, rms_norm
 from jaxrl.models.packing import Packing
 from jaxrl.models.parameters import Params, at_blocks, cast, head
 from jaxrl.models.stack import (
@@ -28,9 +29,7 @@ from jaxrl.models.stack import (
     delta_of,
     kernels_of,
     lending,
-    merged_norm,
     report,
-    run_block,
     through,
 )
 from jaxrl.sharding.axes import TOKENS, AxisName
@@ -193,7 +192,7 @@ def _layers(
     carried = x, nothing_lent(config, x)
     (x, _), found = through(config, body, carried, params, *given, in_turn=remat != "none")
     report(params, found, routed)
-    return merged_norm(config, params)(x)
+    return rms_norm(config, params["norm"], x)
 
 
 def nothing_lent(config: DecoderConfig, x: Array) -> Lent:

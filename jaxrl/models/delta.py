@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.errors import UserError
+from jaxrl.models.json_fields import DecoderLike
+from jaxrl.models.layers import Arrays, Parameter, Parameters, kernel, linear, low_rank, rms_norm
 from jaxrl.models.packing import Packing, by_heads
 from jaxrl.sharding.axes import HEADS, ROWS, divided
 
@@ -109,6 +111,49 @@ class Filters(NamedTuple):
 
 Recur = Callable[[Inputs, Filters], jax.Array]
 """What a layer reads of the state at each token, [B, T, N*G, V]."""
+
+
+def delta_parameters(c: DecoderLike) -> Parameters:
+    """Returns those of a layer with the gated delta rule."""
+    d, delta, name = c.d_model, c.delta, "linear_attn."
+    k, v, heads = delta.k_width, delta.v_width, delta.v_heads
+    axes, both = ("embed", "state_heads"), f"{name}in_proj_qkv.weight"
+    found = {
+        f"delta/{x}/kernel": kernel(d, n, axes, both) for x, n in zip("qkv", (k, k, v), strict=True)
+    }
+    for x, n in zip("zba", (v, heads, heads), strict=True):
+        found[f"delta/{x}/kernel"] = kernel(d, n, axes, f"{name}in_proj_{x}.weight")
+    found["delta/o/kernel"] = kernel(v, d, axes[::-1], f"{name}out_proj.weight")
+
+    def filters(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape) / shape[-1] ** 0.5
+
+    def decay(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0))
+
+    for x, n in zip("qkv", (k, k, v), strict=True):
+        shape, by_head = (n, 1, delta.conv), ("state_heads", None, None)
+        found[f"delta/conv/{x}"] = Parameter(shape, by_head, f"{name}conv1d.weight", filters)
+    one = (heads,), ("state_heads",)
+    found["delta/log_decay"] = Parameter(*one, f"{name}A_log", decay)
+    found["delta/bias"] = Parameter(*one, f"{name}dt_bias", 1.0)
+    found["delta/norm/scale"] = Parameter((delta.v_dim,), (None,), f"{name}norm.weight", 1.0)
+    return found
+
+
+def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> jax.Array:
+    """Computes linear attention by the gated delta rule; what its heads read is normed, and
+    multiplied by a gate (arXiv 2412.06464, figure 1)."""
+    by_head, low = (*x.shape[:2], -1), low_rank(c, p["q"], x, p["k"])
+    widths = {"q": c.delta.k_dim, "k": c.delta.k_dim, "v": c.delta.v_dim}
+    q, k, v = (linear(c, p[i], x, low).reshape(*by_head, n) for i, n in widths.items())
+    log_decay, bias = (p[i].astype(jnp.float32)[None, None] for i in ("log_decay", "bias"))
+    g = -jnp.exp(log_decay) * jax.nn.softplus(linear(c, p["a"], x).astype(jnp.float32) + bias)
+    rate = jax.nn.sigmoid(linear(c, p["b"], x)).astype(jnp.float32)
+    read = recur(Inputs(q, k, v, g, rate), Filters(**p["conv"]))
+    out = rms_norm(c, p["norm"], read, around_one=False, in_float32=False)
+    gate = jax.nn.silu(linear(c, p["z"], x).astype(jnp.float32)).reshape(out.shape)
+    return linear(c, p["o"], (out * gate).astype(x.dtype).reshape(by_head))
 
 
 def nothing_read(delta: Delta, rows: int, dtype: jnp.dtype) -> Recurrent:

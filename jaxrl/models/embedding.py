@@ -9,15 +9,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.layers import LayerInputs
-from jaxrl.models.parameters import Params, at_blocks, graph_of
-from jaxrl.sharding.axes import ROWS, AxisName
+from jaxrl.models.layers import by_rows, rms_norm
+from jaxrl.models.parameters import Params, at_blocks
+from jaxrl.sharding.axes import AxisName
 from jaxrl.types import Array
 
 
@@ -47,9 +46,14 @@ def embed(
         x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
     inputs = None
     if config.layer_inputs:
-        given = params["layer_inputs"]
+        given, width = params["layer_inputs"], config.layer_inputs
         rows = by_rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
-        inputs = nnx.merge(graph_of(LayerInputs, config), given)(rows, x)
+        by_layer = (*x.shape[:2], config.n_layers, width)
+        read = jnp.einsum("btd,ed->bte", x, given["projection"].astype(x.dtype))
+        read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        rows = rows * jnp.asarray(math.sqrt(width), x.dtype)
+        both = rms_norm(config, given["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)
+        inputs = jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
     return x, at_blocks(config, params, inputs)
 
 
@@ -84,12 +88,3 @@ _look_up.defvjp(_look_up_forward, _look_up_backward)
 
 def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-
-
-def by_rows(x: Array, mesh: Mesh | None, *tokens: AxisName) -> Array:
-    """Keeps the rows of x sharded over (data, fsdp), of a stream its tokens over an axis too: left
-    alone, XLA picks odd layouts."""
-    if mesh is None:
-        return x
-    spec = PartitionSpec(ROWS, *tokens, *([None] * (x.ndim - 1 - len(tokens))))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import Raw, size
+from jaxrl.models.json_fields import Raw, size
 
 MOST_LAYERS = 1000
 """Far beyond the deepest encoder."""

@@ -20,10 +20,11 @@ for Qwen3's 8 experts and 41% for gpt-oss's 4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,20 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.errors import UserError
-from jaxrl.models.fields import Raw, size
-from jaxrl.models.quantised import dequantise
+from jaxrl.models.json_fields import DecoderLike, Raw, size
+from jaxrl.models.layers import (
+    ACTIVATIONS,
+    Arrays,
+    Parameter,
+    Parameters,
+    gated_mlp,
+    kernel,
+    linear,
+    mlp_parameters,
+    norm_scale,
+    rms_norm,
+)
+from jaxrl.models.quantised import SCALE, dequantise
 from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
 from jaxrl.types import Array, Tree
 
@@ -80,8 +93,9 @@ class Experts:
     """`intermediate_size` of `config.json`: of the MLP that experts add to, or of layers without
     experts, of which there are none."""
     clamp: Clamp | None = None
-    beside: bool = False
-    """Whether they add to an MLP."""
+    beside: Literal["norms", "gate"] | None = None
+    """How they add to an MLP, if they do: both by norms (Gemma 4), or the MLP, which is an expert
+    that all tokens share, times the sigmoid of a gate (Qwen3.5)."""
 
     @property
     def id_dtype(self) -> np.dtype:
@@ -138,9 +152,83 @@ class Routed(NamedTuple):
     where `mix` was given these."""
 
 
-Mix = Callable[..., jax.Array]
-"""(x [B, T, D], parameters) -> [B, T, D]; training, prefill and decode differ only here. A third
-array [B, T, D] is what the router reads in place of x."""
+PROJECTIONS = ("gate", "up", "down")
+
+
+def expert_parameters(c: DecoderLike) -> Parameters:
+    """Returns those of a router and its experts, and of the MLP that these add to."""
+    experts, d, f, b = c.experts, c.d_model, c.d_ff, c.block
+    found = mlp_parameters(c, experts.dense_width) if experts.beside else {}
+    router = kernel(d, experts.count, ("embed", None), "mlp.gate.weight")
+    found["mlp/router/kernel"] = replace(router, fixed=True)
+    if b.expert_bias:
+        found["mlp/router/bias"] = Parameter((experts.count,), (None,), "mlp.router.bias", 0.0)
+
+    def first(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.normal(key, shape) / math.sqrt(shape[-2])
+
+    for name, (n_in, n_out), axes in (
+        ("gate", (d, f), ("embed", "mlp")),
+        ("up", (d, f), ("embed", "mlp")),
+        ("down", (f, d), ("mlp", "embed")),
+    ):
+        shape, tensor = (experts.count, n_in, n_out), f"mlp.experts.{{expert}}.{name}_proj.weight"
+        path = f"mlp/experts/{name}"
+        found[f"{path}/kernel"] = Parameter(shape, ("expert", *axes), tensor, first)
+        if b.expert_bias:
+            both = ("expert", None if name == "down" else "mlp")
+            found[f"{path}/bias"] = Parameter(
+                (experts.count, n_out), both, f"mlp.experts.{name}_proj_bias", 0.0
+            )
+    if experts.beside == "gate":
+        gate = kernel(d, 1, ("embed", None), "mlp.shared_expert_gate.weight")
+        found["mlp/shared_gate/kernel"] = replace(gate, fixed=True)
+    if experts.beside == "norms":
+        found["mlp/router_scale"] = Parameter((d,), (None,), "router.scale")
+        found["mlp/expert_scale"] = Parameter((experts.count,), (None,), "router.per_expert_scale")
+        for name, tensor in (
+            ("out_norm", "post_feedforward_layernorm_1.weight"),
+            ("experts_norm", "pre_feedforward_layernorm_2.weight"),
+            ("experts_out_norm", "post_feedforward_layernorm_2.weight"),
+        ):
+            found[f"mlp/{name}/scale"] = norm_scale(c, d, tensor)
+    return found
+
+
+def mixture(
+    c: DecoderLike, p: Arrays, x: jax.Array, residual: jax.Array, mesh: Mesh | None, **routing: Any
+) -> tuple[jax.Array, Routed]:
+    """Computes what takes the place of the MLP: `mix` of x [B, T, D]; or that + sigmoid(gate(x)) *
+    mlp(x); or, of Gemma 4, norm(mlp(x)) + norm(experts(norm(r))), of the residual r that x was made
+    of, where the router reads r / rms(r) times a scale of each dim.
+
+    Args:
+        routing: `recorded`, `every`, `split` and `copies` of `mix`.
+    """
+
+    def held(p: Arrays) -> ExpertKernel:
+        a = p.get("lora_a")
+        a = None if a is None else c.lora.scale * a
+        return ExpertKernel(p["kernel"], p.get(SCALE), p.get("bias"), a, p.get("lora_b"))
+
+    router, (gate, up, down) = p["router"], (held(p["experts"][i]) for i in PROJECTIONS)
+    bias, scale = router.get("bias"), p.get("expert_scale")
+    kernels = ExpertKernels(router["kernel"], gate, up, down, bias, scale)
+    activate = c.experts.gated(ACTIVATIONS[c.block.activation])
+
+    def run(*arrays: Any) -> tuple[jax.Array, Routed]:
+        return mix(c.experts, activate, mesh, *arrays, frozen=c.lora is not None, **routing)
+
+    if c.experts.beside != "norms":
+        out, routed = run(x, kernels)
+        if c.experts.beside == "gate":
+            out = out + jax.nn.sigmoid(linear(c, p["shared_gate"], x)) * gated_mlp(c, p, x)
+        return out, routed
+    asked = rms_norm(c, {}, residual) * p["router_scale"].astype(x.dtype)[None, None]
+    asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+    out, routed = run(rms_norm(c, p["experts_norm"], residual), kernels, asked)
+    dense = rms_norm(c, p["out_norm"], gated_mlp(c, p, x))
+    return dense + rms_norm(c, p["experts_out_norm"], out), routed
 
 
 def mix(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from jaxrl.models.fields import DecoderLike, Raw
+from jaxrl.models.json_fields import DecoderLike, Raw
 from jaxrl.process.json_types import JsonObject
 
 Norms = Literal["before", "after", "around"]
@@ -18,25 +18,6 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 """Of the MLP, by the name that a `config.json` has for it."""
 OMITTED = object()
 """Of `Family.write`: a field that other families write, and this one does not."""
-LAYER: dict[str, str] = {
-    "attn_norm/scale": "input_layernorm.weight",
-    "attn/q/kernel": "self_attn.q_proj.weight",
-    "attn/k/kernel": "self_attn.k_proj.weight",
-    "attn/v/kernel": "self_attn.v_proj.weight",
-    "attn/o/kernel": "self_attn.o_proj.weight",
-    "attn/q/bias": "self_attn.q_proj.bias",
-    "attn/k/bias": "self_attn.k_proj.bias",
-    "attn/v/bias": "self_attn.v_proj.bias",
-    "attn/o/bias": "self_attn.o_proj.bias",
-    "attn/q_norm/scale": "self_attn.q_norm.weight",
-    "attn/k_norm/scale": "self_attn.k_norm.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "mlp/gate/kernel": "mlp.gate_proj.weight",
-    "mlp/up/kernel": "mlp.up_proj.weight",
-    "mlp/down/kernel": "mlp.down_proj.weight",
-}
-"""Parameter path within a block -> tensor name within `model.layers.N.`, of Llama and of every
-family that does not say otherwise; kernels are stored transposed."""
 
 
 class GgufFacts(Protocol):
@@ -102,10 +83,12 @@ class Family:
     """Whether `partial_rotary_factor` is heeded: only the first dims of each head are rotated."""
     scaled_embedding: bool = False
     """Whether rows of the embedding are multiplied by sqrt(D), rounded to the compute dtype."""
+    recurs: bool = False
+    """Whether there are layers that keep a state in place of keys and values."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Entries of `LAYER` that are others here. Parameters that have one tensor in common are rows
-    of it, in this order. A name with `{expert}` is that of one expert's tensor, of a parameter of
-    all of them."""
+    """Path of a parameter within a block -> its tensor, where that is called otherwise than in the
+    table of its part (`layers.Parameter`). A name with `{expert}` is that of one expert's tensor,
+    of a parameter of all of them."""
     alternating: bool = False
     """Whether parameters of experts that have one tensor in common are every other column of it,
     in this order."""
@@ -126,13 +109,3 @@ class Family:
     for settings that would give silently wrong numbers."""
     write: Callable[[DecoderLike], JsonObject] = lambda _: {}
     """What `read` and transformers need beyond the fields that all share."""
-
-    @property
-    def recurs(self) -> bool:
-        """Whether there are layers that keep a state in place of keys and values."""
-        return "delta/log_decay" in self.tensors
-
-    @property
-    def layer(self) -> dict[str, str]:
-        """Parameter path within a block -> tensor name within `model.layers.N.`."""
-        return LAYER | dict(self.tensors)

@@ -16,15 +16,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.family import LAYER
 from jaxrl.models.quantised import SCALE, dequantise
 from jaxrl.types import Tree
 
 LoraInit = Literal["default", "gaussian"]
 TARGETS = {
-    name.split(".")[-2]: path.removesuffix("/kernel")
-    for path, name in LAYER.items()
-    if path.endswith("/kernel")
+    **{f"{name}_proj": f"attn/{name}" for name in "qkvo"},
+    **{f"{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")},
 }
 """Name of an adapted projection, as in PEFT -> its path within a block, of Llama."""
 NAMES = ("lora_a", "lora_b")

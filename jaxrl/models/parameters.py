@@ -12,22 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeVar
+from itertools import count
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kinds import LayerKind
-from jaxrl.models.layers import Block, LayerInputs, RMSNorm
-from jaxrl.models.quantised import SCALE
+from jaxrl.models.layers import Parameter
+from jaxrl.models.quantised import SCALE, block_size, quantise
 from jaxrl.types import Array
 
-M = TypeVar("M")
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
 
@@ -42,40 +40,59 @@ def init_params(
 @partial(jax.jit, static_argnums=(0, 2, 3))  # one program, not one for each operation
 def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout: Layout) -> Params:
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-
-    def block(k: jax.Array, kind: LayerKind) -> Params:
-        return _plain(nnx.split(Block(config.of(kind), nnx.Rngs(params=k)))[1])
-
-    shape, keys = (config.vocab_size, config.d_model), jax.random.split(k_layers, config.n_layers)
-    cycle = config.cycle
-    blocks = tuple(
-        jax.vmap(partial(block, kind=kind.shape))(keys[i::cycle])
-        for i, kind in enumerate(config.kinds[:cycle])
-    )
-    params: Params = {
-        "embed": {"embedding": 0.02 * jax.random.normal(k_embed, shape)},
-        "layers": blocks[0] if cycle == 1 else blocks,
-        "norm": _plain(nnx.split(RMSNorm(config.d_model, config))[1]),
+    keys, cycle = jax.random.split(k_layers, config.n_layers), config.cycle
+    ones = (config.of(kind.shape) for kind in config.kinds[:cycle])
+    blocks = tuple(jax.vmap(partial(_init_layer, c))(keys[i::cycle]) for i, c in enumerate(ones))
+    k_inputs = jax.random.fold_in(k_embed, 1)
+    own = {
+        "embed/embedding": k_embed,
+        "lm_head/kernel": k_head,
+        "layer_inputs/embedding": jax.random.fold_in(k_inputs, 0),
+        "layer_inputs/projection": jax.random.fold_in(k_inputs, 1),
     }
-    if config.layer_inputs:
-        inputs = LayerInputs(config, nnx.Rngs(params=jax.random.fold_in(k_embed, 1)))
-        params["layer_inputs"] = _plain(nnx.split(inputs)[1])
-    if not config.tie_embeddings:
-        params["lm_head"] = {"kernel": 0.02 * jax.random.normal(k_head, shape)}
+    top = {path: _first(p, partial(own.__getitem__, path)) for path, p in config.top.items()}
+    params = _nested(top) | {"layers": blocks[0] if cycle == 1 else blocks}
     params = cast(params, dtype)
     return params if layout == "stacked" else unstack(params)
 
 
-@lru_cache
-def graph_of(
-    make: Callable[[DecoderConfig, nnx.Rngs], M], config: DecoderConfig
-) -> nnx.GraphDef[M]:
-    """What `nnx.merge` makes a module of, with its parameters."""
-    return nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))[0]
+def _init_layer(config: DecoderConfig, key: jax.Array) -> Params:
+    """The layer of a model with one, with its adapters and quantised kernels."""
+    keys = (jax.random.fold_in(key, i) for i in count())
+    found: dict[str, jax.Array] = {}
+    for path, parameter in config.parameters.items():
+        found[path] = _first(parameter, lambda: next(keys))
+        projection = path.removesuffix("/kernel")
+        if projection not in config.quantisable:
+            continue
+        *experts, n_in, n_out = parameter.shape
+        if config.quantised is not None:
+            both = quantise(config.quantised, found[path], block_size(n_in))
+            found[path], found[f"{projection}/{SCALE}"] = both
+        lora = config.adapter(projection)
+        if lora is not None and config.has_a(projection):
+            found[f"{projection}/lora_a"] = lora.first(next(keys), n_in, *experts)
+        if lora is not None:
+            found[f"{projection}/lora_b"] = jnp.zeros((*experts, lora.rank, n_out))
+    return _nested(found)
 
 
-def _plain(state: nnx.State) -> Params:
-    return nnx.to_pure_dict(state)
+def _first(parameter: Parameter, key: Callable[[], jax.Array]) -> jax.Array:
+    if callable(parameter.first):
+        return parameter.first(key(), parameter.shape)
+    return jnp.full(parameter.shape, parameter.first)
+
+
+def _nested(flat: dict[str, jax.Array]) -> Params:
+    """Nested by the parts of paths, whose order is that of JAX: sorted."""
+    found: Params = {}
+    for path, leaf in flat.items():
+        *groups, name = path.split("/")
+        group = found
+        for each in groups:
+            group = group.setdefault(each, {})
+        group[name] = leaf
+    return found
 
 
 def abstract_params(

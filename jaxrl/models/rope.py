@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.fields import DecoderLike, Raw, given, number, size, stated_once
+from jaxrl.models.json_fields import DecoderLike, Raw, given, number, size, stated_once
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Array
 

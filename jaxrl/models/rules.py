@@ -1,4 +1,4 @@
-"""Where each parameter lives: path -> logical axes -> mesh axes. The only such table."""
+"""Where each parameter lives: the logical axes of its dims -> mesh axes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,10 @@ from jax.tree_util import KeyPath
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import NAMES
 from jaxrl.models.parameters import Layout, Params, abstract_params
-from jaxrl.models.quantised import SCALE, block_size
+from jaxrl.models.quantised import block_size
 from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
 from jaxrl.types import Tree
 
-PATHS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"embed/embedding$", ("vocab", "embed")),
-    (r"lm_head/kernel$", ("vocab", "embed")),
-    (r"attn/q/kernel$", ("embed", "heads")),
-    (r"attn/[kv]/kernel$", ("embed", "kv_heads")),
-    (r"attn/q/bias$", ("heads",)),
-    (r"attn/[kv]/bias$", ("kv_heads",)),
-    (r"attn/o/kernel$", ("heads", "embed")),
-    (r"attn/o/bias$", (None,)),
-    (r"attn/sinks$", ("heads",)),
-    (r"layer_inputs/embedding$", ("vocab", "layer_inputs")),
-    (r"layer_inputs/projection$", (None, "embed")),
-    (r"input/gate/kernel$", ("embed", None)),
-    (r"input/out/kernel$", (None, "embed")),
-    (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
-    (r"mlp/down/kernel$", ("mlp", "embed")),
-    (r"mlp/router/kernel$", ("embed", None)),
-    (r"mlp/router/bias$", (None,)),
-    (r"mlp/experts/(gate|up)/kernel$", ("expert", "embed", "mlp")),
-    (r"mlp/experts/down/kernel$", ("expert", "mlp", "embed")),
-    (r"mlp/experts/(gate|up)/bias$", ("expert", "mlp")),
-    (r"mlp/experts/down/bias$", ("expert", None)),
-    (r"delta/[qkvzba]/kernel$", ("embed", "state_heads")),
-    (r"delta/o/kernel$", ("state_heads", "embed")),
-    (r"delta/conv/[qkv]$", ("state_heads", None, None)),
-    (r"delta/(log_decay|bias)$", ("state_heads",)),
-    (r"(norm/scale|(block|router|expert)_scale)$", (None,)),
-)
 AXES: dict[str, tuple[AxisName, ...]] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -71,44 +43,29 @@ def param_specs(
     """
 
     def spec(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        name = "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
-        layer = re.match(r"layers/(\d+)/", name)
-        one = config.of(config.kinds[int(layer[1]) % len(config.kinds) if layer else 0])
-        units = {
-            "vocab": one.vocab_size,
-            "heads": one.n_heads,
-            "kv_heads": one.n_kv_heads,
-            "state_heads": 1 if one.delta is None else one.delta.k_heads,
-            "mlp": one.d_ff if "/experts/" in name else one.mlp_width,
-            "expert": 1 if one.experts is None else one.experts.count,
-            "embed": one.d_model,
-            "layer_inputs": config.n_layers * config.layer_inputs,
-        }
-        logical = _logical(name)
-        sizes = [units[axis] if axis else 1 for axis in logical]
-        path_in_block = re.sub(r"^layers/(\d+/)?|/kernel(_scale)?$", "", name)
-        quantisable = one.quantisable
-        if config.quantised and name.endswith(("kernel", SCALE)) and path_in_block in quantisable:
-            n_in, _ = quantisable[path_in_block]
-            sizes[-2] = math.gcd(sizes[-2], n_in // block_size(n_in))
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = re.match(r"layers/(?:(\d+)/)?", name)
+        kind = config.kinds[int(layer[1] or 0) % len(config.kinds)] if layer else config.kinds[0]
+        one, within = config.of(kind), name[layer.end() :] if layer else name
+        projection = re.sub(r"/(lora_[ab]|kernel(_scale)?)$", "", within)
+        of = within if projection == within else f"{projection}/kernel"
+        parameter = (one.parameters if layer else config.top)[of]
+        axes, units = list(parameter.axes), list(parameter.shape)
+        heads = {"heads": one.n_heads, "kv_heads": one.n_kv_heads}
+        heads |= {} if one.delta is None else {"state_heads": one.delta.k_heads}
+        units = [heads.get(axis or "", size) for axis, size in zip(axes, units, strict=True)]
+        if within.endswith(NAMES):
+            axes[-1 if within.endswith("a") else -2] = None
+        elif config.quantised is not None and projection in one.quantisable:
+            n_in = parameter.shape[-2]
+            units[-2] = math.gcd(units[-2], n_in // block_size(n_in))
         mesh_axes = [
             divided(size, AXES[axis], axis_sizes) if axis else None
-            for size, axis in zip(sizes, logical, strict=True)
+            for size, axis in zip(units, axes, strict=True)
         ]
-        return PartitionSpec(*[None] * (len(leaf.shape) - len(logical)), *mesh_axes)
+        return PartitionSpec(*[None] * (len(leaf.shape) - len(axes)), *mesh_axes)
 
     return jax.tree_util.tree_map_with_path(spec, abstract_params(config, layout=layout))
-
-
-def _logical(path: str) -> tuple[str | None, ...]:
-    """Logical axes of a parameter; of an adapter, those of its kernel where it has its size; of a
-    kernel's scales, its own."""
-    kernel = re.sub(r"/(lora_[ab]|kernel_scale)$", "/kernel", path)
-    axes = next(axes for pattern, axes in PATHS if re.search(pattern, kernel))
-    if not path.endswith(NAMES):
-        return axes
-    *experts, n_in, n_out = axes
-    return (*experts, n_in, None) if path.endswith("a") else (*experts, None, n_out)
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Params:

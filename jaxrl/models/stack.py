@@ -1,8 +1,4 @@
-"""The blocks of a decoder, one after the other, in either layout of its parameters.
-
-The NNX modules of `layers.py` are merged with their parameters inside the traced function, so that
-a call of a jitted function flattens a dict, not a module graph.
-"""
+"""The blocks of a decoder, one after the other, in either layout of its parameters."""
 
 from __future__ import annotations
 
@@ -13,20 +9,17 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.attention import Attend, kernel_on
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.delta import Delta, Recur
-from jaxrl.models.embedding import by_rows
-from jaxrl.models.experts import ExpertKernels, Mix, Routed, mix
+from jaxrl.models.delta import Delta
+from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import Kernel
-from jaxrl.models.kinds import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import ACTIVATIONS, Block, RMSNorm, Rope, layer_angles
-from jaxrl.models.parameters import Params, blocks_of, graph_of, layout_of
-from jaxrl.sharding.axes import AxisName
+from jaxrl.models.layer_kind import ByLayer, Layer, LayerKind, selected, switched
+from jaxrl.models.layers import Rope, layer_angles
+from jaxrl.models.parameters import Params, blocks_of, layout_of
 from jaxrl.types import Array, Tree
 
 X = TypeVar("X")
@@ -141,43 +134,6 @@ def at_places(config: DecoderConfig) -> list[Layer]:
     return found
 
 
-def run_block(
-    config: DecoderConfig,
-    kind: LayerKind,
-    layer: Params,
-    x: Array,
-    rope: Rope,
-    attend: Attend | Recur | None,
-    mesh: Mesh | None,
-    *split: AxisName,
-    own: Array = None,
-    recorded: Array = None,
-    every: bool = False,
-    copies: Array = None,
-) -> tuple[Array, Routed | None]:
-    """One block, and what its router did; `attend` and `own` as of `Block`, the last three
-    arguments as of `experts.mix`."""
-    found: list[Routed] = []
-
-    def through(x: Array, kernels: ExpertKernels, *asked: Array) -> Array:
-        assert config.experts is not None
-        activate = config.experts.gated(ACTIVATIONS[config.block.activation])
-        options = {"recorded": recorded, "every": every, "split": split, "copies": copies}
-        options["frozen"] = config.lora is not None
-        out, one = mix(config.experts, activate, mesh, x, kernels, *asked, **options)
-        found.append(one)
-        return out
-
-    mixes: tuple[Mix, ...] = () if config.experts is None else (through,)
-    block = merged_block(config.of(kind.shape), layer)
-    x = by_rows(block(x, rope, attend, *mixes, own=own), mesh, *split)
-    return x, found[0] if found else None
-
-
-def merged_block(config: DecoderConfig, layer: Params) -> Callable[..., Array]:
-    return nnx.merge(graph_of(Block, config), layer)
-
-
 def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:
     """`attend` of a layer that borrows its keys and values from `held`, where each of
     `DecoderConfig.lenders` keeps its own."""
@@ -202,14 +158,6 @@ def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> No
         routed.append(
             jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
         )
-
-
-def merged_norm(config: DecoderConfig, params: Params) -> Callable[[Array], Array]:
-    return nnx.merge(graph_of(_final_norm, config), params["norm"])
-
-
-def _final_norm(config: DecoderConfig, _: object) -> RMSNorm:
-    return RMSNorm(config.d_model, config)
 
 
 def delta_of(config: DecoderConfig) -> Delta:

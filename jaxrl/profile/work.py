@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.fields import given
+from jaxrl.models.json_fields import given
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ def block_params(c: DecoderConfig, tokens: float | None = None) -> float:
     """
     if c.experts is None:
         return c.dense_weights
-    one = sum(n_in * n_out for n_in, n_out in c.expert_projections.values())
+    kernels = (p for path, p in c.parameters.items() if "/experts/" in path)
+    one = sum(p.size for p in kernels if len(p.shape) == 3) // c.experts.count
     used = c.experts.chosen * (1.0 if tokens is None else tokens)
     return c.dense_weights + c.n_layers * min(used, c.experts.count) * one
 

@@ -19,7 +19,7 @@ from jaxrl.models.cached import Cache, Shared, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.pages import Pages
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Seats

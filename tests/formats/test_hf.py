@@ -30,7 +30,7 @@ from jaxrl.models.rules import param_shardings
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),
     *("mistral", "qwen2_sliding", "smollm3", "gemma3", "olmo3"),
-    *("qwen3_moe", "gpt_oss", "qwen3_5", "gemma4", "gemma4_shared", "gemma4_moe"),
+    *("qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_shared", "gemma4_moe"),
 )
 
 
@@ -212,14 +212,15 @@ def test_the_text_of_gemma4(name: str, tmp_path: Path) -> None:
             config.with_layers((0, 2))
 
 
-def test_the_text_of_qwen3_5(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_of_qwen3_5(name: str, tmp_path: Path) -> None:
     """As its checkpoints have it, beside what sees images and what predicts further tokens."""
-    raw = dict(RAW_CONFIGS["qwen3_5"])
+    raw = dict(RAW_CONFIGS[name])
     raw |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
     raw["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
     kinds = raw.pop("layer_types")
-    whole = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": raw}
-    values = tiny_tensors("qwen3_5")
+    whole = {"model_type": name, "tie_word_embeddings": False, "text_config": raw}
+    values = tiny_tensors(name)
     tensors = {k.replace("model.", "model.language_model."): v for k, v in values.items()}
     tensors |= {"model.visual.x.weight": np.zeros((2, 3)), "mtp.norm.weight": np.zeros(3)}
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -228,7 +229,7 @@ def test_the_text_of_qwen3_5(tmp_path: Path) -> None:
     assert [kind.recurs for kind in found.kinds] == [True, False] * 2
     raw["layer_types"] = kinds
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    config, params = tiny_model("qwen3_5")
+    config, params = tiny_model(name)
     assert hf.read_config(tmp_path) == config
     assert_same(load(tmp_path), params)
     raw["layer_types"] = ["linear_attention"] * len(kinds)

@@ -25,8 +25,9 @@ from jaxrl.errors import UserError
 from jaxrl.formats import peft
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor
@@ -100,9 +101,16 @@ SINKS = DecoderConfig(
 )
 BESIDE = DecoderConfig(
     *("gemma4_text", 64, 32, 2, 4, 2, 8, 16),
-    experts=Experts(16, 3, True, dense_width=24, beside=True),
+    experts=Experts(16, 3, True, dense_width=24, beside="norms"),
     kinds=(LayerKind(6), LayerKind(head_dim=16, n_kv_heads=1)),
     tie_embeddings=True,
+)
+
+STATES = DecoderConfig(
+    *("qwen3_5_moe_text", 64, 32, 2, 4, 2, 8, 16),
+    experts=Experts(16, 3, True, dense_width=24, beside="gate"),
+    kinds=(LayerKind(recurs=True), LayerKind()),
+    delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),
 )
 
 
@@ -124,7 +132,7 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4, cache_tokens=N
 @pytest.mark.parametrize(
     ("config", "new", "cache_tokens"),
     and_slow(
-        [(SMALL, 8, None), (BESIDE, 70, 192)],
+        [(SMALL, 8, None), (BESIDE, 70, 192), (STATES, 8, None)],
         [(SMALL, 70, 192), (BESIDE, 8, None), (SINKS, 8, None), (SINKS, 70, 192)],
     ),
     ids=lambda given: given.family if isinstance(given, DecoderConfig) else None,

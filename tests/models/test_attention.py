@@ -34,7 +34,7 @@ from jaxrl.models import (
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling.decode import cache_specs

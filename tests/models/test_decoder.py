@@ -18,7 +18,7 @@ from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_mode
 from jaxrl.formats import weights
 from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
 
@@ -98,7 +98,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", *GEMMA4])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_5_moe", *GEMMA4])
 def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
@@ -125,7 +125,7 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
     "name",
     and_slow(
         ["qwen2", "olmo2", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_5", "gemma4_moe"]
-        + ["gemma4_shared"],
+        + ["gemma4_shared", "qwen3_5_moe"],
         ["phi3", "gemma4", "qwen3", "smollm3"],
     ),
 )

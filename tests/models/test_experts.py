@@ -15,7 +15,7 @@ from references.tiny import batch
 from tiny_models import REFERENCES, make_mesh, tiny_config, tiny_model
 
 from jaxrl.errors import UserError
-from jaxrl.models import decoder, experts
+from jaxrl.models import decoder, experts, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import ExpertKernel
 from jaxrl.models.lora import Lora
@@ -178,7 +178,7 @@ def test_routers_sum_in_float32() -> None:
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", and_slow(["qwen3_moe", "gpt_oss"], ["gemma4_moe"]))
+@pytest.mark.parametrize("name", and_slow(["qwen3_moe", "gpt_oss", "qwen3_5_moe"], ["gemma4_moe"]))
 def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     """Of prompts that are shared: hidden states, and the experts that the routers say they
     chose; with the axes expert and context too."""
@@ -208,9 +208,10 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
 
 
-def test_the_balance_of_experts_is_that_of_transformers() -> None:
+@pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3_5_moe"]))
+def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
     """Of padded rows, as streams; with gradients that no mesh changes."""
-    config, params = tiny_model("qwen3_moe")
+    config, params = tiny_model(name)
     mixture = config.experts
     assert mixture is not None
     tokens, mask = batch(config.vocab_size)
@@ -223,14 +224,14 @@ def test_the_balance_of_experts_is_that_of_transformers() -> None:
 
     run = jax.jit(jax.value_and_grad(balance), static_argnums=2)
     value, gradient = run(params, mask, None)
-    expected = np.load(REFERENCES / "decoders" / "qwen3_moe.npz")["aux_loss"]
+    expected = np.load(REFERENCES / "decoders" / f"{name}.npz")["aux_loss"]
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    of_router = gradient["layers"]["mlp"]["router"]["kernel"]
-    assert np.abs(of_router).max() > 1e-4
+    for block in parameters.blocks_of(gradient):
+        assert np.abs(block["mlp"]["router"]["kernel"]).max() > 1e-4
 
     mesh = make_mesh(1, 1, 1, 2, 2)
     tokens, mask = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (tokens, mask))
-    _, sharded = tiny_model("qwen3_moe", mesh)
+    _, sharded = tiny_model(name, mesh)
     again = run(sharded, mask, mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, (value, gradient))
 
@@ -342,3 +343,33 @@ def test_the_number_of_experts_under_either_name() -> None:
     count = raw.pop("num_experts")
     config = DecoderConfig.from_hf({**raw, "num_experts": None, "num_local_experts": count})
     assert config.experts is not None and config.experts.count == count
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: layers without experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
+        ({"num_local_experts": 5}, "num_experts=6 and num_local_experts=5"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a"),
+        ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+    ],
+)
+def test_what_a_mixture_with_states_does_not_support_is_refused(change: Any, message: str) -> None:
+    raw = tiny_config("qwen3_5_moe").to_hf("float32")
+    assert "intermediate_size" not in raw
+    with pytest.raises(UserError, match=message):
+        DecoderConfig.from_hf(raw | change)
+
+
+def test_a_mixture_with_states_counts_the_expert_that_all_tokens_share() -> None:
+    """As the sizes of Qwen3.5-35B-A3B, which transformers leaves out, have them."""
+    sizes = {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40}
+    sizes |= {"num_attention_heads": 16, "tie_word_embeddings": False}
+    config = DecoderConfig.from_hf({"model_type": "qwen3_5_moe_text", **sizes})
+    assert config.experts == experts.Experts(256, 8, True, dense_width=512, beside="gate")
+    assert (config.n_kv_heads, config.head_dim, config.n_rotated) == (2, 256, 64)
+    assert 34e9 < config.n_params < 35.5e9 and 2.9e9 < config.n_active < 3.6e9
+    one = 3 * 2048 * 512
+    assert config.n_params - config.n_active == 40 * (256 - 8) * one
+    assert config.parameters["mlp/up/kernel"].size == one // 3

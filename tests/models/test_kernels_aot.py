@@ -18,7 +18,7 @@ from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import compiling_for, target_of
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.rules import param_shardings
 from jaxrl.models.shared_prompts import Seats

@@ -40,7 +40,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
     _, plain = computed(config, base, tokens, mask)
     _, same = computed(with_lora, join(base, first), tokens, mask)
     assert (plain == same).all()
-    assert {(path,) for path in config.projections} == set(with_lora.targets.values())
+    assert {(path,) for path in config.quantisable} == set(with_lora.targets.values())
     assert tuple(TARGETS) == ALL_LINEAR  # of the config, which imports no models
 
 
@@ -51,6 +51,7 @@ def test_at_the_start_the_outputs_are_those_of_the_base_bit_for_bit():
             ("qwen2", SOME, "stacked"),
             ("phi3", EVERY, "stacked"),
             ("qwen3_5", EVERY, "unstacked"),
+            ("qwen3_5_moe", EVERY, "stacked"),
             ("qwen3_moe", Lora(2, 3.0, ("o_proj", "up_proj", "down_proj")), "stacked"),
         ],
         [

@@ -15,7 +15,7 @@ from tiny_models import NAMES, make_mesh, tiny_config, tiny_model
 from jaxrl.models import attention, cached, flash_decode, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, Target
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.pages import Pages
 from jaxrl.models.shared_prompts import Seats, shared_attender, why_not_shared
 

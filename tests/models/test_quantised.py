@@ -219,7 +219,7 @@ def test_no_more_than_a_layer_is_dequantised_at_a_time():
         compiled = jax.jit(jax.grad(loss)).lower(trained, frozen).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    layer = 4 * sum(n_in * n_out for n_in, n_out in WIDE.projections.values())
+    layer = 4 * WIDE.dense_weights // WIDE.n_layers
     few, many = temporaries(2), temporaries(14)
     assert many - few < 12 * layer / 10
 

@@ -21,7 +21,7 @@ from jaxrl.errors import UserError
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan import PROCESS_BYTES, Plan, array_bytes, build, checkpoint_bytes, inputs, make_plan
 from jaxrl.plan.advice import fractions, set_key

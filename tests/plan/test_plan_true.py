@@ -22,7 +22,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.roles.update import BASE as FROZEN

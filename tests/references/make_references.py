@@ -57,6 +57,8 @@ GRADIENTS = (
     "model.layers.1.mlp.router.bias",
     "model.layers.0.mlp.experts.gate_up_proj",
     "model.layers.1.mlp.experts.gate_up_proj_bias",
+    "model.layers.0.mlp.shared_expert.up_proj.weight",
+    "model.layers.1.mlp.shared_expert_gate.weight",
     "model.layers.1.mlp.experts.down_proj",
     "model.layers.0.mlp.experts.down_proj_bias",
     "model.layers.1.linear_attn.in_proj_qkv.weight",
@@ -186,7 +188,7 @@ def tiny_case(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     shapes = {n: tuple(model.state_dict()[n].shape) for n in names}
     # The checkpoints of these have the tensors of transformers' modules.
-    apart = case.kind != "gpt_oss" and not case.kind.startswith("gemma4")
+    apart = not case.kind.startswith(("gpt_oss", "gemma4", "qwen3_5_moe"))
     tensors = random_tensors(by_expert(shapes) if apart else shapes, case.seed, case.norm)
     tensors = merged_experts(tensors) if apart else tensors
     model.load_state_dict({n: torch.from_numpy(v) for n, v in tensors.items()}, strict=False)

@@ -230,6 +230,30 @@ CASES = {
         },
         norm=0.0,
     ),
+    "qwen3_5_moe": Case(
+        31,
+        "qwen3_5_moe_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "rms_norm_eps": 1e-2,  # as of qwen3_5
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        norm=0.0,
+    ),
     "mistral": Case(20, "mistral", {"sliding_window": 5}),
     "qwen2_sliding": Case(
         21,

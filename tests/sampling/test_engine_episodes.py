@@ -23,7 +23,7 @@ from jaxrl.errors import RunError
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Aborted, Engine

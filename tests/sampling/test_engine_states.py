@@ -19,8 +19,9 @@ from tiny_models import SAMPLED
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
+from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.kinds import LayerKind
+from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Engine
@@ -36,6 +37,11 @@ CONFIG = replace(
     max_positions=512,
     kinds=(LayerKind(recurs=True), LayerKind()),
     delta=Delta(k_heads=2, v_heads=4, k_dim=8, v_dim=8),
+)
+MIXTURE = replace(
+    CONFIG,
+    family="qwen3_5_moe_text",
+    experts=Experts(count=8, chosen=2, normalised=True, dense_width=64, beside="gate"),
 )
 WINDOW, WHOLE = LayerKind(window=6, rope_theta=1e3), LayerKind(head_dim=16, n_kv_heads=1)
 BORROWS = replace(
@@ -134,7 +140,7 @@ def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, BORROWS], ids=["states", "borrows"])
+@pytest.mark.parametrize("config", [CONFIG, BORROWS, MIXTURE], ids=["states", "borrows", "mixture"])
 def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
     """Slots are filled again, and free ones go on being computed."""
     assert len({len(completion.tokens) for completion in reference(config)}) > 2

@@ -11,6 +11,7 @@ from jaxrl.models.families.olmo import OLMO2, OLMO3
 from jaxrl.models.families.phi import PHI3
 from jaxrl.models.families.qwen import QWEN2, QWEN3
 from jaxrl.models.families.qwen_delta import QWEN3_5
+from jaxrl.models.families.qwen_delta_moe import QWEN3_5_MOE
 from jaxrl.models.families.qwen_moe import QWEN3_MOE
 from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "gpt_oss": GPT_OSS,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "mistral": MISTRAL,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family, GgufFacts
-from jaxrl.models.fields import DecoderLike, Raw, number, size
-from jaxrl.models.kinds import SLIDING, read_ropes, read_windows, written_ropes, written_windows
+from jaxrl.models.json_fields import DecoderLike, Raw, number, size
+from jaxrl.models.layer_kind import (
+    SLIDING,
+    read_ropes,
+    read_windows,
+    written_ropes,
+    written_windows,
+)
 from jaxrl.process.json_types import JsonObject
 
 LOCAL = "rope_local_base_freq"
@@ -30,11 +36,6 @@ DEFAULTS: JsonObject = {
 SOFTCAP = "final_logit_softcapping"
 PERIOD = 6
 """Of so many layers the last one has no window, where there are no `layer_types`."""
-NORMS = {
-    "attn_post_norm/scale": "post_attention_layernorm.weight",
-    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
-}
 
 
 def prepare(raw: Raw) -> Raw:
@@ -89,7 +90,6 @@ GEMMA3 = Family(
         activation="gelu_pytorch_tanh",
     ),
     scaled_embedding=True,
-    tensors=NORMS,
     gguf="gemma3",
     from_gguf=from_gguf,
     whole="gemma3",

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
-from jaxrl.models.families.gemma import LOCAL, NORMS, PERIOD, SOFTCAP, read_softcap
+from jaxrl.models.families.gemma import LOCAL, PERIOD, SOFTCAP, read_softcap
 from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
-from jaxrl.models.fields import DecoderLike, Raw, filled, given, number, size
-from jaxrl.models.kinds import (
+from jaxrl.models.json_fields import DecoderLike, Raw, filled, given, number, size
+from jaxrl.models.layer_kind import (
     FULL,
     SLIDING,
     LayerKind,
@@ -85,7 +85,7 @@ def _experts(raw: Raw) -> JsonObject:
             raise UserError(f"{key}=null: enable_moe_block=true needs a number")
     count, chosen = read_counts(raw, "num_experts", "top_k_experts")
     width = size(raw, "intermediate_size")
-    experts = Experts(count, chosen, normalised=True, dense_width=width, beside=True)
+    experts = Experts(count, chosen, normalised=True, dense_width=width, beside="norms")
     return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
 
 
@@ -217,20 +217,10 @@ GEMMA4 = Family(
     ),
     scaled_embedding=True,
     tensors={
-        **NORMS,
-        "input/gate/kernel": "per_layer_input_gate.weight",
-        "input/out/kernel": "per_layer_projection.weight",
-        "input_norm/scale": "post_per_layer_input_norm.weight",
         "mlp/router/kernel": "router.proj.weight",
-        "mlp/router_scale": "router.scale",
-        "mlp/expert_scale": "router.per_expert_scale",
         "mlp/experts/gate/kernel": "experts.gate_up_proj",
         "mlp/experts/up/kernel": "experts.gate_up_proj",
         "mlp/experts/down/kernel": "experts.down_proj",
-        "mlp/out_norm/scale": "post_feedforward_layernorm_1.weight",
-        "mlp/experts_norm/scale": "pre_feedforward_layernorm_2.weight",
-        "mlp/experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
-        "block_scale": "layer_scalar",
     },
     gguf="gemma4",
     from_gguf=from_gguf,

@@ -6,8 +6,8 @@ from __future__ import annotations
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Clamp, Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, filled, number, size, stated_once
-from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.models.json_fields import DecoderLike, Raw, filled, number, size, stated_once
+from jaxrl.models.layer_kind import read_windows, written_windows
 from jaxrl.process.json_types import JsonObject
 
 ROPE = {
@@ -74,15 +74,12 @@ GPT_OSS = Family(
     rms_norm_eps=1e-5,
     rope_theta=150000.0,
     tensors={
-        "attn/sinks": "self_attn.sinks",
         "mlp/router/kernel": "mlp.router.weight",
-        "mlp/router/bias": "mlp.router.bias",
         "mlp/experts/gate/kernel": "mlp.experts.gate_up_proj",
         "mlp/experts/up/kernel": "mlp.experts.gate_up_proj",
         "mlp/experts/down/kernel": "mlp.experts.down_proj",
         "mlp/experts/gate/bias": "mlp.experts.gate_up_proj_bias",
         "mlp/experts/up/bias": "mlp.experts.gate_up_proj_bias",
-        "mlp/experts/down/bias": "mlp.experts.down_proj_bias",
     },
     alternating=True,
     prepare=prepare,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, number, size
-from jaxrl.models.kinds import read_ropes, read_windows, written_ropes, written_windows
+from jaxrl.models.json_fields import DecoderLike, Raw, number, size
+from jaxrl.models.layer_kind import read_ropes, read_windows, written_ropes, written_windows
 from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}
@@ -37,10 +37,6 @@ OLMO2 = Family(
     "Olmo2ForCausalLM",
     BlockKind(qk_norm="width", norms="after", norm_in_float32=True),
     rms_norm_eps=1e-5,
-    tensors={
-        "attn_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "post_feedforward_layernorm.weight",
-    },
     gguf="olmo2",
 )
 OLMO3 = replace(OLMO2, architecture="Olmo3ForCausalLM", prepare=prepare, read=read, write=write)

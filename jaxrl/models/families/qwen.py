@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from jaxrl.errors import UserError
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, given, size
-from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.models.json_fields import DecoderLike, Raw, given, size
+from jaxrl.models.layer_kind import read_windows, written_windows
 from jaxrl.process.json_types import JsonObject
 
 FULL_LAYERS = 28

@@ -6,8 +6,8 @@ from __future__ import annotations
 from jaxrl.errors import UserError, short
 from jaxrl.models.delta import Delta
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, filled, size
-from jaxrl.models.kinds import FULL, LayerKind
+from jaxrl.models.json_fields import DecoderLike, Raw, filled, size
+from jaxrl.models.layer_kind import FULL, LayerKind
 from jaxrl.process.json_types import JsonObject
 
 RECURRENT = "linear_attention"
@@ -65,21 +65,7 @@ QWEN3_5 = Family(
     BlockKind(qk_norm="head", norm_in_float32=True, norm_around_one=True, output_gate=True),
     head_dim=256,
     partial_rotary=True,
-    tensors={
-        "delta/q/kernel": "linear_attn.in_proj_qkv.weight",
-        "delta/k/kernel": "linear_attn.in_proj_qkv.weight",
-        "delta/v/kernel": "linear_attn.in_proj_qkv.weight",
-        "delta/z/kernel": "linear_attn.in_proj_z.weight",
-        "delta/b/kernel": "linear_attn.in_proj_b.weight",
-        "delta/a/kernel": "linear_attn.in_proj_a.weight",
-        "delta/o/kernel": "linear_attn.out_proj.weight",
-        "delta/conv/q": "linear_attn.conv1d.weight",
-        "delta/conv/k": "linear_attn.conv1d.weight",
-        "delta/conv/v": "linear_attn.conv1d.weight",
-        "delta/log_decay": "linear_attn.A_log",
-        "delta/bias": "linear_attn.dt_bias",
-        "delta/norm/scale": "linear_attn.norm.weight",
-    },
+    recurs=True,
     gguf="qwen35",
     whole="qwen3_5",
     prepare=prepare,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.fields import DecoderLike, Raw, filled, given, size, stated_once
+from jaxrl.models.json_fields import DecoderLike, Raw, filled, given, size, stated_once
 from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {
@@ -53,12 +53,6 @@ def write(config: DecoderLike) -> JsonObject:
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     BlockKind(qk_norm="head"),
-    tensors={
-        "mlp/router/kernel": "mlp.gate.weight",
-        "mlp/experts/gate/kernel": "mlp.experts.{expert}.gate_proj.weight",
-        "mlp/experts/up/kernel": "mlp.experts.{expert}.up_proj.weight",
-        "mlp/experts/down/kernel": "mlp.experts.{expert}.down_proj.weight",
-    },
     gguf="qwen3moe",
     from_gguf=lambda *_: {"norm_topk_prob": True},  # as llama.cpp computes all of them
     prepare=prepare,

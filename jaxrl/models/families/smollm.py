@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.family import Family
-from jaxrl.models.fields import DecoderLike, Raw, given, size
-from jaxrl.models.kinds import read_windows, written_windows
+from jaxrl.models.json_fields import DecoderLike, Raw, given, size
+from jaxrl.models.layer_kind import read_windows, written_windows
 from jaxrl.process.json_types import JsonObject
 
 EVERY = 4

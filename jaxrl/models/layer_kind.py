@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.fields import DecoderLike, Raw, given, size
+from jaxrl.models.json_fields import DecoderLike, Raw, given, size
 from jaxrl.process.json_types import JsonObject
 
 T = TypeVar("T")
