@@ -21,7 +21,6 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.memory import ITEMSIZE, layer_bytes, trained_bytes
 from jaxrl.plan.roles import micro_batches
-from jaxrl.plan.sampling import forms
 from jaxrl.plan.setting import Setting
 from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
@@ -109,8 +108,7 @@ def stage_costs(
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    shared = forms(m, "rollout")[""].rows > 0
-    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
+    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs)
     work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])

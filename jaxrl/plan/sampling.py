@@ -14,7 +14,6 @@ from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import GPU, step_kernel_of
 from jaxrl.models.pages import PAGE
-from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.models.split_k import parts_of
 from jaxrl.plan.memory import (
     ITEMSIZE,
@@ -54,8 +53,7 @@ class Slots(NamedTuple):
 
 
 def forms(m: Setting, role: str) -> dict[str, Slots]:
-    """The caches of a run: that of training, and that of evaluations (`EVALUATIONS`) if only one of
-    the two has prompts that slots share. A role that samples for evaluations alone has one."""
+    """Returns the caches of a run: of training and evaluations, the one with more prompts."""
     c, axes = m.config, m.axes[role]
     width, multiple = m.prompts(role), m.inputs.target.width_multiple
     count = -(-(c.rollout.slots or m.sequences) // axes.size) * axes.size // axes.rows
@@ -64,29 +62,15 @@ def forms(m: Setting, role: str) -> dict[str, Slots]:
         most = max(most, c.eval.max_new_tokens or 0)
     episodes = role == "rollout" and c.environment.name is not None
     beyond = ANSWER_TOKENS[1] * episodes
-    copied = Slots(count, round_up(width + most + beyond, multiple))
     tokens = c.rollout.cache_tokens if role == "rollout" else None
-    found = {}
-    for suffix, (prompts, samples) in zip(("", EVALUATIONS), asked(c, role), strict=False):
-        why = why_not_shared(
-            m.sampled(role),
-            m.inputs.target,
-            c.roles[role].compute_dtype,
-            samples=samples,
-            prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
-            episodes=episodes,
-            paged=tokens is not None,
-        )
+    pages = 0 if tokens is None else pool_pages(tokens, count, most)
+    whole = round_up(width + most, multiple) if pages else 0
+    found = []
+    for prompts, samples in asked(c, role):
         rows = rows_at_most(count, axes.rows, samples, prompts)
-        shared = Slots(count, round_up(most, multiple), rows, min(samples, count))
-        if tokens is not None:
-            pages = pool_pages(tokens, count, most)
-            shared = shared._replace(pages=pages, whole=copied.positions)
-        found[suffix] = copied if why is not None else shared
-    first, *others = found.values()
-    if others and bool(first.rows) == bool(others[0].rows):
-        return {"": max(found.values(), key=lambda x: x.rows * (x.seats + 1))}
-    return found
+        seats = min(samples, count)
+        found.append(Slots(count, round_up(most + beyond, multiple), rows, seats, pages, whole))
+    return {"": max(found, key=lambda x: x.rows * (x.seats + 1))}
 
 
 def sampling_entries(m: Setting, role: str) -> Iterator[Entry]:
@@ -138,12 +122,12 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
     }
     if episodes:  # the cache has its full length from the start
         answers = m.run(role, config, ANSWER_ROWS, ANSWER_TOKENS[1])
-        scored = heads * answers.rows * answers.width * positions
-        picked = 2 * cache // slots * min(slots, ANSWER_ROWS)
+        scored = heads * answers.rows * answers.width * (width + positions)
+        picked = (2 * cache // slots + shared // of.rows) * min(slots, ANSWER_ROWS)
         work["answers"] = picked + max(answers.forward(stacked=False), 2 * F32 * scored)
         del work["longer cache"]
     if of.pages:  # the pool does not grow
-        del work["longer cache"]
+        work.pop("longer cache", None)
         read = cache_bytes(config, axes, 1, of.whole, dtype)
         work["read again"] = read + prefilled(m.run(role, config, 1, of.whole))
     for phase, size in work.items():
@@ -173,10 +157,7 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
     """
     key = f"rollout.cache_tokens={m.config.rollout.cache_tokens}"
     if why is not None:
-        raise UserError(
-            f"{key} needs prompts apart from completions, and here a cache holds both: {why}; set"
-            " it to null"
-        )
+        raise UserError(f"{key} needs completions in pages, and here {why}; set it to null")
     axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
     of = max(forms(m, "rollout").values())
     sizes = ((of.pages, PAGE), (of.slots, of.positions))
