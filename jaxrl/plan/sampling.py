@@ -26,7 +26,7 @@ from jaxrl.plan.memory import (
 from jaxrl.plan.setting import Setting
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, prefill_batch
 from jaxrl.sampling.page_pool import pool_pages
-from jaxrl.sampling.prompt_rows import rows_at_most
+from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sharding.axes import Axes
 
 GATHERED_TO_DECODE = 0.22
@@ -36,7 +36,7 @@ EVALUATIONS = " for evaluations"
 """Behind the name of a phase that differs there from training."""
 
 
-class Slots(NamedTuple):
+class CacheSizes(NamedTuple):
     """The slots of a device, and the prompts that they share, if any."""
 
     slots: int
@@ -52,7 +52,7 @@ class Slots(NamedTuple):
     """Positions of the longest sequence, where one is read again after it had to wait."""
 
 
-def forms(m: Setting, role: str) -> dict[str, Slots]:
+def forms(m: Setting, role: str) -> dict[str, CacheSizes]:
     """Returns the caches of a run: of training and evaluations, the one with more prompts."""
     c, axes = m.config, m.axes[role]
     width, multiple = m.prompts(role), m.inputs.target.width_multiple
@@ -68,8 +68,10 @@ def forms(m: Setting, role: str) -> dict[str, Slots]:
     found = []
     for prompts, samples in asked(c, role):
         rows = rows_at_most(count, axes.rows, samples, prompts)
-        seats = min(samples, count)
-        found.append(Slots(count, round_up(most + beyond, multiple), rows, seats, pages, whole))
+        seats = seats_of_row(count, samples)
+        found.append(
+            CacheSizes(count, round_up(most + beyond, multiple), rows, seats, pages, whole)
+        )
     return {"": max(found, key=lambda x: x.rows * (x.seats + 1))}
 
 
@@ -79,7 +81,7 @@ def sampling_entries(m: Setting, role: str) -> Iterator[Entry]:
         yield from _entries(m, role, slots, suffix)
 
 
-def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
+def _entries(m: Setting, role: str, of: CacheSizes, suffix: str) -> Iterator[Entry]:
     c, axes, dtype = m.config, m.axes[role], m.config.roles[role].compute_dtype
     config, width = m.sampled(role), m.prompts(role)
     slots, positions = of.slots, of.positions
@@ -99,6 +101,8 @@ def _entries(m: Setting, role: str, of: Slots, suffix: str) -> Iterator[Entry]:
         part = max(config.head_dims) * ITEMSIZE[dtype] + 2 * F32  # with its largest score, its sum
         parts = own[0] * parts_of(own[1]) + seats * parts_of(width)
         scores = heads * part * (parts if kernel == "split-k" else own[0] + seats)
+        if any(kind.window is not None for kind in config.kinds):
+            scores += 2 * heads * seats * width * F32  # the prompts' keys, by products
     drawn = logits(slots, config.vocab_size, axes.tensor, SAMPLER_ARRAYS)
     table = whole_rows(config.vocab_size, config.embedded, axes, ITEMSIZE[dtype])
     shard = table // axes.weights if axes.weights > 1 else 0

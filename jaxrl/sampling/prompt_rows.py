@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxrl.models.buckets import bucket
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sampling.partial_completion import PartialCompletion
 
@@ -23,14 +24,20 @@ def rows_at_first(slots: int, samples: int, prompts: int) -> int:
     """Counts the rows of each shard with so many slots: the prompts of which as many consecutive
     samples can be, of `prompts` prompts of `samples` each."""
     straddle = slots // samples if slots % samples == 0 else (slots - 1) // samples + 2
-    return min(straddle, slots, prompts)
+    return min(straddle, slots, bucket(prompts))  # like numbers of prompts share a program
 
 
 def rows_at_most(slots: int, shards: int, samples: int, prompts: int) -> int:
     """Counts the rows that each shard may need: the prompts of its slots, after any refill."""
     if slots * shards >= samples * prompts:  # no slot is refilled
         return rows_at_first(slots, samples, prompts)
-    return min(slots, prompts)
+    return min(slots, bucket(prompts))
+
+
+def seats_of_row(slots: int, samples: int) -> int:
+    """Counts the slots that may read one row, rounded up to a bucket: like numbers of samples
+    share a program."""
+    return min(bucket(samples), slots)
 
 
 class PromptRows:
@@ -44,13 +51,12 @@ class PromptRows:
                 when a slot is free.
         """
         self.slots = slots
-        self.count = rows_at_first(slots, samples, prompts)
-        if fixed:
-            self.count = rows_at_most(slots, shards, samples, prompts)
+        most = rows_at_most(slots, shards, samples, prompts)
+        self.count = most if fixed else rows_at_first(slots, samples, prompts)
         """Rows of each shard."""
-        self.seats = min(samples, slots)
+        self.seats = seats_of_row(slots, samples)
         """Most slots that read one row."""
-        self._most = min(slots, prompts)
+        self._most = min(slots, bucket(prompts))
         self._rows: list[dict[int, int]] = [{} for _ in range(shards)]
         """Of each shard: prompt -> row."""
 
