@@ -26,10 +26,9 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.inputs import Account
 from jaxrl.plan.accounts import role_accounts
+from jaxrl.plan.choices import with_choices
+from jaxrl.plan.inputs import Account, PlanInputs
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.axes import Axes, row_shards
@@ -235,16 +234,15 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         params, cache, table, number, knobs, prompts, pages = given
         assert pages is None, "rollout.cache_tokens is not measured"
         slots, longest = table.shape[0], cache[0][0].shape[decode.POSITIONS]
+        longest_prompt = prompts[0][0][0].shape[decode.POSITIONS]
         steps = program.kwargs["n_tokens"]
         columns = np.zeros((slots, 6), np.int32)
         columns[:, decode.TOKEN] = np.arange(slots) % below
-        columns[:, decode.POSITION] = longest - steps
-        if prompts is not None:  # whose caches begin behind them
-            columns[:, decode.COUNT] = longest - steps
-            columns[:, decode.POSITION] += prompts[0][0][0].shape[decode.POSITIONS]
-            prompts = shared_by_all(
-                *prompts, shards=row_shards(run.programs.meshes[program.role].shape)
-            )
+        columns[:, decode.COUNT] = longest - steps
+        columns[:, decode.POSITION] = longest_prompt + longest - steps
+        prompts = shared_by_all(
+            *prompts, shards=row_shards(run.programs.meshes[program.role].shape)
+        )
         columns[:, decode.LIMIT] = columns[:, decode.COUNT] + steps + 1  # so that all steps run
         columns[:, decode.PROMPT] = np.arange(slots)
         sampling = sampling_arrays(SamplingParams(steps), 0, 0)

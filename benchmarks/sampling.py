@@ -7,12 +7,8 @@
 and `naive`: `--prompts` x `--group` completions with imposed log-normal lengths, cut at
 `--max-new`. `naive` runs the same programs as a fixed-length loop would: every prompt prefilled for
 each of its samples, batches of as many sequences as there are slots, each decoded to --max-new
-tokens. Lengths are imposed, so that random weights do. `shared` and `copied` are `refill` where the
-samples of a prompt share its keys and values, and where each slot has a copy of them:
-
-    python benchmarks/sampling.py --cases shared copied --prompts 4 --group 4 --prompt 1024
-
-`paged` is `shared` with a pool of pages for a part of what the slots could hold (`--pool`).
+tokens. Lengths are imposed, so that random weights do. `paged` is `refill` with a pool of pages for
+a part of what the slots could hold (`--pool`).
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ def main() -> None:
             "read_again": last.read_again,
         }
     speedup = {}
-    for fast, slow in (("refill", "naive"), ("shared", "copied"), ("paged", "shared")):
+    for fast, slow in (("refill", "naive"), ("paged", "refill")):
         if {fast, slow} <= figures.keys():
             for of in ("seconds", "decode_seconds", "cpu_seconds"):
                 ratio = figures[slow][of] / figures[fast][of]
@@ -158,9 +154,7 @@ class Case:
 def make_cases(
     arguments: argparse.Namespace, config: DecoderConfig, rng: np.random.Generator
 ) -> dict[str, Case]:
-    def engine(
-        prompt: int, new: int, share: bool | None = None, cache_tokens: int | None = None
-    ) -> Engine:
+    def engine(prompt: int, new: int, cache_tokens: int | None = None) -> Engine:
         return Engine(
             config,
             None,
@@ -168,7 +162,6 @@ def make_cases(
             max_prompt_tokens=prompt,
             max_new_tokens=new,
             launch_tokens=min(arguments.launch_tokens, new),
-            share=share,
             cache_tokens=cache_tokens,
         )
 
@@ -184,19 +177,14 @@ def make_cases(
     longest = np.full((len(repeated), 1), arguments.max_new)
     same = prompts(arguments.slots, arguments.equal_prompt)
     full = np.full((arguments.slots, 1), arguments.equal_new)
+    pool = round(arguments.pool * arguments.slots * arguments.max_new)
+    paged = engine(arguments.prompt, arguments.max_new, max(pool, arguments.max_new))
     cases = {
         "equal": Case(engine(arguments.equal_prompt, arguments.equal_new), same, full, same, full),
         "refill": Case(long, heavy, lengths, heavy, lengths),
         "naive": Case(long, repeated, longest, heavy, lengths),
+        "paged": Case(paged, heavy, lengths, heavy, lengths),
     }
-    part = round(arguments.pool * arguments.slots * arguments.max_new)
-    for name, share, pool in (
-        ("shared", True, None),
-        ("copied", False, None),
-        ("paged", True, part),
-    ):
-        made = engine(arguments.prompt, arguments.max_new, share, pool)
-        cases[name] = Case(made, heavy, lengths, heavy, lengths)
     return {name: case for name, case in cases.items() if name in arguments.cases}
 
 

@@ -21,9 +21,8 @@ from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.losses.kl import kl_in_reward
-from jaxrl.rewards.batch_rewards import ENVIRONMENT, RewardReport
-from jaxrl.rewards.combine import as_rewards
 from jaxrl.rewards.batch_rewards import ENVIRONMENT, MODEL, OVERLONG, RewardReport
+from jaxrl.rewards.combine import as_rewards
 from jaxrl.sharding.parts import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch, Tree
 

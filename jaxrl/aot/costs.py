@@ -106,8 +106,7 @@ def stage_costs(
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    shared = m.slots("rollout").rows > 0
-    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs, shared)
+    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs)
     work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])

@@ -26,7 +26,7 @@ from jaxrl.environments.observation import Observation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
-from jaxrl.sampling.episodes import Partner, Reply
+from jaxrl.sampling.environment_protocol import Partner, Reply
 from jaxrl.types import Prompt
 
 MOST_WORKERS = 16

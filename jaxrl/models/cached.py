@@ -1,5 +1,6 @@
 """A decoder with a cache: prompts into keys and values, one token for each slot, and further tokens
-of some."""
+of some. What the model has read of a prompt is a row of one cache; what follows is in a slot of
+another one, or in pages."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import Attend, attender, chunk_attender, step_attender, step_kernel_on
+from jaxrl.models.attention import Attend, attender, chunk_attender, step_kernel_on
 from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
@@ -34,7 +35,7 @@ from jaxrl.models.stack import (
 )
 from jaxrl.types import Array
 
-Pair = tuple[Float[Array, "... _ _ S _"], Float[Array, "... _ _ S _"]]
+Pair = tuple[Float[Array, "... _ _ _ _"], Float[Array, "... _ _ _ _"]]
 Cache = list[Pair | Recurrent | tuple[()]]
 """Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
 decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
@@ -42,13 +43,14 @@ nothing, of a layer that borrows."""
 
 
 class Shared(NamedTuple):
-    """The prompts of a decode step whose slots share them."""
+    """The prompts that slots share, and what follows them in the cache of the slots."""
 
     cache: Cache
     """Of their rows: each array [R, KV, P, H]."""
     seats: Seats
     starts: Array
-    """[B] int32: the position at which each slot's own cache begins, the length of its prompt's."""
+    """[B] int32: the position at which each slot's own cache begins: that of the last token of its
+    prompt, which is the first one that it reads."""
     pages: Pages | None = None
     """Of that cache, where it is a pool of pages."""
 
@@ -106,26 +108,22 @@ def decode(
     cache: Cache,
     tokens: Int[Array, " B"],
     positions: Int[Array, " B"],
+    shared: Shared,
     *,
-    used: int,
     live: Bool[Array, " B"] | None = None,
-    shared: Shared | None = None,
     mesh: Mesh | None = None,
     routed: list[Routed] | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
-    """Runs one token of each slot: writes its keys and values and attends to the cache up to its
-    position, or moves the states on.
+    """Runs one token of each slot: writes its keys and values and attends to its prompt and to the
+    cache up to its position, or moves the states on.
 
     Args:
         params: unstacked: of stacked ones a loop over layers would copy weights and cache.
-        cache: donate it.
+        cache: of what follows the prompts; donate it. All of it is read, and where a kernel does it
+            (`kernels.step_kernel_of`), of each slot what its position reaches.
         tokens: the token at `positions`.
-        positions: in [0, used).
-        used: static bound on positions + 1, each in the slot's own cache: only this much of it is
-            read, and where a kernel does it (`kernels.step_kernel_of`), of each slot what its
-            position reaches.
+        positions: counted from the start of the prompts.
         live: the slots whose states read the token, which no later token can undo; None: all.
-        shared: the prompts, where `cache` begins behind them (`shared_prompts.why_not_shared`).
         routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
 
     Returns:
@@ -134,11 +132,9 @@ def decode(
     assert layout_of(params) == "unstacked"
     cached = keys_of(cache).dtype
     kernels = {dim: step_kernel_on(mesh, dim, cached) for dim in config.head_dims}
-    at = positions if shared is None else positions - shared.starts
+    at = positions - shared.starts
 
     def attender_of(kernel: StepKernel | None, window: int | None) -> Attend:
-        if shared is None:
-            return step_attender(kernel, positions, used, mesh, window=window)
         return shared_attender(kernel, positions, at, shared.seats, mesh, window, shared.pages)
 
     mixing = Mixing(config, positions[:, None], kernels, attender_of)
@@ -146,17 +142,15 @@ def decode(
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
-        params, own, entry, prompts = given
+        params, own, entry, prompt = given
 
         def keep(*new: Array) -> tuple[Any, Any, Any]:
-            if shared is not None and shared.pages is not None:
+            if shared.pages is not None:
                 table = shared.pages.table
                 pair = tuple(write(x, y, at, table, mesh) for x, y in zip(entry, new, strict=True))
             else:
                 pair = tuple(_write(x, y, at) for x, y in zip(entry, new, strict=True))
-            keys: Any
-            values: Any
-            keys, values = pair if prompts is None else zip(pair, prompts, strict=True)
+            keys, values = zip(pair, prompt, strict=True)
             return pair, keys, values
 
         def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
@@ -165,8 +159,7 @@ def decode(
         return run(x, layer, params, own, keep, recur)
 
     x, inputs = embed(config, params, tokens[:, None], mesh)
-    prompts = [None] * len(cache) if shared is None else shared.cache
-    x, left = through(config, body, x, params, inputs, cache, prompts)
+    x, left = through(config, body, x, params, inputs, cache, shared.cache)
     report(params, [one for _, one in left], routed)
     return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
 
@@ -175,43 +168,54 @@ def extend(
     config: DecoderConfig,
     params: Params,
     cache: Cache,
+    prompts: Cache,
     tokens: Int[Array, "B W"],
     positions: Int[Array, " B"],
+    starts: Int[Array, " B"],
     lengths: Int[Array, " B"],
     *,
     mesh: Mesh | None = None,
 ) -> Cache:
-    """The cache with the keys and values of W further tokens of each slot, which attend to it.
+    """Returns the cache with the keys and values of W further tokens of each slot, which attend to
+    it and to their prompt.
 
     Args:
         params: unstacked.
-        cache: of at least positions + W positions.
+        cache: of at least positions - starts + W positions.
+        prompts: the row of each slot [B, ...].
         positions: of the first of the tokens; what the cache holds from there on is replaced. A
-            state begins again at 0, and else is that of the token before.
+            state begins at `starts` with that of the prompt, and else is that of the token before.
+        starts: as of `Shared`.
         lengths: how many of the tokens a state reads, the first ones.
     """
-    at = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+    at = positions - starts
+    queries = positions[:, None] + jnp.arange(tokens.shape[1])[None]
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    mixing = Mixing(config, at, {}, lambda _, window: chunk_attender(at, window))
+    of_prompt = jnp.arange(keys_of(prompts).shape[2])[None]
+    of_prompt = jnp.where(of_prompt < starts[:, None], of_prompt, config.max_positions)  # no query
+    own_keys = starts[:, None] + jnp.arange(keys_of(cache).shape[2])[None]
+    keys = jnp.concatenate([of_prompt, own_keys], 1)
+    mixing = Mixing(config, queries, {}, lambda _, window: chunk_attender(queries, keys, window))
     run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh)
 
-    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any]) -> tuple[Array, Any]:
-        params, own, entry = given
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        params, own, entry, prompt = given
 
         def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
-            new = _write(entry[0], k, positions), _write(entry[1], v, positions)
-            return new, *new
+            new = _write(entry[0], k, at), _write(entry[1], v, at)
+            whole = [jnp.concatenate(pair, 2) for pair in zip(prompt, new, strict=True)]
+            return new, whole[0], whole[1]
 
         def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
-            goes_on = (positions > 0)[:, None, None, None]
-            start = jax.tree.map(lambda x: jnp.where(goes_on, x, jnp.zeros_like(x)), entry)
+            goes_on = (at > 0)[:, None, None, None]
+            start = jax.tree.map(partial(jnp.where, goes_on), entry, prompt)
             return recur_rows(delta_of(config), mesh, mask, inputs, filters, start)
 
         x, (kept, _) = run(x, layer, params, own, keep, recur)
         return x, kept
 
     x, inputs = embed(config, params, tokens, mesh)
-    return through(config, body, x, params, inputs, cache)[1]
+    return through(config, body, x, params, inputs, cache, prompts)[1]
 
 
 def _run_layer(

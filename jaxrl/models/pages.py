@@ -3,11 +3,11 @@ that memory follows the tokens that exist and not slots times the longest.
 
 A page belongs to one slot. That makes pages rows like those of shared prompts: each is attended to
 by the queries of its slot, in any kernel, and what a slot reads of its pages are terms of one
-softmax (`models.terms`). Keys and values are neither gathered nor looked up. The kernels of paged
-attention in `jax.experimental.pallas.ops` (`gpu.paged_attention`, `tpu.ragged_paged_attention`) are
-not used: they return no log-sum-exp to merge with that of a prompt, so that prompts would be in the
-pages too and be read once for each sample; and each has a layout of its own, of which a TPU's joins
-keys and values in one array.
+softmax (`models.partial_softmax`). Keys and values are neither gathered nor looked up. The kernels
+of paged attention in `jax.experimental.pallas.ops` (`gpu.paged_attention`,
+`tpu.ragged_paged_attention`) are not used: they return no log-sum-exp to merge with that of a
+prompt, so that prompts would be in the pages too and be read once for each sample; and each has a
+layout of its own, of which a TPU's joins keys and values in one array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.models.terms import LOWEST, Term
+from jaxrl.models.partial_softmax import LOWEST, Term
 from jaxrl.sharding.axes import ROWS, divided
 from jaxrl.types import Array
 
@@ -38,13 +38,13 @@ class Pages(NamedTuple):
 
 
 def lengths_of(pages: Pages, at: jax.Array, size: int) -> jax.Array:
-    """[Q] int32: the keys of each page that the tokens `at` [B] see."""
+    """Counts the keys of each page [Q] int32 that the tokens `at` [B] see."""
     last = jnp.take(at, jnp.maximum(pages.owners, 0))
     return jnp.where(pages.owners >= 0, jnp.clip(last + 1 - pages.firsts, 0, size), 0)
 
 
 def of_slots(term: Term, table: jax.Array) -> Term:
-    """The term of each slot [B,...], of the terms of pages [Q,...]."""
+    """Merges the terms of pages [Q,...] to one of each slot [B,...]."""
     found, there = jnp.maximum(table, 0), table >= 0
     read, total = (jnp.take(x, found, 0) for x in term)  # [B,n,KV,M,...]
     total = jnp.where(there[:, :, None, None], total, LOWEST)
@@ -57,8 +57,8 @@ def of_slots(term: Term, table: jax.Array) -> Term:
 def write(
     pool: jax.Array, new: jax.Array, at: jax.Array, table: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
-    """The pool [Q,KV,P,H] with new [B,1,KV,H] at the positions `at` [B] of each slot; nothing is
-    written of a slot that has no page there."""
+    """Writes new [B,1,KV,H] into the pool [Q,KV,P,H] at the positions `at` [B] of each slot, and
+    nothing of a slot that has no page there."""
 
     def local(pool: jax.Array, new: jax.Array, at: jax.Array, table: jax.Array) -> jax.Array:
         size = pool.shape[2]

@@ -1,8 +1,9 @@
 """Attention of a decode step to prompts that several slots share: their keys and values are held
 once for each data shard, and read once for all of its slots there (Hydragen, arXiv 2402.05099).
 
-A prompt is a row of a cache of its own. A slot's cache begins behind its prompt. What a token reads
-of both are two terms of one softmax (`models.terms`).
+A prompt is a row of a cache of its own, also where one slot alone reads it. A slot's cache begins
+behind its prompt. What a token reads of both are two terms of one softmax
+(`models.partial_softmax`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,8 @@ from jaxrl.models.attention import Attend, by_kv_head, on_shards, term_in
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
 from jaxrl.models.pages import Pages, lengths_of, of_slots
-from jaxrl.models.terms import by_products, merge
+from jaxrl.models.partial_softmax import by_products, merge
 from jaxrl.types import Array
-
-FEWEST_TOKENS = 128
-"""Of the longest prompt, for slots to share prompts on a CPU, where attention to two short terms
-costs more than to one: measured in benchmarks/RESULTS.md."""
 
 
 class Seats(NamedTuple):
@@ -40,38 +37,22 @@ class Seats(NamedTuple):
     any."""
 
 
-def why_not_shared(
-    config: DecoderConfig,
-    target: Target,
-    dtype: str,
-    *,
-    samples: int,
-    prompt: int | None = None,
-    episodes: bool = False,
-    paged: bool = False,
+def why_not_paged(
+    config: DecoderConfig, target: Target, dtype: str, *, episodes: bool = False
 ) -> str | None:
-    """Why each slot holds and reads a copy of its prompt; None where the slots of a prompt share
-    one.
+    """Returns why what follows the prompts cannot be in pages (`models.pages`); None where it can.
 
     Args:
         dtype: of the cache.
-        samples: of each prompt.
-        prompt: most tokens of one; None: however short they are.
-        paged: what follows the prompts is to be in pages (`models.pages`), which need this.
+        episodes: environments answer, whose tokens are read into slots.
     """
-    if samples == 1 and not paged:
-        return "each prompt has one sample"
     if episodes:
-        return "the answers of environments are read into whole sequences"
+        return "the answers of environments are read into whole slots"
     if config.n_recurrent:
-        return "the state of a layer holds the prompt and the completion in one"
+        return "the state of a layer has no positions"
     windows = any(kind.window is not None for kind in config.kinds)
-    kernels = [step_kernel_of(target, dim, dtype) for dim in config.head_dims]
-    if windows and any(kernels):
-        return "the kernel of a decode step has one window for all that read a prompt"
-    short = prompt is not None and prompt < FEWEST_TOKENS
-    if target.platform == "cpu" and short and not paged:
-        return f"prompts of at most {prompt} tokens are copied, which is faster on a CPU"
+    if windows and any(step_kernel_of(target, dim, dtype) for dim in config.head_dims):
+        return "the kernel of a decode step has one window for all pages of a slot"
     return None
 
 
@@ -84,11 +65,11 @@ def shared_attender(
     window: int | None = None,
     pages: Pages | None = None,
 ) -> Attend:
-    """How the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to their prompts and
-    to what follows: keys and values are each a pair of [B,KV,S,H], in which the tokens are `at`
-    [B], and [R,KV,P,H]; with a `window`, to so many of the last ones. With
-    `pages`, the former are those of a pool [Q,KV,P,H]."""
-    assert kernel is None or window is None, "queries of one prompt have different windows"
+    """Returns how the tokens of a decode step, q [B,1,N,H] at `positions` [B], attend to their
+    prompts and to what follows: keys and values are each a pair of [B,KV,S,H], in which the tokens
+    are `at` [B], and [R,KV,P,H]; with a `window`, to so many of the last ones. With `pages`, the
+    former are those of a pool [Q,KV,P,H]."""
+    assert pages is None or kernel is None or window is None, "a kernel has one window for a slot"
 
     def attend(
         q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array], *sinks: jax.Array
@@ -127,19 +108,23 @@ def _attend(
         owners = jnp.maximum(of.owners, 0)
         asking, last, first = jnp.take(own, owners, 0), jnp.take(at, owners), of.firsts
         seen = lengths_of(of, at, k.shape[2])
-    if kernel is not None:
-        term = term_in(kernel)
-        theirs = term(asked, prompt_k, prompt_v, lengths)
-        ours = term(asking, k, v, seen)
-    else:
-        keys, prompt_keys = (jnp.arange(x.shape[2])[None] for x in (k, prompt_k))
-        mask = keys < seen[:, None]
+    if kernel is not None and window is None:
+        theirs = term_in(kernel)(asked, prompt_k, prompt_v, lengths)
+    else:  # the queries of one prompt have different windows, which no kernel has
+        prompt_keys = jnp.arange(prompt_k.shape[2])[None]
         prompt_mask = (prompt_keys < lengths[:, None])[:, None]
         if window is not None:
-            mask &= keys + first[:, None] > last[:, None] - window
             end = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
             prompt_mask = prompt_mask & (prompt_keys[None] > end[..., None] - window)
         theirs = by_products(asked, prompt_k, prompt_v, prompt_mask)
+    if kernel is not None:
+        within = None if window is None or window >= k.shape[2] else window
+        ours = term_in(kernel)(asking, k, v, seen, window=within)
+    else:
+        keys = jnp.arange(k.shape[2])[None]
+        mask = keys < seen[:, None]
+        if window is not None:
+            mask &= keys + first[:, None] > last[:, None] - window
         ours = by_products(asking, k, v, mask[:, None])
     if pages:
         ours = of_slots(ours, Pages(*pages).table)

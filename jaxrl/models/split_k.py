@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.buckets import bucket
-from jaxrl.models.terms import LOWEST, Term
+from jaxrl.models.partial_softmax import LOWEST, Term
 
 KEYS = 64
 """Keys that a block reads at a time; lengths of the cache are multiples of it

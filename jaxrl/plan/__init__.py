@@ -29,7 +29,7 @@ from jaxrl.models.kernels import (
     why_not_fused,
 )
 from jaxrl.models.pages import PAGE
-from jaxrl.models.shared_prompts import why_not_shared
+from jaxrl.models.shared_prompts import why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, relief, room, set_key
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
@@ -391,31 +391,22 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
 
 
 def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Whether the samples of a prompt share its keys and values, where there are several, and what
-    a pool of pages saves."""
+    """Says that the samples of a prompt share its keys and values, where there are several, and
+    what a pool of pages saves."""
     paged = config.rollout.cache_tokens is not None
     if "rollout" not in inputs.roles or (config.group_size == 1 and not paged):
         return
     model = inputs.model("rollout")
     assert isinstance(model, DecoderConfig)
-    why = why_not_shared(
-        model,
-        inputs.target,
-        config.rollout.compute_dtype,
-        samples=config.group_size,
-        prompt=config.max_prompt_tokens,
-        episodes=config.environment.name is not None,
-        paged=paged,
-    )
     if paged:
+        episodes, dtype = config.environment.name is not None, config.rollout.compute_dtype
+        why = why_not_paged(model, inputs.target, dtype, episodes=episodes)
         yield pool_note(Setting(config, inputs, inputs.axes(config)), model, why)
-    if why is None and config.group_size > 1:
+    if config.group_size > 1:
         yield (
             f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
             " which a decode step reads once for all of them"
         )
-    elif why is not None:
-        yield f"sampling: each slot holds and reads a copy of its prompt: {why}"
 
 
 def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:

@@ -203,8 +203,10 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
     run = m.run(role, model, -(-prompts // axes.rows), width)
     heads, seats = split(model.n_heads, axes.tensor), of.rows * of.seats
     scores = 2 * heads * (of.slots * of.positions + seats * width) * F32
-    if any(m.step_kernel(role, dim) for dim in model.head_dims):  # a part of each row at a time
-        scores = 2 * heads * (of.slots + seats) * max(model.head_dims) * F32 * 8
+    if all(m.step_kernel(role, dim) for dim in model.head_dims):  # a part of each row at a time
+        windows = any(kind.window is not None for kind in model.kinds)
+        scores = 2 * heads * seats * width * F32 * windows  # the prompts' keys, by products
+        scores += 2 * heads * (of.slots + seats) * max(model.head_dims) * F32 * 8
     tpu = m.inputs.target.platform == TPU
     arrays = TPU_SAMPLER_ARRAYS if tpu else SAMPLER_ARRAYS
     drawn = logits(of.slots, model.vocab_size, axes.tensor, arrays)

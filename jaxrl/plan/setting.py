@@ -19,14 +19,13 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses, step_kernel_of
 from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout
-from jaxrl.models.shared_prompts import why_not_shared
 from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
 from jaxrl.sampling.page_pool import pool_pages
-from jaxrl.sampling.prompt_rows import rows_at_most
+from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sharding.axes import Axes
 
 
@@ -251,7 +250,7 @@ class Setting:
         slots = c.rollout.slots or self.sequences
         return max(prefill_batch(slots, *way, width, shards) for way in asked(c, role))
 
-    def slots(self, role: str) -> Slots:
+    def slots(self, role: str) -> CacheSizes:
         """Returns the slots of the sampling engine of a role: the larger of those of training and
         of evaluations."""
         c, axes = self.config, self.axes[role]
@@ -261,27 +260,19 @@ class Setting:
         if c.data.eval is not None:
             most = max(most, c.eval.max_new_tokens or 0)
         episodes = role == "rollout" and c.environment.name is not None
-        whole = round_up(width + most + ANSWER_TOKENS[1] * episodes, multiple)
         tokens = c.rollout.cache_tokens if role == "rollout" else None
         pages = 0 if tokens is None else pool_pages(tokens, count, most)
+        whole = round_up(width + most, multiple)
+        positions = round_up(most + ANSWER_TOKENS[1] * episodes, multiple)
         found = []
         for prompts, samples in asked(c, role):
-            why = why_not_shared(
-                self.sampled(role),
-                self.inputs.target,
-                c.roles[role].compute_dtype,
-                samples=samples,
-                prompt=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
-                episodes=episodes,
-                paged=tokens is not None,
-            )
-            rows, seats = rows_at_most(count, axes.rows, samples, prompts), min(samples, count)
-            shared = Slots(count, round_up(most, multiple), rows, seats, pages, whole)
-            found.append(shared if why is None else Slots(count, whole, whole=whole))
-        return max(found, key=lambda each: math.prod(each.own) + each.rows * width)
+            rows = rows_at_most(count, axes.rows, samples, prompts)
+            seats = seats_of_row(count, samples)
+            found.append(CacheSizes(count, positions, rows, seats, pages, whole))
+        return max(found, key=lambda each: each.rows * (each.seats + 1))
 
 
-class Slots(NamedTuple):
+class CacheSizes(NamedTuple):
     """The slots of a device that samples, and the prompts that they share, if any."""
 
     slots: int

@@ -44,14 +44,14 @@ Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
 
 
 def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Sampling parameters of training. `most`: longest completion, in tokens."""
+    """Returns the sampling parameters of training. `most`: longest completion, in tokens."""
     s = config.sampling
     return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
 
 
 def evaluation_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Sampling parameters of evaluations. `most`: longest completion if `eval.max_new_tokens` is
-    not set, in tokens."""
+    """Returns the sampling parameters of evaluations. `most`: longest completion if
+    `eval.max_new_tokens` is not set, in tokens."""
     e = config.eval
     return SamplingParams(
         e.max_new_tokens or most,
@@ -64,7 +64,7 @@ def evaluation_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()
 
 
 def topk_program(projection: Projection, model: DecoderConfig) -> jax.stages.Wrapped:
-    """Jitted: (parameters, sequences) -> the policy's top-k tokens [B, C, K]."""
+    """Returns the jitted (parameters, sequences) -> the policy's top-k tokens [B, C, K]."""
 
     def topk_of_policy(params: Params, sequences: Sequences) -> jax.Array:
         return policy_topk(projection, model, params, sequences)
@@ -212,7 +212,8 @@ class Sampler:
         return self.make_batch(*self._sampled(prompts, step, attempt))
 
     def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
-        """[len(prompts)][group_size]: the completions of `generate`, not yet made a batch."""
+        """Samples the completions of `generate` [len(prompts)][group_size], not yet made a
+        batch."""
         return self._sampled(prompts, step, 0)[1]
 
     def _sampled(self, prompts: Sequence[Prompt], step: int, attempt: int) -> Sampled:
@@ -260,7 +261,7 @@ class Sampler:
         return replace(rollout, student_topk=to_host(ids))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        """`eval.samples` completions of each prompt, as `eval.*` says."""
+        """Samples `eval.samples` completions of each prompt, as `eval.*` says."""
         sampling = evaluation_sampling(self.config, self._most, self._eos_ids)
         n, seed = self.config.eval.samples, self.config.seed + EVAL_SEED
         return self._sample(prompts, n=n, seed=seed, step=0, sampling=sampling, split="eval")[1]
@@ -308,7 +309,7 @@ class Sampler:
             )
 
     def _prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's tokens as this role sees them."""
+        """Returns the prompt's tokens as this role sees them."""
         theirs = prompt.teacher_tokens if self._teacher else None
         return prompt.tokens if theirs is None else theirs
 

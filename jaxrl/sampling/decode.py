@@ -1,4 +1,4 @@
-"""The device side of sampling: prompts into keys and values, these into slots, launches of decode
+"""The device side of sampling: prompts into keys and values, these into rows, launches of decode
 steps, and what environments say into the slots of their episodes.
 
 Every function is jitted once for the whole process, with the model's config and the mesh as static
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models import cached, decoder
-from jaxrl.models.cached import Cache, Shared, keys_of
+from jaxrl.models.cached import Cache, Shared
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
@@ -87,32 +87,31 @@ def resize(
     length: int,
     kept: jax.Array | None = None,
 ) -> Cache:
-    """Some layers of the cache with `length` positions: the first ones, or zeros behind all. States
-    have no positions.
+    """Gives some layers of a cache `length` positions: the first ones, or zeros behind all. States
+    have no positions. The rows are prompts, slots or pages.
 
     Args:
-        kept: [slots left] int32: the slots that each device keeps, counted among its own; None: all
+        kept: [rows left] int32: the rows that each device keeps, counted among its own; None: all
             of them.
     """
 
-    def one(x: jax.Array) -> jax.Array:
-        pad = [(0, 0)] * x.ndim
-        pad[POSITIONS] = (0, max(0, length - x.shape[POSITIONS]))
-        return jnp.pad(x, pad)[..., :length, :]
-
     if kept is not None:
         layer = _select(config, mesh, layer, kept)
-    layer = [x if isinstance(x, Recurrent) else jax.tree.map(one, x) for x in layer]
+    for i, entry in enumerate(layer):
+        if entry and not isinstance(entry, Recurrent):
+            more = max(0, length - entry[0].shape[POSITIONS])
+            pad = (0, 0), (0, 0), (0, more), (0, 0)
+            layer[i] = jax.tree.map(lambda x, pad=pad: jnp.pad(x, pad)[..., :length, :], entry)
     return _constrain(config, mesh, layer, ROWS)
 
 
 def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
-    """Some slots of the cache, [X*b] int32: each device's counted among its own."""
+    """Selects slots [X*b] int32 of the cache: each device's counted among its own."""
 
-    def local(cache: Cache, slots: jax.Array) -> Cache:
-        return jax.tree.map(lambda x: jnp.take(x, slots, BATCH, mode="clip"), cache)
-
-    return _on_each_device(local, config, mesh, [cache], slots)
+    return _on_each_device(
+        lambda cache, slots: jax.tree.map(lambda x: jnp.take(x, slots, BATCH, mode="clip"), cache),
+        *(config, mesh, [cache], slots),
+    )
 
 
 def _on_each_device(
@@ -124,7 +123,7 @@ def _on_each_device(
     whole: Sequence[Cache] = (),
     results: int = 1,
 ) -> Tree:
-    """`local` on each device's slots of caches, on other caches that each data shard has as a
+    """Runs `local` on each device's rows of caches, on other caches that each data shard has as a
     `whole`, and on arrays [X*b, ...]. It returns the first cache or, as a tuple, the first ones."""
     if mesh is None:
         return local(*caches, *whole, *arrays)
@@ -141,30 +140,43 @@ def extend(
     mesh: Mesh | None,
     params: Params,
     cache: Cache,
+    prompts: Cache,
     tokens: jax.Array,
     positions: jax.Array,
+    starts: jax.Array,
     lengths: jax.Array,
     slots: jax.Array,
+    rows: jax.Array,
 ) -> Cache:
-    """Further tokens of some slots: their keys and values, as `prefill` computes those of prompts.
+    """Reads further tokens of some slots: computes their keys and values, as `prefill` does those
+    of prompts.
 
     Args:
-        cache: of at least position + W positions for each of these slots, donated.
+        cache: of at least position - start + W positions for each of these slots, donated.
+        prompts: those that slots share.
         tokens: [X*b, W] int32; the keys and values of what a shorter row has beyond its tokens are
             overwritten when its slot gets there, and read by none before that.
         positions: [X*b] int32: of the first token.
+        starts: [X*b] int32: of the first position in the slot's own cache.
         lengths: [X*b] int32: how many tokens there are.
         slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
             number beyond the last.
+        rows: [X*b] int32: the row of each slot's prompt, counted likewise.
     """
-    some = _select(config, mesh, cache, slots)
-    given = (_rows(x, mesh) for x in (tokens, positions, lengths))
-    some = _constrain(config, mesh, cached.extend(config, params, some, *given, mesh=mesh), ROWS)
+    chosen = _select(config, mesh, cache, slots)
+    shared = _select(config, mesh, prompts, rows)
+    tokens, positions, starts, lengths = (
+        _rows(x, mesh) for x in (tokens, positions, starts, lengths)
+    )
+    chosen = cached.extend(
+        config, params, chosen, shared, tokens, positions, starts, lengths, mesh=mesh
+    )
+    chosen = _constrain(config, mesh, chosen, ROWS)
 
-    def put(cache: Cache, some: Cache, slots: jax.Array) -> Cache:
-        return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, some)
+    def put(cache: Cache, chosen: Cache, slots: jax.Array) -> Cache:
+        return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, chosen)
 
-    cache = _on_each_device(put, config, mesh, [cache, some], slots)
+    cache = _on_each_device(put, config, mesh, [cache, chosen], slots)
     return _constrain(config, mesh, cache, ROWS)
 
 
@@ -179,8 +191,9 @@ def prefill(
     record: bool = False,
     apart: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
-    """Keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every data shard,
-    or `apart`, each shard's own; and, to `record`, the experts [b, P, L, k] that each token passes.
+    """Computes the keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every
+    data shard, or `apart`, each shard's own; and, to `record`, the experts [b, P, L, k] that each
+    token passes.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
     the first token of a completion is sampled by the same program as the others. States are those
@@ -202,25 +215,26 @@ def insert(
     prompts: Cache,
     source: jax.Array,
 ) -> Cache:
-    """Copies row source[i] of `prompts` into slot i of `cache`, where that is not -1.
+    """Copies row source[i] of `prompts` into row i of `cache`, where that is not -1.
 
     Args:
-        cache: of B slots, or rows of prompts that slots share, and S positions; donated.
+        cache: of B rows, which slots share, and S positions; donated.
         prompts: of b rows and P positions; those from S on, if any, are left out.
         source: [B] int32.
     """
 
-    def local(cache: Cache, prompts: Cache, source: jax.Array) -> Cache:
-        def copy(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
-            new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), BATCH)
-            filled = (source >= 0)[:, None, None, None]
-            new = jnp.where(filled, new.astype(ours.dtype), ours[..., :width, :])
-            return ours.at[..., :width, :].set(new)
+    def copy(source: jax.Array, ours: jax.Array, theirs: jax.Array) -> jax.Array:
+        width = min(ours.shape[POSITIONS], theirs.shape[POSITIONS])
+        new = jnp.take(theirs[..., :width, :], jnp.maximum(source, 0), BATCH)
+        filled = (source >= 0)[:, None, None, None]
+        new = jnp.where(filled, new.astype(ours.dtype), ours[..., :width, :])
+        return ours.at[..., :width, :].set(new)
 
-        return jax.tree.map(copy, cache, prompts)
-
-    return _on_each_device(local, config, mesh, [cache], source, whole=[prompts])
+    return _on_each_device(
+        lambda cache, prompts, source: jax.tree.map(partial(copy, source), cache, prompts),
+        *(config, mesh, [cache], source),
+        whole=[prompts],
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "prompts"))
@@ -292,22 +306,21 @@ def launch(
     slots: jax.Array,
     exit_free: jax.Array,
     knobs: SamplingArrays,
-    prompts: tuple[Cache, Seats] | None = None,
+    prompts: tuple[Cache, Seats],
     pages: Pages | None = None,
     *,
     n_tokens: int,
     check_every: int,
     record: bool = False,
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
-    """Up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
+    """Runs up to n_tokens decode steps; ends early once at least `exit_free` slots are free.
 
     Args:
         params: unstacked.
-        cache: of S positions, donated; S is above every position that is reached, and all of it is
-            read.
+        cache: of S positions behind the prompts, donated: the first is that of the key of each
+            prompt's last token. S is above every position that is reached, and all of it is read.
         slots: [B, 6] int32, see the columns above.
-        prompts: those that slots share, and their seats; `cache` then begins behind them, with the
-            key of each prompt's last token.
+        prompts: those that slots share, and their seats.
         pages: those of `cache`, where it is a pool of them.
         check_every: static divisor of n_tokens: steps between two looks at the number of free
             slots. On several devices a look is a collective, on a GPU also a wait of the host;
@@ -321,14 +334,13 @@ def launch(
     slots = _rows(slots, mesh)
     keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
-    used = keys_of(cache).shape[POSITIONS]
-    shared = None
-    if prompts is not None:
-        held, seats = prompts
-        starts = _rows(slots[:, POSITION] - slots[:, COUNT], mesh)
-        seats = Seats(*(_rows(x, mesh) for x in seats))
-        pages = None if pages is None else Pages(*(_rows(x, mesh) for x in pages))
-        shared = Shared(held, seats, starts, pages)
+    held, seats = prompts
+    starts = _rows(slots[:, POSITION] - slots[:, COUNT], mesh)
+    seats = Seats(*(_rows(x, mesh) for x in seats))
+    pages = None if pages is None else Pages(*(_rows(x, mesh) for x in pages))
+    shared = Shared(held, seats, starts, pages)
+    if config.n_recurrent:
+        cache = _begin_states(config, mesh, cache, shared, fresh=slots[:, COUNT] == 0)
     out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None
@@ -339,14 +351,13 @@ def launch(
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
         active = _rows(counts < limits, mesh)
-        options = {"used": used, "live": active, "shared": shared, "mesh": mesh}
-        hidden, cache = cached.decode(
-            config, params, cache, tokens, positions, routed=routed, **options
-        )
+        arguments = config, params, cache, tokens, positions, shared
+        hidden, cache = cached.decode(*arguments, live=active, mesh=mesh, routed=routed)
         logits = _whole_rows(decoder.logits(config, params, hidden), mesh)
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
-        drawn = jnp.stack([draw.tokens, _bits(draw.logprobs), _bits(draw.sampler_logprobs)], -1)
-        drawn = _rows(drawn, mesh)
+        logprobs = jnp.stack([draw.logprobs, draw.sampler_logprobs], -1)
+        bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
+        drawn = _rows(jnp.concatenate([draw.tokens[:, None], bits], -1), mesh)
         tokens = jnp.where(active, drawn[:, 0], tokens)
         counts = counts + active
         ended = _rows(active & is_eos(tokens, knobs), mesh)
@@ -364,12 +375,9 @@ def launch(
     def steps(carry: Tree) -> Tree:
         done, cache, state, out = carry
         (cache, state), rows = jax.lax.scan(step, (cache, state), length=check_every)
-
-        def put(out: jax.Array, rows: jax.Array) -> jax.Array:
-            new = jnp.swapaxes(rows, 0, 1)
-            return jax.lax.dynamic_update_slice_in_dim(out, new, done, 1)
-
-        out = jax.tree.map(put, out, rows)
+        for name, new in rows.items():
+            new = jnp.swapaxes(new, 0, 1)
+            out = out | {name: jax.lax.dynamic_update_slice_in_dim(out[name], new, done, 1)}
         return done + check_every, cache, state, out
 
     start = (jnp.int32(0), cache, state, out)
@@ -378,15 +386,35 @@ def launch(
     return _constrain(config, mesh, cache, ROWS), out["drawn"], out.get("experts")
 
 
+def _begin_states(
+    config: DecoderConfig, mesh: Mesh | None, cache: Cache, shared: Shared, fresh: jax.Array
+) -> Cache:
+    """Returns the cache with the states of slots [B] that are fresh replaced by those of their
+    prompts. Once a launch: in each step, that would read all states twice."""
+    seats = shared.seats.slots.shape[1]
+
+    def local(cache: Cache, prompts: Cache, places: jax.Array, fresh: jax.Array) -> Cache:
+        def begin(entry: Tree, prompt: Tree) -> Tree:
+            if not isinstance(entry, Recurrent):
+                return entry
+            start = jax.tree.map(lambda x: jnp.take(x, places // seats, BATCH, mode="clip"), prompt)
+            return jax.tree.map(partial(jnp.where, fresh[:, None, None, None]), start, entry)
+
+        return [begin(entry, prompt) for entry, prompt in zip(cache, prompts, strict=True)]
+
+    caches = [cache, shared.cache]
+    return _on_each_device(local, config, mesh, caches, shared.seats.places, fresh)
+
+
 def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
-    """[B, T, L, k]: the experts of tokens [B, T]."""
+    """Returns the experts [B, T, L, k] of tokens [B, T]."""
     assert config.experts is not None
     return jnp.moveaxis(routed[0].ids, 0, 2).astype(config.experts.id_dtype)
 
 
 def _readable(x: Array, mesh: Mesh | None) -> Array:
-    """An array that the host of each process can read, or None: whole on every device where there
-    are several processes. Within one, a collective behind a launch's loop would only keep the
+    """Returns an array that the host of each process can read, or None: whole on every device where
+    there are several processes. Within one, a collective behind a launch's loop would only keep the
     program out of the compile cache (`process.compile_cache`)."""
     if mesh is None or x is None or len({d.process_index for d in mesh.devices.flat}) == 1:
         return x
@@ -399,14 +427,14 @@ def _constrain(
     if mesh is None:
         return cache
 
-    def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(one, cache, cache_specs(config, mesh, rows, cache))
+    return jax.tree.map(
+        lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
+        *(cache, cache_specs(config, mesh, rows, cache)),
+    )
 
 
 def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Slots over (data, fsdp)."""
+    """Divides slots over (data, fsdp)."""
     if mesh is None:
         return x
     spec = PartitionSpec(ROWS, *[None] * (x.ndim - 1))
@@ -414,8 +442,8 @@ def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def _whole_rows(logits: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Logits [B, V] with the rows over all axes and V whole: each row is sampled by one device, in
-    one order of adding.
+    """Divides the rows of logits [B, V] over all axes, and leaves V whole: each row is sampled by
+    one device, in one order of adding.
 
     They are held as the matmul leaves them first, V over tensor; else XLA gathers the head's
     weights instead.
@@ -426,7 +454,3 @@ def _whole_rows(logits: jax.Array, mesh: Mesh | None) -> jax.Array:
     for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
         logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
     return logits
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxrl.models.pages import PAGE, Pages
-from jaxrl.sampling.unfinished import Unfinished
+from jaxrl.sampling.partial_completion import PartialCompletion
 
 
 def pages_of(positions: int) -> int:
-    """That hold so many positions of one slot."""
+    """Counts the pages that hold so many positions of one slot."""
     return -(-positions // PAGE)
 
 
 def pool_pages(cache_tokens: int, slots: int, longest: int) -> int:
-    """Pages of each data shard: no more than its slots can have."""
+    """Counts the pages of each data shard: no more than its slots can have."""
     return min(pages_of(cache_tokens), slots * pages_of(longest))
 
 
@@ -31,27 +31,27 @@ class PagePool:
         self._held: dict[tuple[int, int], tuple[int, list[int]]] = {}
         """(prompt, sample) -> shard, and pages in order."""
 
-    def missing(self, sample: Unfinished, positions: int) -> int:
-        """Pages that the sample needs to have so many positions, beyond those that it has."""
+    def missing(self, sample: PartialCompletion, positions: int) -> int:
+        """Counts the pages that the sample lacks to have so many positions."""
         _, held = self._held.get((sample.prompt, sample.sample_id), (0, []))
         return max(pages_of(positions) - len(held), 0)
 
     def free(self, shard: int) -> int:
-        """Pages that nobody has."""
+        """Counts the pages that nobody has."""
         return len(self._free[shard])
 
-    def of(self, sample: Unfinished) -> list[int]:
-        """The pages of a sample, counted among those of its shard."""
+    def of(self, sample: PartialCompletion) -> list[int]:
+        """Returns the pages of a sample, counted among those of its shard."""
         return self._held[sample.prompt, sample.sample_id][1]
 
-    def give(self, shard: int, sample: Unfinished, positions: int) -> None:
+    def give(self, shard: int, sample: PartialCompletion, positions: int) -> None:
         """Lets the sample have so many positions, of pages that are free."""
         missing = self.missing(sample, positions)
         _, held = self._held.setdefault((sample.prompt, sample.sample_id), (shard, []))
         held += [self._free[shard].pop() for _ in range(missing)]
 
-    def take_back(self, sample: Unfinished) -> None:
-        """The sample needs its pages no longer."""
+    def take_back(self, sample: PartialCompletion) -> None:
+        """Frees the pages of a sample."""
         shard, held = self._held.pop((sample.prompt, sample.sample_id))
         self._free[shard] += held
 
@@ -77,8 +77,8 @@ class PagePool:
         self.pages = pages
         return np.array([old + [0] * (pages - len(old)) for old in kept], np.int32).reshape(-1)
 
-    def table(self, seated: Mapping[int, Unfinished], slots: int, width: int) -> Pages:
-        """The pages of all slots.
+    def table(self, seated: Mapping[int, PartialCompletion], slots: int, width: int) -> Pages:
+        """Makes the table of the pages of all slots.
 
         Args:
             slots: of each shard.

@@ -1,12 +1,12 @@
-"""Which row of the device's cache of prompts holds which prompt, and which slots read it, where the
-samples of a prompt share its keys and values (`models.shared_prompts`).
+"""Which row of the device's cache of prompts holds which prompt, and which slots read it
+(`models.shared_prompts`).
 
 Each data shard has rows for the prompts of its own slots. A row is given back when no slot of its
 shard reads it. There are at first as many rows as consecutive samples fill the slots from, which is
 all that a batch needs whose samples have a slot each. Refilled slots may need more, as long
 completions keep their prompts: rows double then, up to one for each slot, so that no sample waits
-for a row. But for rounding, rows and slots together hold no more than slots with a copy of their
-prompt each.
+for a row. But for rounding, the keys and values in rows and slots are together no more than those
+of slots with a copy of their prompt each.
 """
 
 from __future__ import annotations
@@ -15,39 +15,52 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxrl.models.buckets import bucket
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.sampling.unfinished import Unfinished
+from jaxrl.sampling.partial_completion import PartialCompletion
 
 
 def rows_at_first(slots: int, samples: int, prompts: int) -> int:
-    """Of each shard with so many slots: the prompts of which as many consecutive samples can be,
-    of `prompts` prompts of `samples` each."""
+    """Counts the rows of each shard with so many slots: the prompts of which as many consecutive
+    samples can be, of `prompts` prompts of `samples` each."""
     straddle = slots // samples if slots % samples == 0 else (slots - 1) // samples + 2
-    return min(straddle, slots, prompts)
+    return min(straddle, slots, bucket(prompts))  # like numbers of prompts share a program
 
 
 def rows_at_most(slots: int, shards: int, samples: int, prompts: int) -> int:
-    """Of each shard: the prompts of its slots, after any refill."""
+    """Counts the rows that each shard may need: the prompts of its slots, after any refill."""
     if slots * shards >= samples * prompts:  # no slot is refilled
         return rows_at_first(slots, samples, prompts)
-    return min(slots, prompts)
+    return min(slots, bucket(prompts))
+
+
+def seats_of_row(slots: int, samples: int) -> int:
+    """Counts the slots that may read one row, rounded up to a bucket: like numbers of samples
+    share a program."""
+    return min(bucket(samples), slots)
 
 
 class PromptRows:
     """The rows of one call of `Engine.generate`."""
 
-    def __init__(self, shards: int, slots: int, samples: int, prompts: int):
-        """For `prompts` prompts of `samples` samples each; `slots` are those of each shard."""
+    def __init__(self, shards: int, slots: int, samples: int, prompts: int, *, fixed: bool = False):
+        """For `prompts` prompts of `samples` samples each; `slots` are those of each shard.
+
+        Args:
+            fixed: all rows that may be needed are there from the start, so that no shape depends on
+                when a slot is free.
+        """
         self.slots = slots
-        self.count = rows_at_first(slots, samples, prompts)
+        most = rows_at_most(slots, shards, samples, prompts)
+        self.count = most if fixed else rows_at_first(slots, samples, prompts)
         """Rows of each shard."""
-        self.seats = min(samples, slots)
+        self.seats = seats_of_row(slots, samples)
         """Most slots that read one row."""
-        self._most = min(slots, prompts)
+        self._most = min(slots, bucket(prompts))
         self._rows: list[dict[int, int]] = [{} for _ in range(shards)]
         """Of each shard: prompt -> row."""
 
-    def admit(self, seated: Mapping[int, Unfinished]) -> dict[int, int]:
+    def admit(self, seated: Mapping[int, PartialCompletion]) -> dict[int, int]:
         """Takes back the rows that no slot reads, and gives one to each prompt that has none.
 
         Returns:
@@ -69,7 +82,7 @@ class PromptRows:
                     new[shard * self.count + rows[prompt]] = prompt
         return new
 
-    def shrink(self, seated: Mapping[int, Unfinished], slots: int) -> np.ndarray:
+    def shrink(self, seated: Mapping[int, PartialCompletion], slots: int) -> np.ndarray:
         """Keeps what the samples of fewer slots may need: whichever are left, rows and seats follow
         from the number of slots, so that each of these sizes is one program.
 
@@ -85,8 +98,12 @@ class PromptRows:
             self._rows[shard] = {prompt: row for row, prompt in enumerate(prompts)}
         return kept.reshape(-1)
 
-    def table(self, seated: Mapping[int, Unfinished], lengths: Mapping[int, int]) -> Seats:
-        """The seats of all slots.
+    def row(self, slot: int, sample: PartialCompletion) -> int:
+        """Returns the row of a seated sample, counted among those of its shard."""
+        return self._rows[slot // self.slots][sample.prompt]
+
+    def table(self, seated: Mapping[int, PartialCompletion], lengths: Mapping[int, int]) -> Seats:
+        """Makes the seats of all slots.
 
         Args:
             lengths: prompt -> its keys.
@@ -105,8 +122,8 @@ class PromptRows:
             places[slot] = row * self.seats + seat
         return Seats(slots.reshape(-1, self.seats), keys.reshape(-1), places)
 
-    def _wanted(self, seated: Mapping[int, Unfinished]) -> list[dict[int, int]]:
-        """Of each shard: prompt -> its samples there."""
+    def _wanted(self, seated: Mapping[int, PartialCompletion]) -> list[dict[int, int]]:
+        """Counts, for each shard, prompt -> its samples there."""
         found: list[dict[int, int]] = [{} for _ in self._rows]
         for slot, sample in sorted(seated.items()):
             of = found[slot // self.slots]

@@ -105,7 +105,8 @@ class Draw(NamedTuple):
 def sampling_arrays(
     sampling: SamplingParams, seed: int, step: int, attempt: int = 0
 ) -> SamplingArrays:
-    """The traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every token."""
+    """Makes the traced form of `sampling`; `seed`, `step` and `attempt` begin the key of every
+    token."""
     width = EOS_SLOTS * max(1, -(-len(sampling.eos_ids) // EOS_SLOTS))
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
     parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
@@ -121,13 +122,14 @@ def sampling_arrays(
 
 
 def _scalar(value: float, dtype: DTypeLike) -> Array:
-    """Compiles nothing, where `jnp.float32(value)` compiles a conversion."""
+    """Puts a number on the device without the program that `jnp.float32(value)` compiles."""
     return jax.device_put(np.asarray(value, dtype))
 
 
 @jax.jit
 def _key_of(parts: UInt32[Array, " N"]) -> UInt32[Array, " 2"]:
-    """The threefry key of a seed, the first of `parts`, into which the others are folded."""
+    """Computes the threefry key of a seed, the first of `parts`, into which the others are
+    folded."""
     key = jax.random.key(parts[0], impl="threefry2x32")
     for part in parts[1:]:
         key = jax.random.fold_in(key, part)
@@ -137,7 +139,8 @@ def _key_of(parts: UInt32[Array, " N"]) -> UInt32[Array, " 2"]:
 def sample_keys(
     key: UInt32[Array, " 2"], prompts: Int32[Array, " B"], samples: Int32[Array, " B"]
 ) -> UInt32[Array, "B 2"]:
-    """Keys of (seed, step, attempt, prompt id, sample id); `key` is that of the first three."""
+    """Computes keys of (seed, step, attempt, prompt id, sample id) of `key`, that of the first
+    three."""
 
     def one(prompt: Array, sample: Array) -> Array:
         base = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -148,7 +151,7 @@ def sample_keys(
 
 
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float[Array, "B 2"]:
-    """Two numbers in [0, 1) for each row: a function of its key and of the position in its
+    """Draws two numbers in [0, 1) for each row: a function of its key and of the position in its
     completion alone."""
 
     def one(key: Array, position: Array) -> Array:
@@ -182,7 +185,7 @@ def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Samp
 
 
 def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array, "B V"]:
-    """Weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
+    """Returns weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
 
     Args:
         weights: unnormalised probabilities whose largest is 1 in each row. Tokens as probable as
@@ -199,7 +202,8 @@ def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array
 
 
 def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
-    """Index drawn in proportion to weights [B, V] by two-level inversion; never one of weight 0."""
+    """Draws an index in proportion to weights [B, V] by two-level inversion; never one of weight
+    0."""
     blocks = _blocks(weights)
     block = _invert(blocks.sum(-1), random[:, 0])
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
@@ -207,13 +211,13 @@ def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array
 
 
 def is_eos(tokens: Int32[Array, " B"], knobs: SamplingArrays) -> Bool[Array, " B"]:
-    """Whether each token ends its completion."""
+    """Returns whether each token ends its completion."""
     return (tokens[:, None] == knobs.eos_ids[None, :]).any(-1)
 
 
 def _invert(weights: Array, random: Array) -> Array:
-    """First index whose cumulative weight exceeds random * total, for weights [B, n] and random
-    [B].
+    """Returns the first index whose cumulative weight exceeds random * total, for weights [B, n]
+    and random [B].
 
     A parallel cumulative sum may fall by a rounding, hence the total is the largest sum at a
     positive weight, and an index of weight 0 is never taken.
@@ -224,13 +228,13 @@ def _invert(weights: Array, random: Array) -> Array:
 
 
 def _blocks(weights: Array) -> Array:
-    """[B, blocks, BLOCK] of weights [B, V], with zeros behind the last."""
+    """Cuts weights [B, V] into blocks [B, blocks, BLOCK], with zeros behind the last."""
     rows, vocab = weights.shape
     return jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
 
 
 def _most_probable(weights: Array, goal: Array, counted: bool = False) -> Array:
-    """Weights [B, V] of the fewest most probable tokens that together reach goal [B], 0 elsewhere.
+    """Keeps the weights [B, V] of the fewest most probable tokens that reach goal [B] together.
 
     Args:
         counted: the goal is a number of tokens, not a sum of their weights.
@@ -254,7 +258,8 @@ def _most_probable(weights: Array, goal: Array, counted: bool = False) -> Array:
 
 
 def _smallest_kept(weights: Array, goal: Array, counted: bool) -> Array:
-    """[B] int32: bit pattern of the smallest of the fewest largest weights that reach the goal."""
+    """Returns the bit pattern [B] int32 of the smallest of the fewest largest weights that reach
+    the goal."""
     bits, amount = _bits(weights), jnp.ones_like(weights) if counted else weights
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

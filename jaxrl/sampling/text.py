@@ -13,7 +13,8 @@ class TextTokenizer(Protocol):
 
 
 def decode(tokenizer: TextTokenizer | None, tokens: Sequence[int], special: bool = False) -> str:
-    """Text of tokens, special ones left out unless asked for; empty without a tokenizer."""
+    """Returns the text of tokens, special ones left out unless asked for; empty without a
+    tokenizer."""
     if tokenizer is None:
         return ""
     return tokenizer.decode(list(tokens), skip_special_tokens=not special)
@@ -22,7 +23,7 @@ def decode(tokenizer: TextTokenizer | None, tokens: Sequence[int], special: bool
 def find_stop(
     tokenizer: TextTokenizer | None, tokens: Sequence[int], before: int, stop: Sequence[str]
 ) -> tuple[int, str] | None:
-    """Where one of the tokens from `before` on completes a stop string.
+    """Finds where one of the tokens from `before` on completes a stop string.
 
     A stop string counts in the text with special tokens and in the text without them.
 
@@ -49,13 +50,13 @@ def find_stop(
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string; all of it where it has none."""
-    found = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return text[: min(found)] if found else text
+    """Returns the text before the first stop string; all of it where it has none."""
+    starts = [start for start in (text.find(s) for s in stop) if start >= 0]
+    return text[: min(starts, default=None)]
 
 
 def _tail(tokenizer: TextTokenizer | None, tokens: Sequence[int], length: int) -> int:
-    """Start of a tail of tokens whose text is at least `length` characters long.
+    """Finds the start of a tail of tokens whose text is at least `length` characters long.
 
     Four more, since up to three at its left edge may be the halves of one that was split.
     """

@@ -6,6 +6,7 @@ No compiler is needed: devices are described by what the plan asks of them.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from jaxrl.plan.choices import with_choices
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.plan.setting import Setting
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
+from jaxrl.profile.stages import StepBatch
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ceilings import ceilings_of
 from jaxrl.sharding.placement import place
@@ -119,7 +121,7 @@ def test_a_prompt_that_samples_share_is_read_once(monkeypatch):
     """16 samples of 2 prompts at a time."""
     given = {"group_size": 16, "max_new_tokens": 256, "rollout": {"slots": 32}}
     shared = costs("actor=2,rollout=2,teacher=4", **given)
-    monkeypatch.setattr("jaxrl.plan.setting.why_not_shared", lambda *_, **__: "copied")
+    monkeypatch.setattr("jaxrl.aot.costs.StepBatch", partial(StepBatch, shared=False))
     copied = costs("actor=2,rollout=2,teacher=4", **given)
     assert shared["rollout", "generate"] < copied["rollout", "generate"]
     for stage in (("teacher", "score"), ("actor", "update")):

@@ -30,7 +30,6 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
 from jaxrl.models.rules import param_shardings
-from jaxrl.models.shared_prompts import FEWEST_TOKENS
 from jaxrl.roles.actor import Actor, Weights
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.scorer import Scorer
@@ -98,9 +97,8 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
 
 
 def sampler(mesh: Mesh, signal: str) -> Sampler:
-    """With prompts that slots share, as on accelerators: on a CPU long ones may be asked for."""
-    made = Sampler(
-        config(signal).model_copy(update={"max_prompt_tokens": FEWEST_TOKENS}),
+    return Sampler(
+        config(signal),
         tiny_config(STUDENT),
         mesh,
         slots=4,
@@ -110,8 +108,6 @@ def sampler(mesh: Mesh, signal: str) -> Sampler:
         row_multiple=8,
         vocab_size=VOCAB,
     )
-    assert made.engine.why_not_shared(2, np.float32) is None
-    return made
 
 
 def send(value: Any, folder: Path, name: str) -> Any:

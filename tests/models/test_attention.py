@@ -17,6 +17,7 @@ import pytest
 from cases import and_slow
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import NamedSharding
+from prompt_of_a_slot import a_seat_each, attend_alone
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl.models import (
@@ -322,7 +323,7 @@ def test_a_decode_step_has_the_sinks(
     lengths = np.array([1, 150, 320], np.int32)
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
-    found = jax.jit(attention.step_attender(name, lengths - 1, 320, None, window))(q, k, v, SINKS)
+    found = jax.jit(attend_alone(name, lengths - 1, window))(q, k, v, SINKS)
     at = np.arange(320)[None, None]
     allowed = (at < lengths[:, None, None]) & (at >= lengths[:, None, None] - (window or 320))
     expected = jax.jit(with_sinks)(q, k.swapaxes(1, 2), v.swapaxes(1, 2), SINKS, allowed)
@@ -502,10 +503,10 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
     monkeypatch.setattr(kernel, "attend", partial(kernel.attend, interpret=True))
     name = "split-k" if kernel is split_k else "flash-decode"
-    found = jax.jit(attention.step_attender(name, lengths - 1, positions, None, window))(q, k, v)
+    found = jax.jit(attend_alone(name, lengths - 1, window))(q, k, v)
     assert found.dtype == q.dtype
-    wide = (x.astype(np.float32) for x in (q, k, v))
-    expected = jax.jit(attention.attention_step)(*wide, seen)
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    expected = attention.attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen[:, None])
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
 
 
@@ -524,15 +525,19 @@ def test_a_model_decodes_in_the_kernel(
     params = parameters.init_params(config, jax.random.key(0), layout="unstacked")
     params = jax.device_put(params, param_shardings(config, mesh, "unstacked"))
     tokens = jnp.arange(4, dtype=jnp.int32)
-    positions = jnp.array([0, 63, 64, 127], jnp.int32)
-    pairs = arrays(*[(4, 2, 128, 16)] * 4)
+    seats = a_seat_each([5, 0, 64, 40], shards=sizes[0] * sizes[1])
+    positions = seats.lengths + jnp.array([0, 63, 64, 127], jnp.int32)
+    pairs = arrays(*[(4, 2, 128, 16)] * 8)
     spec = NamedSharding(mesh, cache_specs(config, mesh, ROWS, [(pairs[0], pairs[1])])[0][0])
     given = [jax.device_put(x, spec) for x in pairs]
-    cache = list(zip(given[::2], given[1::2], strict=True))
+    cache, prompts = (
+        list(zip(some[::2], some[1::2], strict=True)) for some in (given[:4], given[4:])
+    )
+    shared = cached.Shared(prompts, seats, seats.lengths)
 
     def run() -> Any:
-        step = partial(cached.decode, config, used=128, mesh=mesh)
-        return jax.jit(step)(params, cache, tokens, positions)
+        step = partial(cached.decode, config, mesh=mesh)
+        return jax.jit(step)(params, cache, tokens, positions, shared)
 
     expected = run()
     monkeypatch.setattr(cached, "step_kernel_on", lambda *_: name)
@@ -568,10 +573,11 @@ def test_the_kernel_of_a_decode_step_is_near_matrix_products(positions: int) -> 
         q, k, v = (x.astype(jnp.bfloat16) for x in arrays(*shapes))
         lengths = jnp.array([1, 2, positions // 2, positions - 1, positions], jnp.int32)
         seen = jnp.arange(positions)[None] < lengths[:, None]
-        run = jax.jit(attention.step_attender(name, lengths - 1, positions, None))
+        run = jax.jit(attend_alone(name, np.asarray(lengths) - 1))
         found = np.asarray(run(q, k, v), np.float32)
-        exact = (x.astype(jnp.float32) for x in (q, k, v))
-        np.testing.assert_allclose(found, attention.attention_step(*exact, seen), 0.02, 0.02)
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        exact = attention.attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen[:, None])
+        np.testing.assert_allclose(found, exact, 0.02, 0.02)
 
 
 @pytest.mark.gpu

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from prompt_of_a_slot import behind
 from references.tiny import batch
 from rounding import tolerance
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.formats import weights
 from jaxrl.models import cached, decoder, parameters
-from jaxrl.models.delta import Recurrent
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
@@ -135,33 +135,27 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
     config, params = tiny_model(name, layout="unstacked")
     tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
     lengths = np.array([7, 4, 1])
-    width, slots = 7, 16
+    width = 7
     expected = logits(config, params, tokens, np.ones_like(tokens, bool))
 
     @jax.jit
     def prefill(params: Any, tokens: Any, mask: Any) -> Any:
         hidden, cache = cached.prefill(config, params, tokens, mask)
-        pad = ((0, 0), (0, 0), (0, slots - width), (0, 0))
-        cache = [
-            entry
-            if isinstance(entry, Recurrent)
-            else jax.tree.map(lambda x: jnp.pad(x, pad), entry)
-            for entry in cache
-        ]
         return decoder.logits(config, params, hidden), cache
 
     @jax.jit
     def step(params: Any, *rest: Any) -> Any:
-        hidden, cache = cached.decode(config, params, *rest, used=13)
+        hidden, cache = cached.decode(config, params, *rest)
         return decoder.logits(config, params, hidden), cache
 
     mask = np.arange(width)[None] < lengths[:, None]
-    first, cache = prefill(params, tokens[:, :width], mask)
+    first, prompts = prefill(params, tokens[:, :width], mask)
+    cache, shared = behind(prompts, lengths, positions=8)
     np.testing.assert_allclose(np.asarray(first)[mask], expected[:, :width][mask], atol=1e-5)
     positions = lengths.copy()
     rows = np.arange(3)
     for _ in range(5):
-        got, cache = step(params, cache, tokens[rows, positions], positions)
+        got, cache = step(params, cache, tokens[rows, positions], positions, shared)
         np.testing.assert_allclose(got, expected[rows, positions], atol=2e-5)
         positions += 1
 

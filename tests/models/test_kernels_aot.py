@@ -161,19 +161,20 @@ FULL_SINKS = replace(SINKS, kinds=(LayerKind(),))
 
 
 @pytest.mark.parametrize(
-    ("target", "model", "shared"),
+    ("target", "model"),
     [
-        *(("tpu-v5e:2x2", model, False) for model in (replace(ONE, kinds=WINDOWS), SINKS)),
-        *((target, ONE, True) for target in ("tpu-v5e:2x2", "h200x1", "h100x1")),
-        ("tpu-v5e:2x2", FULL_SINKS, True),
+        *(("tpu-v5e:2x2", model) for model in (replace(ONE, kinds=WINDOWS), SINKS)),
+        *((target, ONE) for target in ("tpu-v5e:2x2", "h200x1", "h100x1")),
+        ("tpu-v5e:2x2", FULL_SINKS),
     ],
-    ids=["windows", "sinks", "shared", "h200, shared", "h100, shared", "sinks, shared"],
+    ids=["windows", "sinks of windows", "tpu", "h200", "h100", "sinks"],
 )
 def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
-    target: str, model: DecoderConfig, shared: bool
+    target: str, model: DecoderConfig
 ) -> None:
-    """A call in each layer, or one for prompts that slots share and one for what follows. Neither
-    the cache, which is donated, nor the prompts are copied."""
+    """A call in each layer for what follows the prompts, and one for the prompts where no window
+    differs among those that read one. Neither the cache, which is donated, nor the prompts are
+    copied."""
     mesh, slots, positions, rows = described(target, (1, 1, 1)), 8, 1024, 4
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -192,15 +193,17 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
         parameters.abstract_params(model, layout="unstacked"),
     )
     prompts = cached.Shared(cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots))
-    given = (params, cache(slots), ints(slots), ints(slots))
-    step = partial(cached.decode, model, used=positions, mesh=mesh)
+    given = (params, cache(slots), ints(slots), ints(slots), prompts)
+    step = partial(cached.decode, model, mesh=mesh)
     with compiling_for(target_of(mesh.devices.flat)):
-        lowered = jax.jit(step, donate_argnums=1).lower(*given, shared=prompts if shared else None)
+        lowered = jax.jit(step, donate_argnums=1).lower(*given)
     on_gpu = target.startswith("h")
     compiled = lowered.compile(OPTIONS["gpu" if on_gpu else "tpu"])
     text, memory = compiled.as_text(), compiled.memory_analysis()
     call = "__gpu$xla.gpu.triton" if on_gpu else "tpu_custom_call"
-    assert text.count(f'custom_call_target="{call}"') == model.n_layers * (1 + shared)
+    assert text.count(f'custom_call_target="{call}"') == model.n_layers + sum(
+        model.kinds[i % model.cycle].window is None for i in range(model.n_layers)
+    )
     held = 2 * model.n_layers * slots * 2 * positions * 128 * 2
     assert memory.alias_size_in_bytes == held and memory.temp_size_in_bytes < held / 8
 

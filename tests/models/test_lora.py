@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from large_models import SMOLLM2
+from prompt_of_a_slot import behind
 from references.tiny import batch
 from tiny_models import loss_and_logits, make_mesh, random_adapters, tiny_model
 
@@ -144,14 +145,14 @@ def test_prefill_and_decode_equal_the_forward_pass(name):
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)
     forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, cached.prefill))
-    decode = jax.jit(cached.decode, static_argnums=0, static_argnames="used")
+    decode = jax.jit(cached.decode, static_argnums=0)
     whole = forward(config, params, tokens, mask)
-    hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
+    hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)
-    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
+    cache, shared = behind(prompts, [5, 5], positions=8)
     for t in range(5, 9):
         at = jnp.full(2, t)
-        hidden, cache = decode(config, params, cache, tokens[:, t], at, used=9)
+        hidden, cache = decode(config, params, cache, tokens[:, t], at, shared)
         np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from prompt_of_a_slot import behind
 from references.tiny import batch
 from tiny_models import (
     Memory,
@@ -130,11 +131,11 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     mask = jnp.ones_like(tokens, bool)
     expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
     prefill = jax.jit(cached.prefill, static_argnums=0)
-    hidden, cache = prefill(config, params, tokens[:, :5], mask[:, :5])
+    hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
-    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, 8), (0, 0)]), cache)
-    decode = jax.jit(cached.decode, static_argnums=0, static_argnames="used")
-    hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), used=6)
+    cache, shared = behind(prompts, [5, 5], positions=8)
+    decode = jax.jit(cached.decode, static_argnums=0)
+    hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), shared)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 

@@ -534,7 +534,7 @@ def test_a_pool_of_pages_is_counted_and_explained(group: int) -> None:
     assert {e.name: e.bytes for e in decoding}["KV cache"] == 16 * 512 * token  # all that can be
 
 
-def test_a_pool_of_pages_is_refused_where_prompts_are_not_apart() -> None:
+def test_a_pool_of_pages_is_refused_where_environments_answer() -> None:
     change = {"environment.name": "e"}
     with pytest.raises(UserError, match="rollout.cache_tokens=2048 needs .*answers"):
         plan("actor=2,rollout=2,teacher=4", max_new_tokens=512, **PAGED | change)

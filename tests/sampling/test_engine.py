@@ -154,7 +154,8 @@ def test_decoding_copies_neither_weights_nor_their_cache() -> None:
     nor with their weights: no second copy of them is made."""
     config = replace(CONFIG, n_layers=8, d_ff=512)
     tree = parameters.init_params(config, jax.random.key(0), layout="unstacked")
-    held = decode.new_cache(config, None, 2, 2048, np.dtype(np.float32))
+    held, rows = (decode.new_cache(config, None, n, 2048, np.dtype(np.float32)) for n in (2, 1))
+    seats = Seats(np.zeros((1, 2), np.int32), np.ones(1, np.int32), np.zeros(2, np.int32))
     lowered = decode.launch.lower(
         config,
         None,
@@ -163,6 +164,7 @@ def test_decoding_copies_neither_weights_nor_their_cache() -> None:
         np.zeros((2, 6), np.int32),
         np.int32(1),
         sampling_arrays(SAMPLING, 0, 0),
+        (rows, seats),
         n_tokens=8,
         check_every=8,
     )
@@ -296,11 +298,9 @@ def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) 
 
 
 @cache
-def with_copies(n: int, temperature: float) -> dict[int, list[Completion]]:
-    """The engine decides for itself that prompts this short are copied."""
-    copied = engine()
-    assert copied.why_not_shared(n, np.float32) is not None
-    return generate(copied, n=n, sampling=replace(SAMPLING, temperature=temperature))
+def alone(n: int, temperature: float) -> dict[int, list[Completion]]:
+    """One sample after the other, each the only one that reads the row of its prompt."""
+    return generate(engine(slots=1), n=n, sampling=replace(SAMPLING, temperature=temperature))
 
 
 @pytest.mark.parametrize(
@@ -313,14 +313,13 @@ def with_copies(n: int, temperature: float) -> dict[int, list[Completion]]:
         ],
     ),
 )
-def test_tokens_do_not_depend_on_who_holds_the_prompts(name: str, slots: int, n: int) -> None:
+def test_tokens_do_not_depend_on_who_shares_the_prompts(name: str, slots: int, n: int) -> None:
     """Of several lengths, one of a single token; slots that n does not divide, and refills."""
-    shared = engine(make_mesh(MESHES[name]), slots=slots, share=True)
-    assert shared.why_not_shared(n, np.float32) is None
-    assert_same(with_copies(n, 1.0), generate(shared, n=n))
+    shared = engine(make_mesh(MESHES[name]), slots=slots)
+    assert_same(alone(n, 1.0), generate(shared, n=n))
     if n == 2:
         greedy = replace(SAMPLING, temperature=0.0)
-        assert_same(with_copies(n, 0.0), generate(shared, n=n, sampling=greedy))
+        assert_same(alone(n, 0.0), generate(shared, n=n, sampling=greedy))
     assert shared.stats.prefill_rows == 5
 
 
@@ -342,7 +341,7 @@ def test_rows_of_prompts_follow_their_samples(monkeypatch: pytest.MonkeyPatch) -
 
     spied.lower = launch.lower  # type: ignore[attr-defined]
     monkeypatch.setattr(decode, "launch", spied)
-    assert_same(expected, generate(engine(**options, share=True), n=4, **asked))
+    assert_same(expected, generate(engine(**options), n=4, **asked))
     slots, rows, seats, taken = zip(*seen, strict=True)
     assert (slots[0], rows[0], seats[0]) == (4, 1, 4) and max(rows) == 4
     assert all(b in (a, 2 * a) or 2 * b <= a for a, b in zip(rows, rows[1:], strict=False))
@@ -417,10 +416,10 @@ def test_a_stop_string_may_end_a_sample_that_has_no_pages_left(search_beside: bo
     assert made.stats.sent_back > 0 and reasons == {"stop", "length"}
 
 
-def test_a_pool_holds_one_completion_at_least_and_needs_prompts_apart() -> None:
+def test_a_pool_holds_one_completion_at_least_and_no_episodes() -> None:
     with pytest.raises(UserError, match="cache_tokens=128 does not hold .* max_new_tokens=150"):
         engine(max_new_tokens=150, cache_tokens=128)
-    with pytest.raises(UserError, match="needs prompts apart .*answers of environments"):
+    with pytest.raises(UserError, match="needs completions in pages.*answers of environments"):
         generate(engine(cache_tokens=128, episodes=True))
 
 
@@ -434,7 +433,7 @@ def test_the_cache_follows_the_longest_and_each_size_is_one_program(
     for _ in range(2):
         made.generate(params(), [[5]], n=2, sampling=SamplingParams(130), seed=0)
     monkeypatch.undo()
-    assert sorted({width for _, width in seen}) == [64, 80, 96, 112, 128, 138]
+    assert sorted({width for _, width in seen}) == [64, 80, 96, 112, 128, 130]
     assert decode.launch._cache_size() - before == len(set(seen)) == 6
 
 
@@ -451,20 +450,16 @@ def test_the_next_launch_starts_before_the_last_tokens_are_searched(
 
 
 @pytest.mark.parametrize(
-    ("launch_tokens", "search_beside", "share"),
-    [
-        *((3, False, True), (3, False, False), (16, False, False)),
-        *((1, True, False), (3, True, False), (3, True, True)),
-    ],
+    ("launch_tokens", "search_beside"), [(3, False), (16, False), (1, True), (3, True)]
 )
 def test_a_stop_string_ends_the_completion_wherever_it_falls(
-    launch_tokens: int, search_beside: bool, share: bool
+    launch_tokens: int, search_beside: bool
 ) -> None:
     letters = Letters()
     free = generate(engine(), sampling=SamplingParams(max_new_tokens=16), n=8)
     texts = {i: [letters.decode(c.tokens) for c in free[i]] for i in free}
     stop = (texts[0][0][5:8], texts[1][1][3:5], "zzzzzz")
-    options = {"launch_tokens": launch_tokens, "search_beside": search_beside, "share": share}
+    options = {"launch_tokens": launch_tokens, "search_beside": search_beside}
     made = engine(tokenizer=letters, **options)
     out = generate(made, n=8, sampling=SamplingParams(max_new_tokens=16, stop=stop))
     stopped = 0
@@ -550,13 +545,11 @@ def test_bad_shapes_are_named(options: dict[str, int], message: str) -> None:
         engine(**options)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["copied", "shared"])
-def test_data_parallel_steps_exchange_nothing(shared: bool) -> None:
+def test_data_parallel_steps_exchange_nothing() -> None:
     mesh = make_mesh((2, 1, 1))
     tree = jax.device_put(params(), param_shardings(CONFIG, mesh, "unstacked"))
     cache_, rows = (decode.new_cache(CONFIG, mesh, n, 24, np.dtype(np.float32)) for n in (4, 2))
     seats = Seats(np.zeros((2, 2), np.int32), np.ones(2, np.int32), np.zeros(4, np.int32))
-    prompts = rows, seats
     lowered = decode.launch.lower(
         CONFIG,
         mesh,
@@ -565,7 +558,7 @@ def test_data_parallel_steps_exchange_nothing(shared: bool) -> None:
         np.zeros((4, 6), np.int32),
         np.int32(1),
         sampling_arrays(SAMPLING, 0, 0),
-        prompts if shared else None,
+        (rows, seats),
         n_tokens=8,
         check_every=4,
     )

@@ -25,7 +25,7 @@ from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.rules import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.episodes import Reply
+from jaxrl.sampling.environment_protocol import Reply
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh

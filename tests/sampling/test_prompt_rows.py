@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxrl.sampling.partial_completion import PartialCompletion
 from jaxrl.sampling.prompt_rows import PromptRows, rows_at_first, rows_at_most
-from jaxrl.sampling.unfinished import Unfinished
 
 
 @pytest.mark.parametrize(("shards", "slots", "n"), [(1, 8, 2), (1, 7, 3), (3, 4, 6), (2, 6, 8)])
@@ -18,7 +18,7 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     rows = PromptRows(shards, slots, n, prompts)
     assert rows.count == rows_at_first(slots, n, prompts)
     held = np.full((shards, rows.count), -1)
-    seated: dict[int, Unfinished] = {}
+    seated: dict[int, PartialCompletion] = {}
 
     def check() -> None:
         seats = rows.table(seated, {prompt: 100 + prompt for prompt in range(prompts)})
@@ -38,7 +38,7 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     while queue:
         for slot in range(shards * slots):
             if slot not in seated and queue:
-                seated[slot] = Unfinished(queue[0][0], *queue.pop(0), 1, 1)
+                seated[slot] = PartialCompletion(queue[0][0], *queue.pop(0), 1, 1)
         new = rows.admit(seated)
         held = np.pad(held, ((0, 0), (0, rows.count - held.shape[1])), constant_values=-1)
         for row, prompt in new.items():
@@ -67,7 +67,7 @@ def test_the_sizes_of_fewer_slots_do_not_depend_on_who_is_left() -> None:
     sizes = set()
     for left in ([(prompt, 0) for prompt in range(8)], [(p, s) for p in (3, 5) for s in range(4)]):
         rows = PromptRows(1, 32, 4, 8)
-        every = {4 * p + s: Unfinished(p, p, s, 1, 1) for p in range(8) for s in range(4)}
+        every = {4 * p + s: PartialCompletion(p, p, s, 1, 1) for p in range(8) for s in range(4)}
         rows.admit(every)
         seated = {slot: every[4 * p + s] for slot, (p, s) in enumerate(left)}
         rows.shrink(seated, 8)

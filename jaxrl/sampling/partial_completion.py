@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl.sampling.episodes import Reply
+from jaxrl.sampling.environment_protocol import Reply
 from jaxrl.types import Completion, FinishReason, Turn
 
 
 @dataclass
-class Unfinished:
+class PartialCompletion:
     """A completion with its place in the batch."""
 
     prompt: int
@@ -43,16 +43,16 @@ class Unfinished:
 
     @property
     def turn_start(self) -> int:
-        """Index of the first token of the turn that is being sampled."""
+        """Returns the index of the first token of the turn that is being sampled."""
         return sum(turn.tokens for turn in self.turns)
 
     @property
     def turn_end(self) -> int:
-        """Number of tokens at which that turn is cut."""
+        """Returns the number of tokens at which that turn is cut."""
         return min(self.limit, self.turn_start + self.turn_limit)
 
     def cut(self, length: int) -> None:
-        """Keeps the first tokens only."""
+        """Drops all tokens but the first ones."""
         self.was_cut |= len(self.tokens) > length
         del self.tokens[length:]
         self.logprobs = [np.concatenate(self.logprobs)[:length]]
@@ -60,11 +60,11 @@ class Unfinished:
             self.experts[1:] = [np.concatenate(self.experts[1:])[:length]]
 
     def end_turn(self) -> None:
-        """What was sampled since the last turn is a turn of the assistant, which says `text`."""
+        """Makes what was sampled since the last turn a turn of the assistant, which says `text`."""
         self.turns.append(Turn("assistant", len(self.tokens) - self.turn_start, self.text))
 
-    def hear(self, reply: Reply) -> bool:
-        """Takes the answer to the last turn; whether the episode goes on."""
+    def receive(self, reply: Reply) -> bool:
+        """Takes the answer to the last turn, and returns whether the episode goes on."""
         self.reply = None
         self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
         self.failure = reply.failure
@@ -82,6 +82,7 @@ class Unfinished:
         return self.finish_reason is None
 
     def completion(self) -> Completion:
+        """Returns the completion, which has ended."""
         assert self.finish_reason is not None
         logprobs = np.concatenate(self.logprobs)[: len(self.tokens)]
         experts = None

@@ -41,5 +41,5 @@ class Partner(Protocol):
         """
 
     def end(self, prompt: int, sample: int) -> None:
-        """The episode is over, maybe without an answer to its last turn. Called once for each, also
+        """Ends an episode, maybe without an answer to its last turn. Called once for each, also
         where generation is aborted."""

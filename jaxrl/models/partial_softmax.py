@@ -16,7 +16,7 @@ LOWEST = -1e30
 
 
 def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Term:
-    """The term of q [R,KV,M,H] over k, v [R,KV,S,H] where mask [R,M,S] or [R,1,S]."""
+    """Computes the term of q [R,KV,M,H] over k, v [R,KV,S,H] where mask [R,M,S] or [R,1,S]."""
     scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, LOWEST)
     top = scores.max(-1)
@@ -29,7 +29,7 @@ def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Te
 
 
 def merge(terms: Sequence[Term], sinks: jax.Array | None = None) -> jax.Array:
-    """Attention [R,KV,M,H] float32 over the keys of all terms.
+    """Merges terms to attention [R,KV,M,H] float32 over the keys of all.
 
     Args:
         sinks: [KV*M], as of `attention.Attend`: counted once, beside the keys of all terms.

@@ -1,0 +1,62 @@
+"""The programs that are made without a device are those that the engine calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import SAMPLED as CONFIG
+
+from jaxrl.models import parameters
+from jaxrl.sampling import decode
+from jaxrl.sampling.abstract_programs import abstract_programs
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.sampler import SamplingParams
+
+PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4]]
+
+
+def forms(tree: Any) -> Any:
+    """Shapes and dtypes of arrays, and what is no array as it is."""
+    return jax.tree.map(
+        lambda x: (x.shape, str(x.dtype)) if hasattr(x, "dtype") else x,
+        tree,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_tokens": 192}], ids=["slots", "pages"])
+def test_what_is_lowered_is_what_runs(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch with a slot for each sample, whose first calls are its largest."""
+    made = Engine(
+        *(CONFIG, None),
+        **{"slots": 6, "max_prompt_tokens": 8, "max_new_tokens": 16, "launch_tokens": 8} | options,
+    )
+    calls: dict[str, Any] = {}
+    for name in ("prefill", "insert", "new_cache", "launch"):
+        program = getattr(decode, name)
+
+        def spied(*args: Any, name: str = name, program: Any = program, **static: Any) -> Any:
+            calls.setdefault(name, []).append((forms(args[2:]), static))
+            return program(*args, **static)
+
+        spied.lower = program.lower  # type: ignore[attr-defined]
+        monkeypatch.setattr(decode, name, spied)
+    params = parameters.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    sampling = SamplingParams(max_new_tokens=16)
+    made.generate(params, PROMPTS, n=2, sampling=sampling, seed=0)
+    monkeypatch.undo()
+    abstract = parameters.abstract_params(CONFIG, layout="unstacked")
+    programs = {
+        x.name: x for x in abstract_programs(made, abstract, sampling, prompts=3, samples=2)
+    }
+    for name, called in (("prefill", "prefill"), ("insert", "insert"), ("decode", "launch")):
+        program = programs[name]
+        assert (forms(program.arguments[2:]), program.static) == calls[called][0]
+        program.jitted.lower(*program.arguments, **program.static)
+    sizes = [args[:2] for args, _ in calls["new_cache"]]
+    assert programs["new cache"].arguments[2:4] in sizes
+    assert np.dtype(programs["new cache"].arguments[4]) == np.float32
