@@ -355,7 +355,7 @@ def load_head(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Returns the LM head [V, D] (the embedding when tied), rows over `tensor` and D over `fsdp`."""
+    """Returns the LM head [V, D] (the embedding when tied), V over `tensor`, D over `fsdp`."""
     name = EMBEDDING if config.tie_embeddings else HEAD
     place = Place((config.vocab_size, config.d_model), (name,))
     sharding = None

@@ -1,4 +1,4 @@
-"""Slots that each have a row of their own for their prompt, for tests of models without an engine."""
+"""Slots that each have a row of their own for their prompt, for tests without an engine."""
 
 from __future__ import annotations
 
