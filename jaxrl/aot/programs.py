@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.aot.abstract import AbstractRun, Program, local_bytes, shaped
@@ -64,7 +63,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
             if any(cap is not None for cap in caps):
                 frozen["teacher_softcap"] = caps if c.teachers else caps[0]
         if m.aligned:
-            frozen["cells"] = run.cells("actor")
+            frozen["outcomes"] = run.outcomes("actor")
     rewarded = c.learns_from_rewards
     by_turn = c.environment.name is not None and c.environment.credit == "turn"
     batch = TrainBatch(
@@ -140,11 +139,6 @@ def _before_updates(
                 yield one("rows of the head", jitted, shaped(whole, dtype, at), start=True)
     if "teacher" in run.meshes:
         yield from _signal_moves(run, signal, own)
-    if signal.kinds is not None:
-        sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
-        mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
-        fields = signal.kinds, signal.cells, signal.path_logprobs, sampled, mask
-        yield one("baseline", stretch_baseline, *fields)
 
 
 def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator[Program]:
@@ -158,7 +152,7 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
         each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
-    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
+    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, weights=None))]
     targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
     yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 

@@ -22,7 +22,7 @@ from jaxrl.types import Array, Sums
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
 MAX_GAP = 20.0
-"""Nats: most that a difference of two log-probs of a sampled token, or of a stretch of tokens,
+"""Nats: most that a difference of two log-probs of a sampled token, or of a span of tokens,
 counts in a loss, an advantage or a penalty. It keeps a single one, impossible for the teacher, from
 being the whole gradient of a batch."""
 

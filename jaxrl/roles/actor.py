@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.teachers import with_weights
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
@@ -164,7 +163,6 @@ class Actor:
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
             placed = reshard(batch, self.programs.row_sharding)
-            placed = with_baseline(placed, self.config.distill.signal)
             current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches
