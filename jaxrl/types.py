@@ -221,9 +221,7 @@ class TeacherSignal:
     tail_logprob: Array = None
     """[B, C] float32, nats: log of the probability outside the K ids."""
     token_logprobs: Array = None
-    """[B, C] float32, nats: log-prob of the token in the sequence. A teacher with another tokenizer
-    sends at each token that of its span (`losses.token_spans`), with any signal, and the fields
-    `kinds` and `sizes` of a `TokenAlignment`; its `topk_ids` are outcomes."""
+    """[B, C] float32, nats: log-prob of the token in the sequence."""
     best_ids: Array = None
     """[B, C, K'] int32: the teacher's own most probable tokens, for the entropy-aware term."""
     best_logprobs: Array = None
@@ -232,13 +230,24 @@ class TeacherSignal:
     """[B, C] float32, nats: log of the probability outside the K' ids."""
     entropy: Array = None
     """[B, C] float32, nats."""
-    kinds: Array = None
-    """[B, C] int32."""
-    sizes: Array = None
-    """[B, C] int32."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AlignedSignal(TeacherSignal):
+    """What a teacher with another tokenizer sends, at the student's tokens
+    (`losses.token_spans`). Hidden states or the most probable outcomes, in the place of tokens, are
+    those of the beginning of each token's span; neither is set for the signal `sampled`."""
+
+    span_logprobs: Array = None
+    """[B, C] float32, nats: at each token the log-prob of its span."""
+    kinds: Array = None
+    """[B, C] int32: as of `TokenAlignment`."""
+    sizes: Array = None
+    """[B, C] int32: as of `TokenAlignment`."""
 
 
 @jax.tree_util.register_dataclass

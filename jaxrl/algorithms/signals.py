@@ -45,6 +45,7 @@ from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.plain import Keywords
 from jaxrl.types import (
+    AlignedSignal,
     Array,
     Frozen,
     Sequences,
@@ -390,13 +391,13 @@ def distill_loss(
             logits have one; one for each of several teachers.
             `outcomes` (`losses.token_spans`), of a teacher with another tokenizer.
     """
-    if _signal(batch).kinds is not None:
+    if isinstance(batch.teacher, AlignedSignal):
         return token_spans.loss(
             hidden,
             kernel,
             completion_tokens(batch.sequences),
             batch.sequences.loss_mask,
-            _signal(batch),
+            batch.teacher,
             batch.sampler_logprobs,
             frozen["outcomes"],
             frozen.get("teacher_head"),

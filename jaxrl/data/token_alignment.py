@@ -1,10 +1,9 @@
 """A teacher with another tokenizer: completions in its tokens, aligned with the student's by bytes.
 
 Both tokenizers cut the same bytes. Between two neighbouring borders that both have lies a *span*:
-one or more tokens of each that stand for the same bytes, the shortest such pieces of the text. This
-is the alignment that GOLD and ULD (arXiv 2402.12030) use, by bytes. At the beginning of a span both
-models predict the text that follows the same text; what the student learns there and from whole
-spans is in `losses.token_spans`.
+one or more tokens of each that stand for the same bytes, the shortest such pieces of the text (GOLD
+of TRL merges tokens likewise). At the beginning of a span both models predict what follows the same
+text; what the student learns there and from whole spans is in `losses.token_spans`.
 """
 
 from __future__ import annotations
@@ -337,7 +336,6 @@ def _bytes_of_token(tokenizer: Tokenizer, role: str) -> Callable[[str], bytes]:
 
 
 def _sentencepiece(token: str) -> bytes:
+    """Returns the bytes of a piece, in which U+2581 stands for a space."""
     byte = BYTE.fullmatch(token)
-    if byte is not None:
-        return bytes([int(byte[1], 16)])
-    return token.replace("\u2581", " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()

@@ -8,8 +8,9 @@ same bytes. The student learns from
    outcome; every other token belongs to that of the longest common token that it begins with.
    Where one model says "88" and the other "8" and then "8", both are in the outcome "8": the loss
    does not ask for the teacher's spelling, as one over common tokens and a bucket of all others
-   would (GOLD, ULD: arXiv 2402.12030). Tokens that begin with no common one are the last outcome.
-   Within an outcome the student's tokens keep their shares.
+   would. (ULD, arXiv 2402.12030, compares sorted probabilities, GOLD of TRL those of common tokens
+   and the others sorted.) Tokens that begin with no common one are the last outcome. Within an
+   outcome the student's tokens keep their shares.
 2. each span of several tokens, as one action: KL(student || teacher) estimated by the sampled span,
    log Q - log P with the sums of its tokens' log-probs (`divergence.sampled_reverse_kl`). These
    sums are conserved: over all spans they are the log-prob of the text in either model's tokens.
@@ -46,7 +47,7 @@ from jaxrl.losses.layout import (
 )
 from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.types import Aligned, Array, Sums, TeacherSignal, TokenAlignment
+from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 
 LEAST = math.log(1e-8)
 """Least log-prob of the last outcome. A teacher may have no token in it; then the divergence from a
@@ -62,8 +63,8 @@ class Outcomes(NamedTuple):
     teacher: Int[Array, " Vt"]
 
     @property
-    def number(self) -> int:
-        """V + 1."""
+    def size(self) -> int:
+        """Returns V + 1, the number of outcomes."""
         return len(self.student) + 1
 
 
@@ -78,14 +79,14 @@ class OverOutcomes(Term):
         return self.term.measure(*self._merged(z, tokens))
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        """The outcome's gradient, in its tokens' shares of its probability."""
+        """Returns the outcome's gradient, in its tokens' shares of its probability."""
         merged, inner, every = self._merged(z, tokens)
         slope = self.term.gradient(merged, inner, saved, every)
         student, _ = tokens["outcomes"]
         return slope.T[student].T * jnp.exp(z - merged.T[student].T)
 
     def _merged(self, z: Array, tokens: PerToken) -> tuple[Array, PerToken, VocabShard]:
-        """The logits of outcomes [n, count], and the inner term's tokens and columns."""
+        """Returns the logits of outcomes [n, count], and the inner term's tokens and columns."""
         student, teacher = tokens["outcomes"]
         inner = {name: value for name, value in tokens.items() if name != "outcomes"}
         if "teacher_z" in inner:
@@ -106,6 +107,7 @@ class OverOutcomes(Term):
 
 
 def _check_mesh(mesh: Mesh | None) -> None:
+    """Raises ValueError for a mesh whose devices hold a part of a vocabulary only."""
     if mesh is not None and mesh.shape.get("tensor", 1) > 1:
         raise ValueError(
             "a loss over outcomes needs all logits of a token at once, and a mesh with"
@@ -132,9 +134,9 @@ def teacher_signal(
     signal: str,
     top_k: int,
     **options: Unpack[LogitOptions],
-) -> TeacherSignal:
-    """Computes what the teacher sends, at its own tokens: their log-probs and, for the signal
-    `hidden`, the hidden states, for `topk` the most probable outcomes.
+) -> AlignedSignal:
+    """Computes what the teacher sends, at its own tokens: their log-probs, each a span by itself,
+    and for the signal `hidden` the hidden states, for `topk` the most probable outcomes.
 
     Args:
         hidden: the states that predict the tokens.
@@ -144,30 +146,30 @@ def teacher_signal(
         ValueError: top_k outside [1, V + 1], or a mesh with tensor above 1.
     """
     logprobs = logprobs_from_hidden(hidden, head, tokens, **options)
-    sent = TeacherSignal(token_logprobs=jax.lax.stop_gradient(logprobs))
+    sent = AlignedSignal(span_logprobs=jax.lax.stop_gradient(logprobs))
     if signal == "hidden":
         return replace(sent, hidden=hidden)
     if signal == "sampled":
         return sent
     _check_mesh(options.get("mesh"))
-    term = OverOutcomes(TopKTerm(top_k), outcomes.number)
+    term = OverOutcomes(TopKTerm(top_k), outcomes.size)
     best = term_values(term, hidden, head, {}, outcomes=(outcomes.teacher, None), **options)
     return replace(
         sent, topk_ids=best["ids"], topk_logprobs=best["logprobs"], tail_logprob=best["tail"]
     )
 
 
-def at_student_tokens(sent: TeacherSignal, alignment: TokenAlignment) -> TeacherSignal:
+def at_student_tokens(sent: AlignedSignal, alignment: TokenAlignment) -> AlignedSignal:
     """Returns a signal at the student's tokens [B, C], of one at the teacher's [B, C']: at each
     token what was sent at the beginning of its span, and the log-prob of the whole span. Where a
     token is not aligned it means nothing."""
-    sent = replace(sent, token_logprobs=span_sums(sent.token_logprobs, alignment.starts))
+    sent = replace(sent, span_logprobs=span_sums(sent.span_logprobs, alignment.starts))
 
     def gather(x: Array) -> Array:
         index = alignment.index.reshape(*alignment.index.shape, *[1] * (x.ndim - 2))
         return jnp.take_along_axis(x, index, 1)
 
-    gathered: TeacherSignal = jax.tree.map(gather, sent)
+    gathered: AlignedSignal = jax.tree.map(gather, sent)
     return replace(gathered, kinds=alignment.kinds, sizes=alignment.sizes)
 
 
@@ -176,7 +178,7 @@ def loss(
     head: Float[Array, "V D"],
     tokens: Int[Array, "B C"],
     mask: Bool[Array, "B C"],
-    sent: TeacherSignal,
+    sent: AlignedSignal,
     sampler_logprobs: Float[Array, "B C"],
     outcomes: Outcomes,
     teacher_head: Float[Array, "Vt Dt"] | None = None,
@@ -224,7 +226,7 @@ def loss(
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
             given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
         _check_mesh(options.get("mesh"))
-        sharded = shard_term(OverOutcomes(term, outcomes.number), (hidden, head), **options)
+        sharded = shard_term(OverOutcomes(term, outcomes.size), (hidden, head), **options)
         total, _, metrics = divergence_sums(
             sharded,
             hidden,
@@ -245,7 +247,7 @@ def loss(
     )
     reverse_kl, _, more = sampled_reverse_kl(
         of_span,
-        sent.token_logprobs,
+        sent.span_logprobs,
         mask & sampled,
         sampler_logprobs=sampler_of_span,
         ratio_cap=ratio_cap,

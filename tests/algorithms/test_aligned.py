@@ -106,10 +106,10 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
         borders = [*np.flatnonzero(row.starts), len(row.tokens)]
         sums = {a: np.sum(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)}
         wanted = [sums[first] for first in row.index]
-        np.testing.assert_allclose(found.token_logprobs[at, :n], wanted, atol=3e-4)
+        np.testing.assert_allclose(found.span_logprobs[at, :n], wanted, atol=3e-4)
         # The sums of a whole text are its log-prob.
         begins = row.kinds != Aligned.INSIDE
-        total = found.token_logprobs[at, :n][begins].sum()
+        total = found.span_logprobs[at, :n][begins].sum()
         np.testing.assert_allclose(total, values.sum(), rtol=1e-5)
         np.testing.assert_array_equal(found.kinds[at, :n], row.kinds)
         np.testing.assert_array_equal(found.sizes[at, :n], row.sizes)
@@ -119,7 +119,7 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
             np.testing.assert_allclose(said[begins], logs[row.index][begins], atol=3e-4)
         if signal == "topk":
             of = aligner.outcomes.teacher
-            p = np.exp(in_outcomes(logs[row.index], of, aligner.outcomes.number))
+            p = np.exp(in_outcomes(logs[row.index], of, aligner.outcomes.size))
             best = np.argsort(-p, -1)[:, :K]
             sent = np.take_along_axis(p, found.topk_ids[at, :n], -1)
             best = np.take_along_axis(p, best, -1)
@@ -158,10 +158,10 @@ def test_the_loss_is_of_the_beginnings_of_spans_and_of_their_samples(signal):
 
     def wanted(hidden, head):
         logs = jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", hidden, head), -1)
-        total, student = 0.0, in_outcomes(logs, outcomes.student, outcomes.number)
+        total, student = 0.0, in_outcomes(logs, outcomes.student, outcomes.size)
         if signal == "hidden":
             z = jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", sent.hidden, their_head), -1)
-            theirs = in_outcomes(z, outcomes.teacher, outcomes.number)
+            theirs = in_outcomes(z, outcomes.teacher, outcomes.size)
             total, _ = jsd(student, theirs, starts, beta=BETA[signal])
         elif signal == "topk":
             chosen = jnp.take_along_axis(student, sent.topk_ids, -1)
@@ -177,7 +177,7 @@ def test_the_loss_is_of_the_beginnings_of_spans_and_of_their_samples(signal):
             q, mu = token[row, first:last].sum(), rollout.sampler_logprobs[row, first:last].sum()
             fixed = jax.lax.stop_gradient(q)
             weight = jnp.minimum(jnp.exp(fixed - mu), config.distill.ratio_cap)
-            total += weight * (fixed - sent.token_logprobs[row, first]) * (1 + q - fixed)
+            total += weight * (fixed - sent.span_logprobs[row, first]) * (1 + q - fixed)
         return total
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)

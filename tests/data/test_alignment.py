@@ -200,7 +200,7 @@ def test_a_token_that_only_one_has_is_in_the_outcome_of_its_beginning():
     assert outcome("he", **of_teacher) == "h" and outcome("98", **of_teacher) == "9"
     assert outcome("Ġthe", **of_teacher) == "Ġthe"  # both have this one
     assert outcome("<think>", **of_teacher) == "<"
-    assert aligner.outcomes.number == len(WORDS) + 1
+    assert aligner.outcomes.size == len(WORDS) + 1
     number = np.arange(len(WORDS))
     common = aligner.to_teacher >= 0
     np.testing.assert_array_equal(student[common], number[common])
@@ -210,12 +210,12 @@ def test_a_token_that_only_one_has_is_in_the_outcome_of_its_beginning():
 def test_rows_without_a_token_are_in_the_last_outcome():
     """And the teacher's in none where the student has no such row."""
     aligner = Aligner(model_tokenizer(BYTES, 7), model_tokenizer(WORDS, 5))
-    last = aligner.outcomes.number - 1
+    last = aligner.outcomes.size - 1
     assert (aligner.to_teacher[-7:] == -1).all()
     assert (aligner.outcomes.student[-7:] == last).all()
     assert (aligner.outcomes.teacher[-5:] == last).all()
     without = Aligner(model_tokenizer(BYTES), model_tokenizer(WORDS, 5)).outcomes
-    assert (without.teacher[-5:] == without.number).all()
+    assert (without.teacher[-5:] == without.size).all()
 
 
 def test_a_token_that_is_no_text_is_in_the_span_of_the_one_before():

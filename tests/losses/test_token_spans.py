@@ -18,7 +18,7 @@ from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.losses.token_spans import Outcomes, span_sums, teacher_signal
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.types import Aligned, TeacherSignal
+from jaxrl.types import Aligned, AlignedSignal
 
 B, C, CHUNK = 4, 5, 3
 V, VT, D, DT = 26, 37, 12, 10
@@ -75,7 +75,7 @@ def sent(kinds=EXACT, **fields):
     """What a teacher sends: its hidden states unless `fields` say otherwise."""
     fields = fields or {"hidden": THEIRS}
     zero, one = np.zeros((B, C), np.float32), np.ones((B, C), np.int32)
-    return TeacherSignal(**{"kinds": kinds, "sizes": one, "token_logprobs": zero} | fields)
+    return AlignedSignal(**{"kinds": kinds, "sizes": one, "span_logprobs": zero} | fields)
 
 
 def loss_of(given=OUTCOMES, signal=None, *, mask=MASK, beta=0.4, ratio_cap=2.0, **settings):
@@ -260,7 +260,7 @@ def test_a_span_of_several_tokens_is_one_sampled_action(distributions):
     sums = -abs(rand(B, C, seed=12)) * 4
     theirs = np.where((KINDS == Aligned.NOT) | (KINDS == Aligned.START_ONLY), np.nan, sums)
     fields = {"hidden": THEIRS} if distributions else {}
-    signal = sent(KINDS, token_logprobs=theirs.astype(np.float32), **fields)
+    signal = sent(KINDS, span_logprobs=theirs.astype(np.float32), **fields)
     spans, cap, every = list(SPANS), 1.5, np.ones((B, C), bool)
     if not distributions:
         spans += [(row, at, at + 1) for row, at in np.argwhere(KINDS == Aligned.EXACT)]
@@ -291,7 +291,7 @@ def test_a_span_of_several_tokens_is_one_sampled_action(distributions):
 
 def test_spans_of_one_token_are_the_sampled_reverse_kl():
     theirs = -abs(rand(B, C, seed=12))
-    signal = sent(token_logprobs=theirs)
+    signal = sent(span_logprobs=theirs)
 
     def by_token(hidden, head):
         own = jnp.take_along_axis(logprobs(hidden, head), TOKENS[..., None], -1)[..., 0]
@@ -299,7 +299,7 @@ def test_spans_of_one_token_are_the_sampled_reverse_kl():
         return dense.sampled_reverse_kl(own, theirs, MASK, **given)[0]
 
     wanted = jax.jit(jax.value_and_grad(by_token, argnums=(0, 1)))(HIDDEN, HEAD)
-    assert replace(signal, token_logprobs=None).hidden is None
+    assert replace(signal, span_logprobs=None).hidden is None
     jax.tree.map(SAME, loss_of(signal=signal, ratio_cap=1.2)(HIDDEN, HEAD), wanted)
 
 
@@ -312,8 +312,8 @@ def test_the_estimate_is_unbiased():
     tokens = np.array(list(itertools.product(range(3), repeat=2)))
     kinds = np.tile([Aligned.START, Aligned.INSIDE], (9, 1))
     given = Outcomes(np.arange(3), np.arange(3))
-    signal = TeacherSignal(
-        kinds=kinds, sizes=np.ones((9, 2)), token_logprobs=np.repeat(theirs[:, None], 2, 1)
+    signal = AlignedSignal(
+        kinds=kinds, sizes=np.ones((9, 2)), span_logprobs=np.repeat(theirs[:, None], 2, 1)
     )
 
     def logits(first, second):
@@ -349,7 +349,7 @@ def test_no_single_span_is_the_gradient_of_a_batch():
     z = np.zeros((1, 6, 2), np.float32)
     kinds = np.tile([Aligned.START, Aligned.INSIDE], (1, 3))
     teacher = np.array([[-1, -1, -np.inf, -np.inf, np.nan, np.nan]], np.float32)
-    signal = TeacherSignal(kinds=kinds, sizes=np.ones((1, 6)), token_logprobs=teacher)
+    signal = AlignedSignal(kinds=kinds, sizes=np.ones((1, 6)), span_logprobs=teacher)
     mask = np.array([[True] * 4 + [False] * 2])
     given = Outcomes(np.arange(2), np.arange(2))
     own, head = np.full((1, 6), np.log(0.5), np.float32), np.eye(2, dtype=np.float32)
