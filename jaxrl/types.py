@@ -248,6 +248,9 @@ class AlignedSignal(TeacherSignal):
     """[B, C] int32: as of `TokenAlignment`."""
     sizes: Array = None
     """[B, C] int32: as of `TokenAlignment`."""
+    baseline: Array = None
+    """[B, C] float32, nats: `losses.token_spans.span_baseline`. Set by the actor, of a whole batch.
+    """
 
 
 @jax.tree_util.register_dataclass

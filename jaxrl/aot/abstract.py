@@ -166,6 +166,8 @@ class AbstractRun:
             return TeacherSignal(**arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
+        if m.aligned and role == "actor":
+            out = replace(out, baseline=jax.ShapeDtypeStruct((rows, m.new_tokens), jnp.float32))
         if m.signal == "hidden":  # of several teachers: those of the widest, or of all
             width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)

@@ -38,7 +38,7 @@ class ModelTokenizer(NamedTuple):
 
     @property
     def end_id(self) -> int:
-        """The tokenizer's own end token, where it is one of them, else the first."""
+        """Returns the tokenizer's own end token, where it is one of them, else the first."""
         eos = self.tokenizer.eos_token_id
         return eos if eos in self.end_ids else self.end_ids[0]
 
@@ -56,13 +56,8 @@ class TokenBytes:
     a fallback to bytes, or of tokens that are their own text."""
 
     def __init__(self, model: ModelTokenizer, role: str):
-        """
-        Args:
-            role: whose tokenizer it is, for the error.
-
-        Raises:
-            UserError: a tokenizer whose tokens do not tell which bytes they stand for.
-        """
+        """Raises UserError for a tokenizer whose tokens do not tell which bytes they stand for;
+        `role` is whose it is."""
         self.tokenizer = tokenizer = model.tokenizer
         to_bytes = _bytes_of_token(tokenizer, role)
         added = tokenizer.added_tokens_decoder
@@ -105,8 +100,7 @@ class TokenBytes:
         )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of texts that continue a sequence. What reads like a special token is
-        text."""
+        """Returns the tokens of texts that continue a sequence; special tokens' names are text."""
         if not texts:
             return []
         if not adds_space(self.tokenizer):
@@ -125,10 +119,8 @@ class TokenBytes:
         return rows
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self.tokenizer(
-            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
-        return [list(ids) for ids in encoded["input_ids"]]
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return [list(ids) for ids in self.tokenizer(list(texts), **options)["input_ids"]]
 
 
 class Aligner:
@@ -209,8 +201,8 @@ class Aligner:
                 return right_padded(values, (count, teacher_width), bool, 0)
             return right_padded(values, (count, width), np.int32, 0)
 
-        alignment = {field.name: padded(field.name) for field in fields(TokenAlignment)}
-        return replace(rollout, sequences=sequences, alignment=TokenAlignment(**alignment))
+        alignment = TokenAlignment(*(padded(field.name) for field in fields(TokenAlignment)))
+        return replace(rollout, sequences=sequences, alignment=alignment)
 
     def align(
         self, completions: Sequence[Sequence[int]], max_tokens: int, sampled: bool = True
@@ -223,12 +215,11 @@ class Aligner:
         """
         ended = [len(c) > 0 and c[-1] in self.student.end_ids for c in completions]
         bare = [c[: len(c) - end] for c, end in zip(completions, ended, strict=True)]
-        texts = [_decodable(self.student_bytes.join(tokens)) for tokens in bare]
-        known = self.teacher.vocab_size  # a tokenizer may have tokens that its model has not
-        teacher_rows = (
-            list(itertools.takewhile(lambda token: token < known, row))
-            for row in self.teacher_bytes.encode(texts)
+        encoded = self.teacher_bytes.encode(
+            [_decodable(self.student_bytes.join(tokens)) for tokens in bare]
         )
+        known = self.teacher.vocab_size  # a tokenizer may have tokens that its model has not
+        teacher_rows = (list(itertools.takewhile(lambda i: i < known, row)) for row in encoded)
         rows = zip(completions, ended, teacher_rows, strict=True)
         return [self._align(list(c), end, theirs, max_tokens, sampled) for c, end, theirs in rows]
 

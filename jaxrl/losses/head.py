@@ -71,7 +71,7 @@ def logprobs_from_hidden(
             and no gradient comes from them.
     """
     term, each = _TokenLogprob(entropy=False), {"ids": tokens}
-    return _of_tokens(term, hidden, head, each, mask, **options)["logprobs"]
+    return token_values(term, hidden, head, each, mask, **options)["logprobs"]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -84,7 +84,7 @@ def logprobs_and_entropy_from_hidden(
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
     term, each = _TokenLogprob(entropy=True), {"ids": tokens}
-    found = _of_tokens(term, hidden, head, each, mask, **options)
+    found = token_values(term, hidden, head, each, mask, **options)
     return found["logprobs"], found["entropy"]
 
 
@@ -203,12 +203,13 @@ def _token_backward(
 _token_values.defvjp(_token_forward, _token_backward)
 
 
-def _of_tokens(
+def token_values(
     term: Term,
     hidden: Array,
     head: Array,
     tokens: PerToken,
     mask: Array | None,
+    outcomes: tuple[Array, ...] | None = None,
     *,
     temperature: float | Array = 1.0,
     softcap: Softcap = None,
@@ -218,12 +219,14 @@ def _of_tokens(
 
     Args:
         tokens: what the term knows of each token: its id under "ids", and more.
+        outcomes: as of `FrozenInputs`.
     """
     sharded = shard_term(term, (hidden, head), **options)
     b, c = tokens["ids"].shape
     mask = jnp.ones((b, c), bool) if mask is None else mask
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
-    given = frozen_inputs(sharded, mask, tokens, temperature, (softcap,))
+    outcomes = outcomes and tuple(fit_head(sharded, jnp.asarray(x)) for x in outcomes)
+    given = frozen_inputs(sharded, mask, tokens, temperature, (softcap,), outcomes=outcomes)
     values = _token_values(sharded, hidden, fit_head(sharded, head), given)
     return jax.tree.map(lambda x: x[:b, :c], values)
 

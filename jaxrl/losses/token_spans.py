@@ -8,34 +8,34 @@ same bytes. The student learns from
    outcome; every other token belongs to that of the longest common token that it begins with.
    Where one model says "88" and the other "8" and then "8", both are in the outcome "8": the loss
    does not ask for the teacher's spelling, as one over common tokens and a bucket of all others
-   would. (ULD, arXiv 2402.12030, compares sorted probabilities, GOLD of TRL those of common tokens
-   and the others sorted.) Tokens that begin with no common one are the last outcome. Within an
-   outcome the student's tokens keep their shares.
+   would. (ULD, arXiv 2402.12030, compares sorted probabilities.) Tokens that begin with no common
+   one are the last outcome. Within an outcome the student's tokens keep their shares.
 2. each span of several tokens, as one action: KL(student || teacher) estimated by the sampled span,
-   log Q - log P with the sums of its tokens' log-probs (`divergence.sampled_reverse_kl`). These
-   sums are conserved: over all spans they are the log-prob of the text in either model's tokens.
+   log Q - log P with the sums of its tokens' log-probs (`divergence.sampled_reverse_kl`), which
+   over all spans are the log-prob of the text in either model's tokens. As 1. teaches the first
+   token's outcome, its gradient is that of the span's log-prob given this outcome.
 
 A span of one token that both have needs no sample. Where all spans are such and the outcomes are
 the tokens, this is the ordinary loss. It is an approximation where a model has a longer token that
 would continue the text before a border: after "8", a model that has a token "88" hardly says "8"
-again, and the loss teaches the student so (docs/limits.md).
+again, and the loss teaches the student so (docs/limits.md). The plan refuses tensor above 1.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
-from jaxrl.losses.divergence import sampled_reverse_kl
-from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values
+from jaxrl.losses.divergence import MIN, clamped_gap, sampled_reverse_kl
+from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.losses.layout import (
     LogitOptions,
     PerToken,
@@ -49,9 +49,9 @@ from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 
+# Least log-prob of the last outcome: a teacher may have no token in it, and the divergence from a
+# student that has some would be infinite.
 LEAST = math.log(1e-8)
-"""Least log-prob of the last outcome. A teacher may have no token in it; then the divergence from a
-student that has some would be infinite."""
 TINY = 1e-37  # the smallest normal float32, about
 
 
@@ -106,23 +106,32 @@ class OverOutcomes(Term):
         return logits.at[:, -1].max(least)
 
 
-def _check_mesh(mesh: Mesh | None) -> None:
-    """Raises ValueError for a mesh whose devices hold a part of a vocabulary only."""
-    if mesh is not None and mesh.shape.get("tensor", 1) > 1:
-        raise ValueError(
-            "a loss over outcomes needs all logits of a token at once, and a mesh with"
-            f" tensor={mesh.shape['tensor']} splits them: use tensor=1"
-        )
+@dataclass(frozen=True)
+class TokenGivenOutcome(Term):
+    """log pi(token), and the same given its outcome, or given nothing where that is -1: the score,
+    to which the gradient flows."""
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        token = columns.at(z, tokens["ids"][:, None])[:, 0]
+        given = columns.logsumexp(jnp.where(self._members(tokens), z, MIN))
+        values = {"logprobs": token - columns.logsumexp(z), "score": token - given}
+        return TokenStats(values, {"given": given})
+
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
+        slope = tokens["d_score"][:, None]
+        shares = jnp.where(self._members(tokens), jnp.exp(z - saved["given"][:, None]), 0)
+        return columns.add(-slope * shares, tokens["ids"][:, None], slope)
+
+    def _members(self, tokens: PerToken) -> Array:
+        (outcomes,), given = tokens["outcomes"], tokens["given"][:, None]
+        return (outcomes[None] == given) | (given < 0)
 
 
 def span_sums(values: Float[Array, "B C"], starts: Bool[Array, "B C"]) -> Float[Array, "B C"]:
     """Computes at each token the sum over its span, which ends where the next one starts."""
     numbers = jnp.cumsum(starts, -1)
-
-    def sums(values: Array, numbers: Array) -> Array:
-        return jax.ops.segment_sum(values, numbers, num_segments=len(values) + 1)[numbers]
-
-    return jax.vmap(sums)(values, numbers)
+    segments = partial(jax.ops.segment_sum, num_segments=values.shape[1] + 1)
+    return jnp.take_along_axis(jax.vmap(segments)(values, numbers), numbers, -1)
 
 
 def teacher_signal(
@@ -135,15 +144,12 @@ def teacher_signal(
     top_k: int,
     **options: Unpack[LogitOptions],
 ) -> AlignedSignal:
-    """Computes what the teacher sends, at its own tokens: their log-probs, each a span by itself,
-    and for the signal `hidden` the hidden states, for `topk` the most probable outcomes.
-
-    Args:
-        hidden: the states that predict the tokens.
-        tokens: completions in the teacher's tokens.
+    """Computes what the teacher sends, at its own tokens (completions of `tokens`, which `hidden`
+    predicts): their log-probs, each a span by itself, and for the signal `hidden` the hidden
+    states, for `topk` the most probable outcomes.
 
     Raises:
-        ValueError: top_k outside [1, V + 1], or a mesh with tensor above 1.
+        ValueError: top_k outside [1, V + 1].
     """
     logprobs = logprobs_from_hidden(hidden, head, tokens, **options)
     sent = AlignedSignal(span_logprobs=jax.lax.stop_gradient(logprobs))
@@ -151,7 +157,6 @@ def teacher_signal(
         return replace(sent, hidden=hidden)
     if signal == "sampled":
         return sent
-    _check_mesh(options.get("mesh"))
     term = OverOutcomes(TopKTerm(top_k), outcomes.size)
     best = term_values(term, hidden, head, {}, outcomes=(outcomes.teacher, None), **options)
     return replace(
@@ -160,9 +165,9 @@ def teacher_signal(
 
 
 def at_student_tokens(sent: AlignedSignal, alignment: TokenAlignment) -> AlignedSignal:
-    """Returns a signal at the student's tokens [B, C], of one at the teacher's [B, C']: at each
-    token what was sent at the beginning of its span, and the log-prob of the whole span. Where a
-    token is not aligned it means nothing."""
+    """Returns a signal at the student's tokens [B, C], of one at the teacher's [B, C']: what was
+    sent at the beginning of a token's span, and the span's log-prob. It means nothing at a token
+    that is not aligned."""
     sent = replace(sent, span_logprobs=span_sums(sent.span_logprobs, alignment.starts))
 
     def gather(x: Array) -> Array:
@@ -197,26 +202,22 @@ def loss(
     Args:
         hidden, head: of the student; the gradient flows here.
         tokens, mask: of the completions, and those that train.
-        sent: by the teacher (`at_student_tokens`).
         sampler_logprobs: nats, of the tokens under the policy that sampled.
         teacher_head: for the signal `hidden`.
         beta: of the generalised JSD.
         ratio_cap: as of `sampled_reverse_kl`, for the whole span's ratio.
 
     Returns:
-        (sum in nats, number of all tokens of `mask`, metrics): those of the divergence and of
-        `sampled_reverse_kl`, whose tokens are spans here, and aligned_bytes and exact_bytes, shares
-        of the bytes of the completions.
-
-    Raises:
-        ValueError: a mesh with tensor above 1.
+        (sum in nats, number of all tokens of `mask`, metrics of the divergence and of
+        `sampled_reverse_kl` by spans, aligned_bytes and exact_bytes, shares of all bytes).
     """
     kinds = sent.kinds
     begins = (kinds != Aligned.INSIDE) & (kinds != Aligned.NOT)
     of_one_token, sampled = kinds == Aligned.EXACT, kinds == Aligned.START
-    total, metrics = jnp.zeros(()), Sums()
+    total, metrics, given_outcome = jnp.zeros(()), Sums(), jnp.full_like(tokens, -1)
+    baseline = 0.0 if sent.baseline is None else sent.baseline
     if sent.hidden is None and sent.topk_ids is None:
-        sampled |= of_one_token
+        sampled, baseline = sampled | of_one_token, 0.0
     else:
         term: Term = FullDivergence(beta, None)
         teachers: tuple[tuple[Array, Array], ...] = ((sent.hidden, teacher_head),)
@@ -225,35 +226,43 @@ def loss(
             term, teachers = TopKDivergence(beta), ()
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
             given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
-        _check_mesh(options.get("mesh"))
         sharded = shard_term(OverOutcomes(term, outcomes.size), (hidden, head), **options)
-        total, _, metrics = divergence_sums(
-            sharded,
-            hidden,
-            head,
-            mask & begins,
-            given,
-            temperature,
-            (softcap, *[teacher_softcap] * len(teachers)),
-            teachers,
-            (outcomes.student, outcomes.teacher if teachers else None),
-        )
-    logprobs = logprobs_from_hidden(
-        hidden, head, tokens, mask=mask, temperature=temperature, softcap=softcap, **options
+        softcaps = (softcap, *[teacher_softcap] * len(teachers))
+        numbers = (outcomes.student, outcomes.teacher if teachers else None)
+        further = given, temperature, softcaps, teachers, numbers
+        total, _, metrics = divergence_sums(sharded, hidden, head, mask & begins, *further)
+        given_outcome = jnp.where(kinds == Aligned.START, outcomes.student[tokens], -1)
+    inputs = hidden, head, {"ids": tokens, "given": given_outcome}, mask, (outcomes.student,)
+    found = token_values(
+        TokenGivenOutcome(), *inputs, temperature=temperature, softcap=softcap, **options
     )
+    logprobs = jax.lax.stop_gradient(found["logprobs"] - found["score"]) + found["score"]
     of_span, sampler_of_span = (
         span_sums(jnp.where(mask, x, 0), kinds != Aligned.INSIDE)
         for x in (logprobs, sampler_logprobs)
     )
+    settings = {"sampler_logprobs": sampler_of_span, "ratio_cap": ratio_cap, "baseline": baseline}
     reverse_kl, _, more = sampled_reverse_kl(
-        of_span,
-        sent.span_logprobs,
-        mask & sampled,
-        sampler_logprobs=sampler_of_span,
-        ratio_cap=ratio_cap,
+        of_span, sent.span_logprobs, mask & sampled, **settings
     )
-    read = masked_sum(sent.sizes, mask)
     learnt = (kinds != Aligned.NOT) & (kinds != Aligned.START_ONLY)
     for name, part in (("aligned_bytes", learnt), ("exact_bytes", of_one_token)):
-        metrics[name] = (masked_sum(sent.sizes, mask & part), read)
+        metrics[name] = masked_sum(sent.sizes, mask & part), masked_sum(sent.sizes, mask)
     return total + reverse_kl, masked_count(mask), metrics | more
+
+
+@jax.jit
+def span_baseline(
+    kinds: Int[Array, "B C"],
+    span_logprobs: Float[Array, "B C"],
+    sampler_logprobs: Float[Array, "B C"],
+    mask: Bool[Array, "B C"],
+) -> Float[Array, "B C"]:
+    """Computes the baseline of the spans of several tokens, nats: the mean of log Q - log P over
+    the others of a batch, Q being the policy that sampled. Without it a student that is far from
+    the teacher avoids such spans, whichever they are; single tokens have no such term."""
+    several = (kinds == Aligned.START) & mask
+    sums = span_sums(jnp.where(mask, sampler_logprobs, 0), kinds != Aligned.INSIDE)
+    gaps, _ = clamped_gap(sums, span_logprobs, several)
+    count = several.sum()
+    return jnp.where(several & (count > 1), (gaps.sum() - gaps) / jnp.maximum(count - 1, 1), 0)

@@ -177,7 +177,15 @@ def test_the_loss_is_of_the_beginnings_of_spans_and_of_their_samples(signal):
             q, mu = token[row, first:last].sum(), rollout.sampler_logprobs[row, first:last].sum()
             fixed = jax.lax.stop_gradient(q)
             weight = jnp.minimum(jnp.exp(fixed - mu), config.distill.ratio_cap)
-            total += weight * (fixed - sent.span_logprobs[row, first]) * (1 + q - fixed)
+            score = q
+            if signal != "sampled":  # given the outcome of the first token
+                members = outcomes.student == outcomes.student[tokens[row, first]]
+                score -= jax.nn.logsumexp(jnp.where(members, logs[row, first], -jnp.inf))
+            total += (
+                weight
+                * (fixed - sent.span_logprobs[row, first])
+                * (1 + score - jax.lax.stop_gradient(score))
+            )
         return total
 
     each = jax.value_and_grad(found, argnums=(0, 1), has_aux=True)
