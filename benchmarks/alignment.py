@@ -4,7 +4,7 @@
 
 A tokenizer is a model's folder, a `.gguf` file, `package:NAME` or a `.tiktoken` file with Qwen's
 way of cutting text into words, as in the package dashscope (resources/qwen.tiktoken). Prints, for
-each kind of file, the share of its bytes in tokens that both have alike, and in any stretch.
+each kind of file, the share of its bytes in tokens that both have alike, and in any span.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl.checkpoint.source import resolve_model
-from jaxrl.data.alignment import Aligner, Speaker
+from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.types import Aligned
 
@@ -59,22 +59,22 @@ def tiktoken(path: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)
 
 
-def speaker(name: str) -> Speaker:
+def model_tokenizer(name: str) -> ModelTokenizer:
     """The tokenizer of this name."""
     if name.endswith(".tiktoken"):
         tokenizer: Any = tiktoken(Path(name))
     else:
         tokenizer = load_tokenizer(resolve_model(name).tokenizer_path or name)
-    return Speaker(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    return ModelTokenizer(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
 
 
 def shares(aligner: Aligner, text: str) -> tuple[int, int, int, float]:
-    """(bytes, those in exact tokens, those in any stretch, seconds for each of the student's
+    """(bytes, those in exact tokens, those in any span, seconds for each of the student's
     tokens)."""
     parts = [text[k : k + PART] for k in range(0, len(text), PART)]
     tokens = [aligner.student_tokens(part) for part in parts]
     start = time.perf_counter()
-    rows = aligner.rows(tokens, max_tokens=10 * PART)
+    rows = aligner.align(tokens, max_tokens=10 * PART)
     took = time.perf_counter() - start
     sums = [
         (
@@ -94,9 +94,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("teacher")
     parser.add_argument("files", nargs="+", type=Path)
     given = parser.parse_args(argv)
-    aligner = Aligner(speaker(given.student), speaker(given.teacher))
+    aligner = Aligner(model_tokenizer(given.student), model_tokenizer(given.teacher))
     common = int((aligner.to_teacher >= 0).sum())
-    print(f"{common:,} of the student's {aligner.student.rows:,} tokens are the teacher's too")
+    vocab_size = aligner.student.vocab_size
+    print(f"{common:,} of the student's {vocab_size:,} tokens are the teacher's too")
     kinds: dict[str, list[Path]] = {}
     for path in given.files:
         kinds.setdefault(path.suffix or path.name, []).append(path)

@@ -136,57 +136,34 @@ class Sequences:
 
 class Aligned(IntEnum):
     """How a token of a completion is aligned with the tokens of a teacher with another tokenizer
-    (`data.alignment`)."""
+    (`data.token_alignment`)."""
 
     NOT = 0
-    """No stretch of the teacher's tokens spells the text around it; or, where no policy sampled the
-    completion, nothing is learnt from within its stretch."""
+    """No span of the teacher's tokens stands for the text around it; or it is within a span of a
+    completion that no policy sampled."""
     EXACT = 1
-    """It is a stretch by itself, and the teacher's token is the same."""
+    """It is a span by itself, and the teacher's token is the same."""
     START = 2
-    """The first token of another stretch."""
+    """The first token of another span."""
     INSIDE = 3
-    """Another token of that stretch."""
-
-
-class Continues(IntEnum):
-    """Whether the text up to a token may go on in the same token (`losses.cells`)."""
-
-    NONE = 0
-    """No stretch ends here, or no other token begins with it."""
-    OF_A_CELL = 1
-    """In one of the others of its cell that begin with it."""
-    ANY = 2
-    """In any other that begins with it."""
+    """Another token of that span."""
+    START_ONLY = 4
+    """`START` in a completion that no policy sampled: only the beginning is compared."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenAlignment:
-    """The student's tokens of completions, C to a row, and the teacher's, C' to a row. All but
-    `starts` are int32."""
+    """The student's tokens of completions, C to a row, and the teacher's, C' to a row."""
 
     kinds: Array
-    """[B, C]: `Aligned`."""
+    """[B, C] int32: `Aligned`."""
     sizes: Array
-    """[B, C]: bytes that a token stands for; one that ends a completion has 0."""
+    """[B, C] int32: bytes that a token stands for; one that ends a completion has 0."""
     index: Array
-    """[B, C]: the first of the teacher's tokens in the same stretch; 0 where not aligned."""
-    cells: Array
-    """[B, C]: the first cell of a stretch (`losses.cells`) at the token that begins it, where it is
-    the same for both, or `losses.cells.LEFT_OUT`; else -1."""
-    ends: Array
-    """[B, C]: `Continues`."""
-    left_out: Array
-    """[B, C, W]: bits of the cells that are left out where a stretch begins; 0 elsewhere."""
+    """[B, C] int32: the first of the teacher's tokens in the same span; 0 where not aligned."""
     starts: Array
-    """[B, C'] bool: the teacher's tokens that begin a stretch."""
-    their_cells: Array
-    """[B, C']: `cells` at the teacher's first token of a stretch."""
-    their_ends: Array
-    """[B, C']: `Continues`."""
-    their_left_out: Array
-    """[B, C', W]: `left_out` at the teacher's first token of a stretch."""
+    """[B, C'] bool: the teacher's tokens that begin a span."""
 
 
 @dataclass(frozen=True)
@@ -253,30 +230,27 @@ class TeacherSignal:
     """[B, C] float32, nats: log of the probability outside the K' ids."""
     entropy: Array = None
     """[B, C] float32, nats."""
-    stretch_logprobs: Array = None
-    """[B, C] float32, nats: at each token the log-prob of its stretch given its first cell
-    (`losses.stretches`), under a teacher with another tokenizer. Such a teacher also sends the
-    next one and the fields `kinds`, `sizes`, `cells`, `ends` and `left_out` of a `TokenAlignment`;
-    `topk_ids` are cells."""
-    path_logprobs: Array = None
-    """[B, C] float32, nats: at each token the log-prob of the teacher's tokens of its stretch."""
-    kinds: Array = None
-    """[B, C] int32."""
-    sizes: Array = None
-    """[B, C] int32."""
-    cells: Array = None
-    """[B, C] int32."""
-    ends: Array = None
-    """[B, C] int32."""
-    left_out: Array = None
-    """[B, C, W] int32."""
-    open: Array = None
-    """[B, C] float32, nats: its `open` (`losses.cells`), beside hidden states."""
-    baseline: Array = None
-    """[B, C] float32, nats: what is taken from the loss of sampled tokens. Set by the actor."""
     weights: Array = None
     """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
     prompt. Set by the actor."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AlignedSignal(TeacherSignal):
+    """What a teacher with another tokenizer sends, at the student's tokens
+    (`losses.token_spans`). Hidden states or the most probable outcomes, in the place of tokens, are
+    those of the beginning of each token's span; neither is set for the signal `sampled`."""
+
+    span_logprobs: Array = None
+    """[B, C] float32, nats: at each token the log-prob of its span."""
+    kinds: Array = None
+    """[B, C] int32: as of `TokenAlignment`."""
+    sizes: Array = None
+    """[B, C] int32: as of `TokenAlignment`."""
+    baseline: Array = None
+    """[B, C] float32, nats: `losses.token_spans.span_baseline`. Set by the actor, of a whole batch.
+    """
 
 
 @jax.tree_util.register_dataclass

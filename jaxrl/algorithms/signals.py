@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
+from jaxrl.losses import token_spans
 from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import LONGER, Borders, opened
 from jaxrl.losses.distill import (
     divergence_from_hidden,
     entropy_aware_from_topk,
@@ -33,22 +33,27 @@ from jaxrl.losses.distill import (
 )
 from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
 from jaxrl.losses.head import (
-    TopK,
     logprobs_at,
     logprobs_from_hidden,
-    path_logprobs_from_hidden,
     topk_from_hidden,
 )
 from jaxrl.losses.layout import Softcap
-from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture
-from jaxrl.losses.stretches import increments, stretch_reverse_kl
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
-from jaxrl.types import Aligned, Array, Frozen, Sequences, Sums, TeacherSignal, TrainBatch
+from jaxrl.types import (
+    AlignedSignal,
+    Array,
+    Frozen,
+    Sequences,
+    Sums,
+    TeacherSignal,
+    TokenAlignment,
+    TrainBatch,
+)
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,7 @@ def _ship_hidden(
 def _ship_topk(
     p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
 ) -> Fields:
-    return topk_fields(topk_from_hidden(*teachers, p.distill.top_k, **options))
-
-
-def topk_fields(best: TopK) -> Fields:
+    best = topk_from_hidden(*teachers, p.distill.top_k, **options)
     return {
         "topk_ids": best.ids,
         "topk_logprobs": best.logprobs,
@@ -213,16 +215,33 @@ def score(
     params: Params,
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
+    alignment: TokenAlignment | None = None,
+    outcomes: token_spans.Outcomes | None = None,
 ) -> TeacherSignal:
-    """What `distill.signal` asks of the teacher about the completions; zeros at their padding.
+    """Computes what `distill.signal` asks of the teacher about the completions; zeros at their
+    padding.
 
     Args:
         ids: the student's most probable tokens; only for `student_topk`.
+        alignment, outcomes: of a teacher with another tokenizer, whose tokens `sequences` are; the
+            signal is then at the student's (`losses.token_spans`).
     """
     packing = pack(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
     completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
     cap = model.final_softcap
+    if alignment is not None and outcomes is not None:
+        d, options = p.distill, p.options | {"v": p.vocab_size, "softcap": cap}
+        sent = token_spans.teacher_signal(
+            hidden,
+            head(params),
+            completions.tokens,
+            outcomes,
+            signal=d.signal,
+            top_k=d.top_k,
+            **options,
+        )
+        return token_spans.at_student_tokens(jax.tree.map(packing.unpack, sent), alignment)
     signal = teacher_signal(p, hidden, head(params), completions, asked, softcap=cap)
     found: TeacherSignal = jax.tree.map(packing.unpack, signal)
     return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
@@ -282,7 +301,6 @@ def _learn_hidden(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    borders: Borders | None = None,
 ) -> LossSums:
     signal, heads = _signal(batch), frozen["teacher_head"]
     teachers, mixture = signal.hidden, None
@@ -298,7 +316,6 @@ def _learn_hidden(
         batch.sequences.loss_mask,
         mixture=mixture,
         teacher_softcap=frozen.get("teacher_softcap"),
-        borders=borders,
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         entropy_aware=p.term if p.distill.entropy_aware else None,
@@ -321,7 +338,6 @@ def _learn_topk(
     kernel: Array,
     batch: TrainBatch,
     frozen: Frozen,
-    borders: Borders | None = None,
 ) -> LossSums:
     signal = _signal(batch)
     return topk_divergence_from_hidden(
@@ -334,7 +350,6 @@ def _learn_topk(
         beta=p.distill.jsd_beta,
         lean=p.distill.lean,
         v=p.vocab_size,
-        borders=borders,
         **p.of_student,
     )
 
@@ -374,10 +389,24 @@ def distill_loss(
     Args:
         frozen: `teacher_head` [V, Dt] for the signal `hidden`, and `teacher_softcap` [] where its
             logits have one; one for each of several teachers.
-            `cells` (`losses.cells`), of a teacher with another tokenizer.
+            `outcomes` (`losses.token_spans`), of a teacher with another tokenizer.
     """
-    if _signal(batch).kinds is not None:
-        return _aligned_loss(p, hidden, kernel, batch, frozen)
+    if isinstance(batch.teacher, AlignedSignal):
+        return token_spans.loss(
+            hidden,
+            kernel,
+            completion_tokens(batch.sequences),
+            batch.sequences.loss_mask,
+            batch.teacher,
+            batch.sampler_logprobs,
+            frozen["outcomes"],
+            frozen.get("teacher_head"),
+            teacher_softcap=frozen.get("teacher_softcap"),
+            beta=p.distill.jsd_beta,
+            ratio_cap=p.distill.ratio_cap,
+            v=p.vocab_size,
+            **p.of_student,
+        )
     total, count, metrics = DISTILL_LOSSES[p.distill.signal](p, hidden, kernel, batch, frozen)
     if p.keyed:
         metrics |= _by_teacher(p, metrics, _signal(batch).weights)
@@ -385,59 +414,6 @@ def distill_loss(
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
     return total + extra, count, metrics | more
-
-
-def _aligned_loss(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
-) -> LossSums:
-    """The loss from a teacher with another tokenizer: the divergence of `distill.signal` over cells
-    where stretches begin, and the reverse KL of the sampled rest of a stretch, given its first
-    cell; for the signal `sampled` that of whole stretches. All tokens of the completions count,
-    aligned or not."""
-    signal, sequences = _signal(batch), batch.sequences
-    mask, kinds, cells = sequences.loss_mask, signal.kinds, frozen["cells"]
-    total, metrics = jnp.zeros(()), Sums()
-    sampled = p.distill.signal == "sampled"
-    begins = kinds != Aligned.INSIDE
-    first = jnp.full_like(signal.cells, -1) if sampled else signal.cells
-    of_cell = jnp.where(first <= LONGER, LONGER - first, first)
-    given = jnp.where(begins, of_cell, -1)
-    path = path_logprobs_from_hidden(
-        hidden,
-        kernel,
-        completion_tokens(sequences),
-        cells.student,
-        cells.bits,
-        first,
-        given,
-        signal.ends,
-        signal.left_out,
-        mask=mask,
-        v=p.vocab_size,
-        **p.of_student,
-    )
-    if not sampled:
-        at_borders = replace(sequences, loss_mask=mask & begins & (first != -1))
-        own = opened(path.extra, signal.left_out)
-        borders = Borders(cells, signal.left_out, own, signal.open)
-        loss, there = DISTILL_LOSSES[p.distill.signal], replace(batch, sequences=at_borders)
-        total, _, metrics = loss(p, hidden, kernel, there, frozen, borders)
-    rest = mask & (kinds != Aligned.NOT) & (sampled | (kinds != Aligned.EXACT))
-    extra, more = stretch_reverse_kl(
-        path.conditional,
-        increments(path, given, signal.left_out),
-        signal.stretch_logprobs,
-        path.whole,
-        batch.sampler_logprobs,
-        begins,
-        rest,
-        signal.baseline,
-        ratio_cap=p.distill.ratio_cap,
-    )
-    read = masked_sum(signal.sizes, mask)
-    for name, part in (("aligned", kinds != Aligned.NOT), ("exact", kinds == Aligned.EXACT)):
-        metrics[f"{name}_bytes"] = (masked_sum(signal.sizes, mask & part), read)
-    return total + extra, masked_count(mask), metrics | more
 
 
 def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:

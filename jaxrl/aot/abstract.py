@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
-from jaxrl.losses.cells import WORDS, Cells, Side
+from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
@@ -177,16 +177,11 @@ class AbstractRun:
         weights = (rows, m.new_tokens, len(c.teachers))
         return replace(found, weights=shaped(weights, jnp.float32, at))
 
-    def cells(self, role: str) -> Cells:
-        """Of the student's and the teacher's tokens, where these are others."""
+    def outcomes(self, role: str) -> Outcomes:
+        """Returns those of the student's and the teacher's tokens, where these are others."""
         (_, teacher), *_ = self.teachers
-
-        def each(n: int) -> jax.ShapeDtypeStruct:
-            return shaped((n,), jnp.int32, self.everywhere(role))
-
-        counts = self.student.vocab_size, teacher.vocab_size
-        mine, theirs = (Side(*[each(n)] * 4) for n in counts)
-        return Cells(mine, theirs, each(self.student.vocab_size + 2))
+        counts, at = (self.student.vocab_size, teacher.vocab_size), self.everywhere(role)
+        return Outcomes(*(shaped((n,), jnp.int32, at) for n in counts))
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
         """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
@@ -221,11 +216,8 @@ class AbstractRun:
         aligned: tuple[Any, ...] = ()
         if m.aligned:
             mine, theirs = (rows, m.new_tokens), (rows, m.completions(role))
-            one, its = (shaped(shape, jnp.int32, at) for shape in (mine, theirs))
-            bits, its_bits = (shaped((*s, WORDS), jnp.int32, at) for s in (mine, theirs))
-            starts = shaped(theirs, bool, at)
-            each = (*[one] * 5, bits, starts, its, its, its_bits)
-            aligned = (TokenAlignment(*each), self.cells(role))
+            one, starts = shaped(mine, jnp.int32, at), shaped(theirs, bool, at)
+            aligned = (TokenAlignment(one, one, one, starts), self.outcomes(role))
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)

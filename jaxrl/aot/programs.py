@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl.algorithms.aligned import stretch_baseline
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
 from jaxrl.aot.abstract import AbstractRun, Program, local_bytes, shaped
 from jaxrl.aot.sampling import Sampling
+from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.lora import frozen_and_trained, join
@@ -31,7 +31,7 @@ from jaxrl.roles.rollout import merge_adapters_program, topk_program
 from jaxrl.roles.teachers import merge_program, mixture_program
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sharding.reshard import Rows, piece_programs
-from jaxrl.types import TeacherSignal, TrainBatch
+from jaxrl.types import AlignedSignal, TeacherSignal, TrainBatch
 
 
 def actor(run: AbstractRun) -> Iterator[Program]:
@@ -64,7 +64,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
             if any(cap is not None for cap in caps):
                 frozen["teacher_softcap"] = caps if c.teachers else caps[0]
         if m.aligned:
-            frozen["cells"] = run.cells("actor")
+            frozen["outcomes"] = run.outcomes("actor")
     rewarded = c.learns_from_rewards
     by_turn = c.environment.name is not None and c.environment.credit == "turn"
     batch = TrainBatch(
@@ -140,11 +140,16 @@ def _before_updates(
                 yield one("rows of the head", jitted, shaped(whole, dtype, at), start=True)
     if "teacher" in run.meshes:
         yield from _signal_moves(run, signal, own)
-    if signal.kinds is not None:
+    if isinstance(signal, AlignedSignal):
         sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
         mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
-        fields = signal.kinds, signal.cells, signal.path_logprobs, sampled, mask
-        yield one("baseline", stretch_baseline, *fields)
+        yield one("baseline", span_baseline, signal.kinds, signal.span_logprobs, sampled, mask)
+
+
+def _as_sent(signal: TeacherSignal) -> TeacherSignal:
+    """Returns a signal without what the actor adds to it."""
+    signal = replace(signal, weights=None)
+    return replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
 
 
 def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator[Program]:
@@ -158,7 +163,7 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
         each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
-    xs = [sent(leaf) for leaf in jax.tree.leaves(replace(signal, baseline=None, weights=None))]
+    xs = [sent(leaf) for leaf in jax.tree.leaves(_as_sent(signal))]
     targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
     yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 

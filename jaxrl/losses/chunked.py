@@ -189,22 +189,22 @@ def _scaled(x: Array, factor: Array) -> Array:
 
 
 _Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
-"""The student's head, each teacher's, and `FrozenInputs.cells`: a device's rows, at full width."""
+"""The student's head, each teacher's, `FrozenInputs.outcomes`: a device's rows, at full width."""
 
 
 def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
     theirs = zip(given.teacher_head, given.teacher_hidden, strict=True)
     heads = tuple(gather_head(sharded, *one) for one in theirs)
-    return gather_head(sharded, head, hidden), heads, given.cells
+    return gather_head(sharded, head, hidden), heads, given.outcomes
 
 
 def _logits(
     hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    own, theirs, cells = rows
+    own, theirs, outcomes = rows
     cap, *their_caps = given.softcaps or (None,) * (1 + len(theirs))
     z = columns.logits(hidden, own, given.scale, cap)
-    tokens = given.tokens if cells is None else given.tokens | {"cells": cells}
+    tokens = given.tokens if outcomes is None else given.tokens | {"outcomes": outcomes}
     if not theirs:
         return z, tokens
     teacher_z = tuple(
@@ -249,7 +249,7 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
     """`f` applied to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
     each token of a vocabulary."""
-    per_token: Keywords = {"scale": None, "softcaps": (), "teacher_head": (), "cells": None}
+    per_token: Keywords = {"scale": None, "softcaps": (), "teacher_head": (), "outcomes": None}
     each = f(given._replace(**per_token))
     return each._replace(scale=given.scale, softcaps=given.softcaps)
 

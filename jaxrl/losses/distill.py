@@ -5,8 +5,7 @@ are aligned: the hidden state at [b, c] predicts the token that `mask` [b, c] is
 returns (sum in nats, number of tokens, metrics as name -> (sum, count)); the caller divides
 once, by the global count. Sums and counts are scalars, except those of divergence and
 top1_agreement, which are [B, C], one for each token. Gradients flow to the student's hidden states
-and head and, where `borders` is given, to `borders.student`; metrics carry none. Masked positions
-never affect a result, not even if they hold NaN.
+and head; metrics carry none. Masked positions never affect a result, not even if they hold NaN.
 
 Common arguments:
     beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
@@ -35,7 +34,6 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.cells import Borders, InCells, check_cells
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.divergence import (
     MIN,
@@ -80,7 +78,6 @@ def divergence_from_hidden(
     lean: bool = False,
     entropy_aware: EntropyAware | None = None,
     mixture: TeacherMixture | None = None,
-    borders: Borders | None = None,
     **options: Unpack[ShardOptions],
 ) -> LossSums:
     """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the entropy-aware term
@@ -89,9 +86,6 @@ def divergence_from_hidden(
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
         mixture: combines several teachers; each one's distribution is taken at `temperature`.
-        borders: set if the teacher has another vocabulary. The outcomes are then *cells*, sets of
-            tokens that begin with the same common token (`losses/cells.py`). This needs
-            lean=False and a mesh with tensor=1.
 
     Returns:
         (sum in nats, number of tokens, metrics). Metrics: divergence (without the entropy-aware
@@ -101,7 +95,7 @@ def divergence_from_hidden(
         of tokens where the term acts).
 
     Raises:
-        ValueError: beta outside [0, 1], top_k outside [1, V], or `borders` with lean or tensor > 1.
+        ValueError: beta outside [0, 1], or top_k outside [1, V].
     """
     check_beta(beta)
     teachers = models_of(teacher_hidden, teacher_head)
@@ -109,9 +103,7 @@ def divergence_from_hidden(
     caps = (teacher_softcap,) * len(teachers)
     if isinstance(teacher_softcap, Sequence):
         caps = tuple(teacher_softcap)
-    term: Term = _Full(beta, entropy_aware, None if mixture is None else mixture.kind)
-    if borders is not None:
-        term, models = InCells(term, borders.cells.size), models[:1]
+    term = FullDivergence(beta, entropy_aware, None if mixture is None else mixture.kind)
     sharded = shard_term(term, *models, lean=lean, **options)
     if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
         raise ValueError(
@@ -119,8 +111,8 @@ def divergence_from_hidden(
             f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
         )
     tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    given = tokens, temperature, (softcap, *caps), teachers, borders
-    return _loss(sharded, student_hidden, student_head, mask, *given)
+    given = tokens, temperature, (softcap, *caps), teachers
+    return divergence_sums(sharded, student_hidden, student_head, mask, *given)
 
 
 def topk_divergence_from_hidden(
@@ -135,7 +127,6 @@ def topk_divergence_from_hidden(
     temperature: float | Array = 1.0,
     softcap: Softcap = None,
     lean: bool = False,
-    borders: Borders | None = None,
     **options: Unpack[ShardOptions],
 ) -> LossSums:
     """Generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the others.
@@ -150,19 +141,12 @@ def topk_divergence_from_hidden(
     Metrics: divergence, teacher_tail_mass and student_tail_mass (probability outside of the ids),
     student_entropy (nats, full), top1_agreement (the student's most probable token is the teacher's
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
-
-    Args:
-        borders: set if the teacher has another vocabulary; `ids` then name cells
-            (`losses/cells.py`).
     """
     check_beta(beta)
-    term: Term = _TopKTail(beta)
-    if borders is not None:
-        term = InCells(term, borders.cells.size)
-    sharded = shard_term(term, (student_hidden, student_head), lean=lean, **options)
+    sharded = shard_term(TopKDivergence(beta), (student_hidden, student_head), lean=lean, **options)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    given = tokens, temperature, (softcap,), (), borders
-    return _loss(sharded, student_hidden, student_head, mask, *given)
+    given = tokens, temperature, (softcap,)
+    return divergence_sums(sharded, student_hidden, student_head, mask, *given)
 
 
 def entropy_aware_from_topk(
@@ -218,7 +202,7 @@ def entropy_aware_from_topk(
     return total, count, metrics
 
 
-def _loss(
+def divergence_sums(
     sharded: ShardedTerm,
     hidden: Array,
     head: Array,
@@ -226,33 +210,21 @@ def _loss(
     tokens: PerToken,
     temperature: float | Array,
     softcaps: tuple[Softcap, ...],
-    teachers: Sequence[tuple[Array, Array]],
-    borders: Borders | None,
+    teachers: Sequence[tuple[Array, Array]] = (),
+    outcomes: tuple[Array | None, ...] | None = None,
 ) -> LossSums:
-    """Computes a term chunk by chunk and sums it over `mask`.
+    """Computes a divergence chunk by chunk and sums it over `mask`.
 
     Args:
         hidden, head: of the student, [B, C, D] and [V, D].
         tokens: further inputs of the term, [B, C, ...] by name.
         softcaps: the student's, then each teacher's.
         teachers: (hidden states [B, C, Dt], head [Vt, Dt]) of each; () if the term needs none.
+        outcomes: as of `FrozenInputs`.
     """
-    columns = None
-    if borders is not None:
-        check_cells(sharded)
-        student, teacher, bits = borders.cells
-        theirs = teacher.cells if teachers else None
-        columns = jax.tree.map(jnp.asarray, (student.cells, theirs, bits))
-        tokens |= {"left_out": borders.left_out, "open": borders.student}
-        tokens |= {} if borders.teacher is None else {"their_open": borders.teacher}
-    given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, columns)
+    given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, outcomes)
     hidden = fit_rows(sharded, masked_rows(hidden, mask))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
-    if borders is not None:  # adds 0, whose gradient is that of the loss by borders.student
-        slope = jax.lax.stop_gradient(values.pop("open")[: mask.shape[0], : mask.shape[1]])
-        total += masked_sum(
-            slope * (borders.student - jax.lax.stop_gradient(borders.student)), mask
-        )
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
     metrics = {k: (masked_sum(x, given.mask), count) for k, x in values.items()}
@@ -263,7 +235,7 @@ def _loss(
 
 
 @dataclass(frozen=True)
-class _Full(Term):
+class FullDivergence(Term):
     """Divergence over the full vocabulary, from z [n, V] and the teachers' `teacher_z` [n, V]."""
 
     beta: float
@@ -329,7 +301,7 @@ def _add_term(
 
 
 @dataclass(frozen=True)
-class _TopKTail(Term):
+class TopKDivergence(Term):
     """Divergence over K + 1 outcomes. `tokens` has ids [n, K], logprobs [n, K] and tail [n], in
     nats, of the teacher."""
 

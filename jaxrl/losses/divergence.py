@@ -22,7 +22,7 @@ from jaxrl.types import Array, Sums
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
 MAX_GAP = 20.0
-"""Nats: most that a difference of two log-probs of a sampled token, or of a stretch of tokens,
+"""Nats: most that a difference of two log-probs of a sampled token, or of a span of tokens,
 counts in a loss, an advantage or a penalty. It keeps a single one, impossible for the teacher, from
 being the whole gradient of a batch."""
 
@@ -178,6 +178,7 @@ def sampled_reverse_kl(
     *,
     sampler_logprobs: Float[Array, "B T"] | None = None,
     ratio_cap: float = 2.0,
+    baseline: Float[Array, "B T"] | float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Sums]:
     """KL(student || teacher) from the sampled tokens: the teacher's log-prob as an advantage.
 
@@ -193,6 +194,7 @@ def sampled_reverse_kl(
         teacher_logprobs: nats, of the same tokens.
         sampler_logprobs: nats, under the policy that sampled; None: on-policy.
         ratio_cap: above 0.
+        baseline: nats, taken from the difference in the gradient, not in the value.
 
     Returns:
         The sum, the number of tokens, and the metrics reverse_kl_k1, whose sum and count are [B,
@@ -205,8 +207,8 @@ def sampled_reverse_kl(
     ratio = jnp.exp(jnp.where(mask, fixed - sampler, 0))
     weight = jnp.minimum(ratio, ratio_cap)
     gap, clamped = clamped_gap(student_logprobs, teacher_logprobs, mask)
-    # 1 + log Q - sg(log Q) is 1 with the gradient of log Q: the value stays the estimate itself.
-    surrogate = weight * gap * (1 + student_logprobs - fixed)
+    # log Q - sg(log Q) is 0 with the gradient of log Q: the value stays the estimate itself.
+    surrogate = weight * (gap + (gap - baseline) * (student_logprobs - fixed))
     count = masked_count(mask)
     metrics = {
         "reverse_kl_k1": (gap, mask.astype(count.dtype)),

@@ -67,9 +67,9 @@ class FrozenInputs(NamedTuple):
     """Of each teacher."""
     teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
     """As many."""
-    cells: tuple[Int[Array, " size"] | None, ...] | None = None
-    """What a term knows of each token of the student's vocabulary, of the teacher's or of each cell
-    (`losses.cells`)."""
+    outcomes: tuple[Int[Array, " size"] | None, ...] | None = None
+    """The outcome of each token of the model's vocabulary and of the teacher's
+    (`losses.token_spans`)."""
 
 
 class TokenStats(NamedTuple):
@@ -86,7 +86,8 @@ class Term:
 
     `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
     ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
-    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.cells`, these as "cells".
+    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.outcomes`, these as
+    "outcomes".
     """
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
@@ -130,10 +131,10 @@ class ShardedTerm:
         spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
         heads = tuple(map(self.head_spec, given.teacher_head))
         columns = PartitionSpec(self.axes("tensor") or None)
-        cells = jax.tree.map(lambda _: columns, given.cells)
+        outcomes = jax.tree.map(lambda _: columns, given.outcomes)
         softcaps = jax.tree.map(lambda _: PartitionSpec(), given.softcaps)
         return spec._replace(
-            scale=PartitionSpec(), softcaps=softcaps, teacher_head=heads, cells=cells
+            scale=PartitionSpec(), softcaps=softcaps, teacher_head=heads, outcomes=outcomes
         )
 
     def on_mesh(
@@ -192,13 +193,13 @@ def frozen_inputs(
     temperature: float | Array,
     softcaps: Sequence[Softcap],
     teachers: Sequence[tuple[Array, Array]] = (),
-    cells: tuple[Array | None, ...] | None = None,
+    outcomes: tuple[Array | None, ...] | None = None,
 ) -> FrozenInputs:
     """What `chunked` takes. No gradient flows to it.
 
     Args:
         softcaps: of the student and each teacher.
-        teachers: (hidden states, head) of each; over cells, the whole head is kept.
+        teachers: (hidden states, head) of each; over outcomes, the whole head is kept.
     """
     mask, tokens = fit_rows(sharded, (mask, tokens))
     found = FrozenInputs(
@@ -207,8 +208,8 @@ def frozen_inputs(
         tokens=tokens,
         softcaps=softcaps_of(*softcaps),
         teacher_hidden=tuple(fit_rows(sharded, hidden) for hidden, _ in teachers),
-        teacher_head=tuple(head if cells else fit_head(sharded, head) for _, head in teachers),
-        cells=cells,
+        teacher_head=tuple(head if outcomes else fit_head(sharded, head) for _, head in teachers),
+        outcomes=outcomes,
     )
     return jax.lax.stop_gradient(found)
 

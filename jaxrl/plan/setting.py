@@ -13,7 +13,6 @@ from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.losses.cells import WORDS
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses, step_kernel_of
@@ -315,7 +314,7 @@ def signal_bytes(config: Config, widths: Sequence[int]) -> int:
         widths: of the hidden states of each teacher.
     """
     d = config.distill
-    aligned = (8 + WORDS) * F32 if config.teacher.tokenizer == "own" else 0
+    aligned = 3 * F32 if config.teacher.tokenizer == "own" else 0
     if d.signal == "hidden":
         sent = max(widths) if config.mixture is None else sum(widths)
         return sent * ITEMSIZE[config.teacher.compute_dtype] + aligned

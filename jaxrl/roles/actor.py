@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.aligned import with_baseline
 from jaxrl.algorithms.teachers import with_weights
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
@@ -21,6 +20,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats import peft
 from jaxrl.formats.hf import save_hf
+from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import join
 from jaxrl.models.packing import held_tokens, room_of, row_devices
@@ -40,6 +40,7 @@ from jaxrl.sharding.ledger import attribute, buffer, current
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
 from jaxrl.types import (
+    AlignedSignal,
     Array,
     Finish,
     Frozen,
@@ -164,7 +165,11 @@ class Actor:
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
             placed = reshard(batch, self.programs.row_sharding)
-            placed = with_baseline(placed, self.config.distill.signal)
+            if isinstance(sent := placed.teacher, AlignedSignal):
+                mask = placed.sequences.loss_mask
+                fields = sent.kinds, sent.span_logprobs, placed.sampler_logprobs, mask
+                baseline = jax.device_put(span_baseline(*fields), sent.kinds.sharding)
+                placed = replace(placed, teacher=replace(sent, baseline=baseline))
             current().put("actor.batch", placed)
         sequences = jax.tree.map(np.asarray, batch.sequences)
         minibatches = self.config.minibatches

@@ -8,11 +8,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.aligned import aligned_score
 from jaxrl.algorithms.signals import Projection, score
-from jaxrl.data.alignment import Aligner
 from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.losses.cells import Cells
+from jaxrl.data.token_alignment import Aligner
+from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
@@ -48,10 +47,10 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        self._cells: Cells | None = None
+        self._outcomes: Outcomes | None = None
         if aligner is not None:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
-            self._cells = put(aligner.cells, everywhere)
+            self._outcomes = put(aligner.outcomes, everywhere)
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -82,7 +81,7 @@ class Scorer:
         """The signal of the rows of a part, without its padding."""
         live = given.live
         placed = put((given.sequences, given.ids, given.alignment), self._rows)
-        placed = (*placed, self._cells)
+        placed = (*placed, self._outcomes)
         with current().running(self._score, self.params, *placed, live=live):
             return jax.block_until_ready(self._score(self.params, *placed, live=live))
 
@@ -91,7 +90,7 @@ class Scorer:
 def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
     """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
     the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
-    sequences; the cells of the student's and of its own tokens (`losses.cells`).
+    sequences; the outcomes of the student's and of its own tokens (`losses.token_spans`).
     """
 
     def score_rows(
@@ -99,13 +98,10 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
         sequences: Sequences,
         ids: Array,
         alignment: TokenAlignment | None = None,
-        cells: Cells | None = None,
+        outcomes: Outcomes | None = None,
         live: int | None = None,
     ) -> TeacherSignal:
-        if alignment is None or cells is None:
-            signal = score(projection, model, params, sequences, ids)
-        else:
-            signal = aligned_score(projection, model, params, sequences, alignment, cells)
+        signal = score(projection, model, params, sequences, ids, alignment, outcomes)
         return jax.tree.map(lambda x: x[:live], signal)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))

@@ -15,10 +15,10 @@ from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
-from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.thoughts import opening_of
+from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import (
     Tokenizer,
     check_every_token,
@@ -31,7 +31,7 @@ from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
-from jaxrl.losses.cells import Cells
+from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
@@ -89,7 +89,7 @@ class Setup:
     """The teacher generates, for the student to learn from or for its own accuracy."""
     opening: str
     """What the chat template opens thoughts with at the end of prompts; "" where it does not."""
-    cells: Cells | None = None
+    outcomes: Outcomes | None = None
     """With a teacher whose tokens are others; numpy arrays."""
     aligner: Aligner | bytes | None = None
     """Likewise; pickled for another process."""
@@ -267,7 +267,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         pad_id=pad_id(student, eos_ids),
         teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
         evaluates_teacher=evaluates,
-        cells=None if aligner is None else aligner.cells,
+        outcomes=None if aligner is None else aligner.outcomes,
         aligner=aligner,
         opening=opening,
         given=given or {},
@@ -339,8 +339,8 @@ def _models(config: Config) -> _Models:
             check_every_token(own, teacher.config.vocab_size, "teacher.model")
             ends = end_ids(teachers[name], own)
             aligner = Aligner(
-                Speaker(tokenizer, student.config.vocab_size, eos_ids),
-                Speaker(own, teacher.config.vocab_size, ends),
+                ModelTokenizer(tokenizer, student.config.vocab_size, eos_ids),
+                ModelTokenizer(own, teacher.config.vocab_size, ends),
             )
         else:
             vocab_size = min(vocab_size, shared)

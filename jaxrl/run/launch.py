@@ -203,8 +203,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     if reads_head and any(softcaps := _softcaps(setup)):
         caps = put(softcaps, NamedSharding(mesh, PartitionSpec()))
         frozen["teacher_softcap"] = caps if config.teachers else caps[0]
-    if setup.cells is not None:
-        frozen["cells"] = put(setup.cells, NamedSharding(mesh, PartitionSpec()))
+    if setup.outcomes is not None:
+        frozen["outcomes"] = put(setup.outcomes, NamedSharding(mesh, PartitionSpec()))
     student, loaded = setup.student, None
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
@@ -286,7 +286,7 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
         yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
     for source in setup.teachers.values():
         head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.cells is None and head.shape[0] != v:
+        if setup.outcomes is None and head.shape[0] != v:
             # Drops the rows of tokens that the student lacks: once here, not at every step.
             head = first_rows_program(v, head.shape[1], mesh)(head)
         yield head
@@ -340,7 +340,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
     dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
     aligner, rows = _opened(setup.aligner), setup.vocab_size
     if aligner is not None:
-        rows = aligner.teacher.rows
+        rows = aligner.teacher.vocab_size
     projection = Projection.of(config, mesh, rows)
     each = projection
     if projection.mixture is not None:
@@ -372,9 +372,7 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | Serv
         return FollowingTeacher(
             scorer, sampler, layout, dtype, config.offloads_follower, add_feedback
         )
-    respell = aligner and partial(
-        aligner.in_the_students_tokens, max_new_tokens=config.max_new_tokens
-    )
+    respell = aligner and partial(aligner.retokenize, max_new_tokens=config.max_new_tokens)
     teacher: TeacherRole = Teacher(
         scorer, sampler, config.offload.frozen, add_feedback=add_feedback, respell=respell
     )
@@ -461,7 +459,7 @@ def _sampler(
     config, tokenizer, eos_ids = setup.config, _opened(setup.tokenizer), setup.eos_ids
     aligner = _opened(setup.aligner) if teacher else None
     if aligner is not None:
-        tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.ends
+        tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
     made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
     return Sampler(
         config,

@@ -113,16 +113,18 @@ METRICS: dict[str, Metric] = {
     "distill/teacher_tail_mass": Metric("fraction", "teacher's probability outside the top k"),
     "distill/student_tail_mass": Metric("fraction", "student's probability outside the top k"),
     "distill/reverse_kl_k1": Metric(
-        "nats/token", "log student - log teacher at sampled tokens, within 20 nats"
+        "nats/token", "log student - log teacher of sampled tokens (or spans), within 20 nats"
     ),
-    "distill/ratio_capped": Metric("fraction", "tokens whose importance ratio was capped"),
+    "distill/ratio_capped": Metric(
+        "fraction", "tokens (or spans) whose importance ratio was capped"
+    ),
     "distill/gap_clamped": Metric(
         "fraction",
-        "sampled tokens (or tokens of stretches) whose log-prob differs from the teacher's by over"
-        " 20 nats, clamped to 20",
+        "sampled tokens (or spans) whose log-prob differs from the teacher's by over 20 nats,"
+        " clamped to 20",
     ),
     "distill/aligned_bytes": Metric(
-        "fraction", "bytes of completions in stretches that both tokenizers spell, and learnt from"
+        "fraction", "bytes of completions in spans that both tokenizers cut, and learnt from"
     ),
     "distill/exact_bytes": Metric(
         "fraction", "bytes where both tokenizers have the same token, learnt without sampling"

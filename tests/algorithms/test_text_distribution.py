@@ -1,10 +1,10 @@
-"""What a student with other tokens learns is the teacher's distribution of texts. Both models are
-tables of all texts, and the loss is its expectation over all samples of the student."""
+"""What a student with other tokens learns is the teacher's distribution of texts, where no token
+begins a longer one that the text may go on with instead. Both models are tables of all texts, and
+the loss is its expectation over all samples of the student."""
 
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from tiny_models import make_mesh
 from tokenizers import Tokenizer, decoders, models
 
 from jaxrl import Config
-from jaxrl.algorithms.aligned import signal_of_hidden
 from jaxrl.algorithms.signals import Projection, distill_loss
-from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import make_rollout
+from jaxrl.data.token_alignment import Aligner, ModelTokenizer
+from jaxrl.losses.token_spans import at_student_tokens, teacher_signal
 from jaxrl.types import Completion, Prompt, TrainBatch
 
 
@@ -40,8 +40,8 @@ NEVER = -14.0
 class Table:
     """A model that says each text in the tokens that its tokenizer cuts it into."""
 
-    def __init__(self, speaker, paths):
-        self.speaker, self.paths = speaker, paths
+    def __init__(self, model, paths):
+        self.model = model
         nodes = sorted({tuple(p[:k]) for p in paths for k in range(len(p))})
         self.size = len(nodes)
         width = max(map(len, paths))
@@ -53,7 +53,7 @@ class Table:
 
     def of_texts(self, shares):
         """[nodes, V] logits of a model that says each text with this probability."""
-        found = np.zeros((self.size, self.speaker.rows))
+        found = np.zeros((self.size, self.model.vocab_size))
         for row, share in enumerate(shares):
             n = self.mask[row].sum()
             np.add.at(found, (self.nodes[row, :n], self.tokens[row, :n]), share)
@@ -66,44 +66,46 @@ class Table:
         return jnp.where(self.mask, logs, 0)
 
 
-def speaker(tokenizer):
-    return Speaker(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+def model_tokenizer(tokenizer):
+    return ModelTokenizer(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
 
 
 class Lesson:
     def __init__(self, student, teacher, texts, shares, signal, beta):
-        aligner = Aligner(speaker(student), speaker(teacher))
-        ours = [[*aligner.student_tokens(t), aligner.student.end] for t in texts]
+        aligner = Aligner(model_tokenizer(student), model_tokenizer(teacher))
+        ours = [[*aligner.student_tokens(t), aligner.student.end_id] for t in texts]
         self.student = Table(aligner.student, ours)
         self.shares = np.array(shares) / sum(shares)
         mesh = make_mesh(1, 1, 1)
         keys = ["teacher.tokenizer=own", f"distill.signal={signal}", f"distill.jsd_beta={beta}"]
         config = Config.load("builtin:quickstart", [*keys, "distill.top_k=4"])
-        self.p = Projection.of(config, mesh, aligner.student.rows)
+        self.p = Projection.of(config, mesh, aligner.student.vocab_size)
         done = [Completion(tuple(o), *np.zeros((2, len(o)), np.float32), "stop") for o in ours]
         prompts = [Prompt(i, (1,), "p", teacher_tokens=(1,)) for i in range(len(ours))]
         limits = {"pad_id": 0, "max_prompt_tokens": 1, "max_new_tokens": 16, "row_multiple": 1}
         rollout = make_rollout(prompts, [[d] for d in done], policy_version=1, **limits)
         read = aligner.read(rollout, 1, 16)
         width = read.sequences.loss_mask.shape[1]
-        each = aligner.rows([d.tokens for d in done], 16)
+        each = aligner.align([d.tokens for d in done], 16)
         theirs = Table(aligner.teacher, [row.tokens for row in each])
         more = width - theirs.tokens.shape[1]
         hidden = theirs.of_texts(self.shares)[theirs.nodes]
         hidden = np.pad(hidden, [(0, 0), (0, more), (0, 0)])
-        eye = np.eye(aligner.teacher.rows, dtype=np.float32)
-        p = Projection.of(config, mesh, aligner.teacher.rows)
+        eye = np.eye(aligner.teacher.vocab_size, dtype=np.float32)
         tokens = read.sequences.tokens[:, -width:]
+        how = {"signal": signal, "top_k": 4, "mesh": mesh}
         mask = read.sequences.loss_mask
 
-        def unpacked(x):
-            return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
+        @jax.jit
+        def send(hidden, tokens):
+            found = teacher_signal(hidden, eye, tokens, aligner.outcomes, **how)
+            found = jax.tree.map(
+                lambda x: jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0), found
+            )
+            return at_student_tokens(found, read.alignment)
 
-        rows = SimpleNamespace(pack=jnp.asarray, unpack=unpacked)
-        sent = jax.jit(lambda *given: signal_of_hidden(p, *given, rows))(
-            hidden, eye, tokens, read.alignment, aligner.cells
-        )
-        self.frozen = {"teacher_head": eye, "cells": aligner.cells}
+        sent = send(hidden, tokens)
+        self.frozen = {"teacher_head": eye, "outcomes": aligner.outcomes}
         self.batch = TrainBatch(rollout.sequences, sent, rollout.logprobs)
         self.said = self.student.of_texts(self.shares) > NEVER + 1
         self.width = rollout.sequences.loss_mask.shape[1]
@@ -112,9 +114,8 @@ class Lesson:
         """Of the expected loss, by the student's logits: that of each text, by its probability."""
         own = self.student.logprobs(table)
         more = [(0, 0), (0, self.width - own.shape[1])]
-        sent = replace(self.batch.teacher, baseline=jnp.zeros(self.batch.sampler_logprobs.shape))
-        batch = replace(self.batch, teacher=sent, sampler_logprobs=jnp.pad(own, more))
-        head = np.eye(self.student.speaker.rows, dtype=np.float32)
+        batch = replace(self.batch, sampler_logprobs=jnp.pad(own, more))
+        head = np.eye(self.student.model.vocab_size, dtype=np.float32)
         hidden = jnp.pad(table[self.student.nodes], [*more, (0, 0)])
         each = jax.grad(lambda h: distill_loss(self.p, h, head, batch, self.frozen)[0])(hidden)
         each = each[:, : own.shape[1]] * jnp.exp(own.sum(-1))[:, None, None]
@@ -134,17 +135,16 @@ class Lesson:
         return table, jnp.exp(self.student.logprobs(table).sum(-1))
 
 
+JOINED = {"88": 1, "889": 2, "x9": 1, "x": 3}
+WORD = {"the": 3, "thex": 1, "9x": 2, "9": 1}
+TRIPLE = {"888": 3, "8889": 1, "9": 2}
 CASES = {
-    "the teacher joins": (SINGLE, PAIRS, {"8": 1, "88": 1}),
-    "the student joins": (PAIRS, SINGLE, {"8": 1, "88": 1}),
-    "the teacher joins three": (SINGLE, THE, {"the": 3, "thx": 2, "tx": 1, "x": 1}),
-    "the student joins three": (THE, SINGLE, {"the": 3, "thx": 2, "tx": 1, "x": 1}),
-    "one joins two, the other three": (
-        THREE,
-        PAIRS,
-        {"8": 2, "88": 3, "888": 1, "9": 2, "89": 1},
-    ),
-    "the other way": (PAIRS, THREE, {"8": 2, "88": 3, "888": 1, "9": 2, "89": 1}),
+    "the teacher joins": (SINGLE, PAIRS, JOINED),
+    "the student joins": (PAIRS, SINGLE, JOINED),
+    "the teacher joins three": (SINGLE, THE, WORD),
+    "the student joins three": (THE, SINGLE, WORD),
+    "one joins two, the other three": (THREE, PAIRS, TRIPLE),
+    "the other way": (PAIRS, THREE, TRIPLE),
 }
 
 

@@ -1,4 +1,4 @@
-"""Completions in the tokens of another tokenizer: every byte is in one stretch of both, whatever
+"""Completions in the tokens of another tokenizer: every byte is in one span of both, whatever
 the text and the tokenizers."""
 
 import itertools
@@ -8,17 +8,16 @@ import pytest
 from byte_tokenizers import BYTES, END, LLAMA, OTHER, WORDS, byte_level, made, sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from jaxrl.data.alignment import Aligner, Speaker
 from jaxrl.data.batch import DATA, make_rollout
+from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.errors import UserError
-from jaxrl.losses.cells import LEFT_OUT, LONGER
-from jaxrl.types import Aligned, Completion, Continues, Prompt
+from jaxrl.types import Aligned, Completion, Prompt
 
 NONE = Aligned.NOT
 
 
-def speaker(tokenizer, more=0):
-    return Speaker(tokenizer, len(tokenizer) + more, (tokenizer.eos_token_id,))
+def model_tokenizer(tokenizer, more=0):
+    return ModelTokenizer(tokenizer, len(tokenizer) + more, (tokenizer.eos_token_id,))
 
 
 PAIRS = {
@@ -41,8 +40,8 @@ TEXTS = [
 
 
 def check(aligner, tokens, row):
-    """Every stretch spells the same bytes in both."""
-    ours, theirs = aligner._ours.bytes, aligner._theirs.bytes
+    """Every span spells the same bytes in both."""
+    ours, theirs = aligner.student_bytes.bytes, aligner.teacher_bytes.bytes
     borders = [*np.flatnonzero(row.starts), len(row.tokens)]
     spelt = {
         int(start): b"".join(theirs[t] for t in row.tokens[start:end])
@@ -68,23 +67,23 @@ def check(aligner, tokens, row):
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("ended", [True, False])
-def test_every_byte_is_in_one_stretch_of_both(pair, text, ended):
-    student, teacher = map(speaker, PAIRS[pair])
+def test_every_byte_is_in_one_span_of_both(pair, text, ended):
+    student, teacher = map(model_tokenizer, PAIRS[pair])
     aligner = Aligner(student, teacher)
     tokens = aligner.student_tokens(text)
-    tokens = [*tokens, student.end] if ended else tokens
-    (row,) = aligner.rows([tokens], 100)
+    tokens = [*tokens, student.end_id] if ended else tokens
+    (row,) = aligner.align([tokens], 100)
     check(aligner, tokens, row)
     assert (row.kinds != NONE).all()
     if student.tokenizer is teacher.tokenizer:
         assert row.tokens == tokens and (row.kinds == Aligned.EXACT).all()
     if ended:
-        assert row.tokens[-1] == teacher.end and row.kinds[-1] == Aligned.EXACT
+        assert row.tokens[-1] == teacher.end_id and row.kinds[-1] == Aligned.EXACT
 
 
 def kinds(student, teacher, tokens, **how):
-    aligner = Aligner(speaker(student), speaker(teacher))
-    (row,) = aligner.rows([tokens], how.pop("max_tokens", 100), **how)
+    aligner = Aligner(model_tokenizer(student), model_tokenizer(teacher))
+    (row,) = aligner.align([tokens], how.pop("max_tokens", 100), **how)
     check(aligner, tokens, row)
     return row.kinds.tolist(), row.tokens
 
@@ -93,14 +92,14 @@ def spelt(tokenizer, *texts):
     return [tokenizer.convert_tokens_to_ids(text) for text in texts]
 
 
-def test_what_the_tokenizers_cut_differently_is_a_stretch():
+def test_what_the_tokenizers_cut_differently_is_a_span():
     """1987 is 19|8|7 in one and 1|98|7 in the other."""
     found, theirs = kinds(WORDS, OTHER, spelt(WORDS, "the", "19", "8", "7"))
     assert found == [Aligned.START, Aligned.START, Aligned.INSIDE, Aligned.EXACT]
     assert theirs == spelt(OTHER, "t", "he", "1", "98", "7")
 
 
-def test_tokens_that_are_not_as_the_tokenizer_would_cut_are_one_stretch():
+def test_tokens_that_are_not_as_the_tokenizer_would_cut_are_one_span():
     found, theirs = kinds(WORDS, WORDS, spelt(WORDS, "t", "h", "e", "x"))
     assert found == [Aligned.START, Aligned.INSIDE, Aligned.INSIDE, Aligned.EXACT]
     assert theirs == spelt(WORDS, "the", "x")
@@ -109,29 +108,29 @@ def test_tokens_that_are_not_as_the_tokenizer_would_cut_are_one_stretch():
 def test_a_space_that_a_tokenizer_puts_before_a_text_is_not_another():
     """ " the" is one token of SentencePiece, whose first space stands for that of the text."""
     for student in (WORDS, LLAMA):
-        aligner = Aligner(speaker(student), speaker(LLAMA))
+        aligner = Aligner(model_tokenizer(student), model_tokenizer(LLAMA))
         tokens = aligner.student_tokens(" the 19")
-        (row,) = aligner.rows([tokens], 9)
-        assert row.tokens[:1] == spelt(LLAMA, "▁the") and row.cells[0] >= 0
+        (row,) = aligner.align([tokens], 9)
+        assert row.tokens[:1] == spelt(LLAMA, "▁the")
 
 
 def test_pieces_that_a_user_defined_are_spelt_as_the_others():
     """Gemma has two spaces, and the end of a line, as added tokens that are not special."""
     gemma = sentencepiece("▁▁", "the", "th", added=("▁▁", "\n"))
-    aligner = Aligner(speaker(BYTES), speaker(gemma))
+    aligner = Aligner(model_tokenizer(BYTES), model_tokenizer(gemma))
     tokens = aligner.student_tokens("x  the\nx")
-    (row,) = aligner.rows([tokens], 20)
+    (row,) = aligner.align([tokens], 20)
     check(aligner, tokens, row)
     assert (row.kinds != NONE).all()
     assert aligner.to_teacher[BYTES.convert_tokens_to_ids("Ċ")] == gemma.convert_tokens_to_ids("\n")
 
 
 def test_a_token_that_the_teacher_s_model_has_not_ends_what_is_read():
-    short = Speaker(WORDS, len(WORDS) - 1, (WORDS.eos_token_id,))
+    short = ModelTokenizer(WORDS, len(WORDS) - 1, (WORDS.eos_token_id,))
     last = WORDS.convert_ids_to_tokens(len(WORDS) - 1)  # ï
-    aligner = Aligner(speaker(BYTES), short)
+    aligner = Aligner(model_tokenizer(BYTES), short)
     tokens = aligner.student_tokens("xï")
-    assert last == "Ã¯" and aligner.rows([tokens], 9)[0].kinds.tolist() == [1, 0, 0]
+    assert last == "Ã¯" and aligner.align([tokens], 9)[0].kinds.tolist() == [1, 0, 0]
 
 
 def test_half_a_character_at_the_end_is_not_aligned():
@@ -149,9 +148,12 @@ def test_what_a_limit_cuts_is_not_aligned():
     assert whole == [Aligned.START, Aligned.START, Aligned.EXACT, Aligned.EXACT]
 
 
-def test_completions_that_no_policy_sampled_have_exact_tokens_only():
-    found, _ = kinds(WORDS, BYTES, spelt(WORDS, "the", "x", END), sampled=False)
-    assert found == [NONE, Aligned.EXACT, Aligned.EXACT]
+def test_of_completions_that_no_policy_sampled_the_beginnings_of_spans_are_compared():
+    aligner = Aligner(model_tokenizer(WORDS), model_tokenizer(OTHER))
+    tokens = spelt(WORDS, "the", "19", "8", "7", END)
+    (row,) = aligner.align([tokens], 100, sampled=False)
+    only = Aligned.START_ONLY
+    assert row.kinds.tolist() == [only, only, NONE, Aligned.EXACT, Aligned.EXACT]
 
 
 def test_a_special_token_of_the_student_is_text_to_the_teacher():
@@ -175,58 +177,56 @@ def test_a_text_normalised_away_is_not_aligned_from_there():
 
 def test_the_ends_of_two_models_are_one_token():
     """Whatever their names, and although each has another token of the other's name."""
-    student = Speaker(BYTES, len(BYTES), (BYTES.eos_token_id,))
+    student = ModelTokenizer(BYTES, len(BYTES), (BYTES.eos_token_id,))
     other = byte_level(special=("<end>",))
     (end,) = spelt(other, "<end>")
-    aligner = Aligner(student, Speaker(other, len(other), (end,)))
-    assert aligner.to_teacher[student.end] == end
-    assert aligner.cells.teacher.cells[end] == student.end
+    aligner = Aligner(student, ModelTokenizer(other, len(other), (end,)))
+    assert aligner.to_teacher[student.end_id] == end
+    assert aligner.outcomes.teacher[end] == student.end_id
     assert other.eos_token_id not in aligner.to_teacher
     assert (aligner.to_teacher >= 0).all()  # the 256 bytes and the end
 
 
-def test_a_token_that_only_one_has_is_in_the_cell_of_its_beginning():
-    aligner = Aligner(speaker(WORDS), speaker(OTHER))
+def test_a_token_that_only_one_has_is_in_the_outcome_of_its_beginning():
+    aligner = Aligner(model_tokenizer(WORDS), model_tokenizer(OTHER))
+    student, teacher = aligner.outcomes
 
-    def cell(text, of=WORDS, cells=aligner.cells.student.cells):
-        name = WORDS.convert_ids_to_tokens(int(cells[of.convert_tokens_to_ids(text)]))
-        return name
+    def outcome(token, tokenizer=WORDS, outcomes=student):
+        return WORDS.convert_ids_to_tokens(int(outcomes[tokenizer.convert_tokens_to_ids(token)]))
 
-    assert cell("t") == "t" and cell("th") == "t" and cell("19") == "1" and cell("ĠĠ") == "Ġ"
-    theirs = {"of": OTHER, "cells": aligner.cells.teacher.cells}
-    assert cell("he", **theirs) == "h" and cell("Ġthe", **theirs) == "Ġthe"  # both have this one
-    assert cell("98", **theirs) == "9" and cell("<think>", **theirs) == "<"
-    assert aligner.cells.size == len(WORDS) + 1
+    assert outcome("t") == "t" and outcome("th") == "t"
+    assert outcome("19") == "1" and outcome("ĠĠ") == "Ġ"
+    of_teacher = {"tokenizer": OTHER, "outcomes": teacher}
+    assert outcome("he", **of_teacher) == "h" and outcome("98", **of_teacher) == "9"
+    assert outcome("Ġthe", **of_teacher) == "Ġthe"  # both have this one
+    assert outcome("<think>", **of_teacher) == "<"
+    assert aligner.outcomes.size == len(WORDS) + 1
     number = np.arange(len(WORDS))
     common = aligner.to_teacher >= 0
-    mine, its, bits = aligner.cells
-    np.testing.assert_array_equal(mine.cells[common], number[common])
-    np.testing.assert_array_equal(its.cells[aligner.to_teacher[common]], number[common])
-    assert mine.common.tolist() == common.tolist() and its.common.sum() == common.sum()
-    assert bits[WORDS.convert_tokens_to_ids("t")] == ord("t")
+    np.testing.assert_array_equal(student[common], number[common])
+    np.testing.assert_array_equal(teacher[aligner.to_teacher[common]], number[common])
 
 
-def test_rows_without_a_token_are_in_the_last_cell():
+def test_rows_without_a_token_are_in_the_last_outcome():
     """And the teacher's in none where the student has no such row."""
-    aligner = Aligner(speaker(BYTES, 7), speaker(WORDS, 5))
-    last = aligner.cells.size - 1
-    assert (aligner.to_teacher[-7:] == -1).all() and (
-        aligner.cells.student.cells[-7:] == last
-    ).all()
-    assert (aligner.cells.teacher.cells[-5:] == last).all()
-    without = Aligner(speaker(BYTES), speaker(WORDS, 5)).cells
-    assert (without.teacher.cells[-5:] == without.size).all()
+    aligner = Aligner(model_tokenizer(BYTES, 7), model_tokenizer(WORDS, 5))
+    last = aligner.outcomes.size - 1
+    assert (aligner.to_teacher[-7:] == -1).all()
+    assert (aligner.outcomes.student[-7:] == last).all()
+    assert (aligner.outcomes.teacher[-5:] == last).all()
+    without = Aligner(model_tokenizer(BYTES), model_tokenizer(WORDS, 5)).outcomes
+    assert (without.teacher[-5:] == without.size).all()
 
 
-def test_a_token_that_is_no_text_is_in_the_stretch_of_the_one_before():
+def test_a_token_that_is_no_text_is_in_the_span_of_the_one_before():
     """The student may sample a row of its head for which its tokenizer has no token."""
-    aligner = Aligner(speaker(WORDS, 7), speaker(WORDS))
-    (row,) = aligner.rows([[*spelt(WORDS, "the"), len(WORDS) + 3, *spelt(WORDS, "x", END)]], 9)
+    aligner = Aligner(model_tokenizer(WORDS, 7), model_tokenizer(WORDS))
+    (row,) = aligner.align([[*spelt(WORDS, "the"), len(WORDS) + 3, *spelt(WORDS, "x", END)]], 9)
     assert row.kinds.tolist() == [Aligned.START, Aligned.INSIDE, Aligned.EXACT, Aligned.EXACT]
 
 
 def test_a_rollout_is_read_in_the_teacher_s_tokens():
-    aligner = Aligner(speaker(WORDS), speaker(BYTES))
+    aligner = Aligner(model_tokenizer(WORDS), model_tokenizer(BYTES))
     answers = [spelt(WORDS, "the", END), spelt(WORDS, "x", "19", "19")]
     prompts = [Prompt(i, (1,), "p", teacher_tokens=(4, 5)) for i in range(2)]
     groups = [[Completion(tuple(a), np.zeros(len(a)), np.zeros(len(a)), "stop")] for a in answers]
@@ -241,71 +241,31 @@ def test_a_rollout_is_read_in_the_teacher_s_tokens():
     given = read.alignment
     assert given.kinds.shape == given.sizes.shape == given.index.shape == (count, width)
     assert given.sizes[:2].sum(-1).tolist() == [3, 5] and not given.kinds[2:].any()
-    assert given.starts.shape == given.their_cells.shape == theirs.shape
-    # "the" begins in the cell "t", "19" in the cell "1". Where the
-    # student has said no longer one, no longer one follows, so that a sample tells which one does.
-    named = {t: WORDS.convert_ids_to_tokens(t) for t in range(len(WORDS))}
-    first = [named.get(int(c), int(c)) for c in given.cells.ravel() if c != -1]
-    t, one = (LONGER - WORDS.convert_tokens_to_ids(name) for name in ("t", "1"))
-    assert first == [t, END, "x", one, one]
-    its = [named[c] for row in given.their_cells[:2] for c in row[row >= 0].tolist()]
-    assert its == ["t", END, "x", "1", "1"]
+    assert given.starts.shape == theirs.shape
+    assert given.index[:2, :2].tolist() == [[0, 3], [0, 1]] and given.index[1, 2] == 3
+    assert given.starts[:2].sum(-1).tolist() == [2, 3]
     data = make_rollout(prompts, groups, policy_version=DATA, **limits)
-    assert set(aligner.read(data, 8, 12).alignment.kinds[0].tolist()) == {NONE, Aligned.EXACT}
+    read = aligner.read(data, 8, 12).alignment
+    assert read.kinds[0, :3].tolist() == [Aligned.START_ONLY, Aligned.EXACT, NONE]
 
 
-def test_what_a_teacher_samples_is_respelt():
+def test_what_a_teacher_samples_is_retokenized():
     """With an end where the teacher's has one; it has none at a stop string."""
-    aligner = Aligner(speaker(WORDS), speaker(BYTES))
+    aligner = Aligner(model_tokenizer(WORDS), model_tokenizer(BYTES))
 
-    def respelt(*tokens, most=8):
+    def retokenized(*tokens, most=8):
         given = Completion(tokens, np.zeros(2), np.zeros(2), "stop", "the 19")
-        return aligner.in_the_students_tokens(given, most)
+        return aligner.retokenize(given, most)
 
-    found = respelt(7, BYTES.eos_token_id)
+    found = retokenized(7, BYTES.eos_token_id)
     assert found.tokens == tuple(spelt(WORDS, "the", "Ġ", "19", END)) and found.text == "the 19"
-    cut = respelt(7, BYTES.eos_token_id, most=2)
+    cut = retokenized(7, BYTES.eos_token_id, most=2)
     assert cut.tokens == found.tokens[:2] and cut.finish_reason == "length"
-    assert respelt(7, 8).tokens == found.tokens[:-1]
-
-
-def test_tokens_are_sorted_by_what_begins_with_them():
-    spelling = Aligner(speaker(WORDS), speaker(OTHER))._ours
-    rank, last = spelling.spans(len(WORDS))
-    for token in ("t", "th", "the", "1", "\u0120", "x"):
-        (i,) = spelt(WORDS, token)
-        own = spelling.bytes[i]
-        begin = {k for k, b in enumerate(spelling.bytes[: len(WORDS)]) if b.startswith(own)}
-        begin -= spelling.special_ids
-        assert set(np.flatnonzero((rank >= rank[i]) & (rank <= last[i]))) == begin
-        assert set(spelling.begin_with(own)) == begin
-
-
-def test_a_border_that_a_token_from_further_back_would_have_crossed_is_none():
-    """After t and h the teacher's tokenizer would have said "the": that no e follows is known to it
-    and not to a student of bytes. So h and what follows it are one stretch."""
-    aligner = Aligner(speaker(BYTES), speaker(byte_level(("h", "e"), ("t", "he"))))
-    (row,) = aligner.rows([spelt(BYTES, "t", "h", "x", "t", END)], 20)
-    assert row.kinds.tolist() == [
-        Aligned.EXACT,
-        Aligned.START,
-        Aligned.INSIDE,
-        Aligned.EXACT,
-        Aligned.EXACT,
-    ]
-    assert row.cells[1] == row.their_cells[1] == LEFT_OUT
-    # What follows the first t is known to be no token "the", and so is what follows the second.
-    bits = [int.from_bytes(words.tobytes(), "little") for words in row.left_out]
-    h = 1 << ord("h") | 1 << 256
-    assert bits == [0, h, 0, 0, h]
-    assert (
-        row.their_ends.tolist() == [Continues.OF_A_CELL, 0, 0, Continues.OF_A_CELL, 0]
-        and not row.ends.any()
-    )
+    assert retokenized(7, 8).tokens == found.tokens[:-1]
 
 
 def test_a_tokenizer_that_does_not_spell_is_refused():
     inner = Tokenizer(models.WordPiece({"[UNK]": 0, END: 1}, unk_token="[UNK]"))
     inner.decoder = decoders.WordPiece()
     with pytest.raises(UserError, match=r"teacher's\s+tokenizer .*WordPiece.*teacher.tokenizer=st"):
-        Aligner(speaker(BYTES), speaker(made(inner)))
+        Aligner(model_tokenizer(BYTES), model_tokenizer(made(inner)))

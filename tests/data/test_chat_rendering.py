@@ -35,9 +35,9 @@ from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source
-from jaxrl.data.spelling import Spelling
 from jaxrl.data.stream import PromptStream
 from jaxrl.data.template_limits import program
+from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.observation import observed
@@ -444,12 +444,12 @@ def test_a_text_that_has_its_bos_gets_no_other() -> None:
 @pytest.mark.parametrize("text", ["46", " 46", "the", "\n46", " \n46", "  46", "ä", ""])
 def test_a_text_that_continues_gets_no_space_that_nobody_wrote(text: str) -> None:
     tokenizer = sentencepiece("th", "the", "46")
-    spelling = Spelling(tokenizer, len(tokenizer), "student")
+    token_bytes = TokenBytes(ModelTokenizer(tokenizer, len(tokenizer), ()), "student")
     messages = [{"role": "user", "content": text}]
     tokens = TurnEncoder(tokenizer).after(messages, eos=None, chat=False)
-    assert spelling.spelt(tokens) == text.encode()
-    (tokens_again,) = spelling.encode([text])
-    assert spelling.spelt(tokens_again) == text.encode()
+    assert token_bytes.join(tokens) == text.encode()
+    (tokens_again,) = token_bytes.encode([text])
+    assert token_bytes.join(tokens_again) == text.encode()
 
 
 def test_the_date_of_a_template_is_the_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:

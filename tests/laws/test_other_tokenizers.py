@@ -122,7 +122,7 @@ def spellers(tmp_path_factory):
 
 
 def test_devices_and_micro_batches_change_nothing(spellers, tmp_path):
-    """With stretches, whose baseline is the whole batch's."""
+    """With spans of several tokens."""
 
     def trained(name, *overrides):
         model = [f"teacher.model={spellers / 'bytes'}", "teacher.tokenizer=own"]

@@ -9,7 +9,6 @@ from cases import and_slow
 from dense_losses import with_tail
 
 from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax, sampled_reverse_kl
-from jaxrl.losses.stretches import stretch_reverse_kl
 
 # One program each in place of one for each of their operations.
 jsd = jax.jit(dense.jsd, static_argnames=("beta", "temperature"))
@@ -307,24 +306,6 @@ def test_no_single_token_is_the_gradient_of_a_batch(impossible):
     assert (gap[3, 5], gap[2, 2]) == (20, -20)
     np.testing.assert_allclose(total, gap.sum(), rtol=1e-4)
     assert metrics["gap_clamped"] == (2, 127)
-
-
-def test_no_single_stretch_is_the_gradient_of_a_batch():
-    """Of two tokens each; the second stretch is impossible for the teacher, the third masked."""
-    own = jnp.log(jnp.array([[0.5, 0.25, 0.5, 0.5, 0.5, 0.5]]))
-    starts = jnp.array([[True, False] * 3])
-    teacher = jnp.array([[-1.0, -1.0, -jnp.inf, -jnp.inf, jnp.nan, jnp.nan]])
-    mask, none = jnp.array([[True] * 4 + [False] * 2]), jnp.zeros((1, 6))
-
-    def loss(scores):
-        given = own, teacher, own, own, starts, mask, none
-        return stretch_reverse_kl(scores, *given)
-
-    (total, metrics), slope = jax.value_and_grad(loss, has_aux=True)(own)
-    gap = np.log(0.125) + 1
-    np.testing.assert_allclose(slope, [[gap, gap, 20, 20, 0, 0]], rtol=1e-6)
-    np.testing.assert_allclose(total, gap + 20, rtol=1e-6)
-    assert metrics["gap_clamped"] == (2, 4)
 
 
 def test_bad_settings_are_refused(student, teacher):
