@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens, topk_fields
+from jaxrl.algorithms.signals import Projection, completion_hidden, completion_tokens
 from jaxrl.losses.cells import LEFT_OUT, Borders, Cells, opened
 from jaxrl.losses.divergence import clamped_gap
 from jaxrl.losses.head import PathLogprobs, path_logprobs_from_hidden, topk_from_hidden
@@ -17,7 +17,17 @@ from jaxrl.losses.stretches import increments, stretch_sums
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
-from jaxrl.types import Aligned, Array, Sequences, TeacherSignal, TokenAlignment, TrainBatch
+from jaxrl.types import (
+    Aligned,
+    AlignedSignal,
+    Array,
+    HiddenSignal,
+    Sequences,
+    TokenAlignment,
+    TopKSignal,
+    TrainBatch,
+    Tree,
+)
 
 
 def aligned_score(
@@ -27,7 +37,7 @@ def aligned_score(
     sequences: Sequences,
     alignment: TokenAlignment,
     cells: Cells,
-) -> TeacherSignal:
+) -> AlignedSignal:
     """The signal at the student's tokens [B, C], of completions in the teacher's tokens [B, C'].
 
     At the beginning of a stretch it is about the distribution of its first cell: hidden states, or
@@ -53,7 +63,7 @@ def signal_of_hidden(
     cells: Cells,
     packing: Packing,
     softcap: Softcap = None,
-) -> TeacherSignal:
+) -> AlignedSignal:
     """`aligned_score`, from the hidden states of the packed completions."""
     options = p.options | {"v": p.vocab_size, "softcap": softcap}
     first = alignment.their_cells
@@ -66,26 +76,26 @@ def signal_of_hidden(
     )
     path = PathLogprobs(*map(packing.unpack, path))
     found = increments(path, first, alignment.their_left_out)
-    fields = {
+    fields: dict[str, Tree] = {
         "stretch_logprobs": stretch_sums(found, alignment.starts),
         "path_logprobs": stretch_sums(path.whole, alignment.starts),
     }
     open = opened(path.extra, alignment.their_left_out)
     if p.distill.signal == "hidden":
-        fields |= {"hidden": packing.unpack(hidden), "open": open}
+        fields |= {"at_borders": HiddenSignal(packing.unpack(hidden)), "open": open}
     elif p.distill.signal == "topk":
         open = packing.pack(open)
         borders = Borders(cells, known[-1], open, open)
         best = topk_from_hidden(hidden, kernel, p.distill.top_k, borders=borders, **options)
-        fields |= jax.tree.map(packing.unpack, topk_fields(best))
+        outcomes = TopKSignal(best.ids, best.logprobs, best.tail_logprob)
+        fields["at_borders"] = jax.tree.map(packing.unpack, outcomes)
 
     def at_the_students(x: Array) -> Array:
         index = alignment.index.reshape(*alignment.index.shape, *[1] * (x.ndim - 2))
         return jnp.take_along_axis(x, index, 1)
 
-    signal = TeacherSignal(**jax.tree.map(at_the_students, fields))
     of_student = {name: getattr(alignment, name) for name in OF_STUDENT}
-    return replace(signal, **of_student)
+    return AlignedSignal(**jax.tree.map(at_the_students, fields), **of_student)
 
 
 OF_STUDENT = ("kinds", "sizes", "cells", "ends", "left_out")
@@ -97,7 +107,7 @@ def with_baseline(batch: TrainBatch, signal: str) -> TrainBatch:
     another tokenizer sent its signal; 0 for the signal `sampled`. It is of the whole batch, however
     that is cut into micro-batches."""
     sent = batch.teacher
-    if sent is None or sent.kinds is None:
+    if not isinstance(sent, AlignedSignal):
         return batch
     mask = batch.sequences.loss_mask & (signal != "sampled")
     given = sent.kinds, sent.cells, sent.path_logprobs, batch.sampler_logprobs, mask

@@ -23,9 +23,10 @@ from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.run.context import RunContext
 from jaxrl.run.job import Job
 from jaxrl.run.loop import Resumed, evaluates
-from jaxrl.run.reporting import Reporter
+from jaxrl.run.reporting import PaddingMetrics, Reporter, ScorerMetrics
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Handle, WorkerGroup
+from jaxrl.teacher.teacher_metrics import TeacherMetrics
 from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
@@ -86,7 +87,6 @@ class Records:
         )
         self.checkpoints.newest = run.step or None
         self._stack.callback(self.checkpoints.stop)
-        multiple = context.plan.inputs.target.width_multiple
         self.reporter = Reporter(
             context,
             worker_group,
@@ -96,11 +96,7 @@ class Records:
             self._timeline,
             self.checkpoints,
             self.profile,
-            {
-                role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
-                for role, sizes in context.plan.axes.items()
-                if role in ("teacher", "reference")
-            },
+            _scorer_metrics(context),
         )
 
     def __enter__(self) -> Self:
@@ -180,3 +176,17 @@ def _describe_policy(job: Job, folder: Path) -> None:
     write_description(folder, job.student.config, dtype, tokenizer)
     if job.student.config.lora is not None:
         peft.describe(folder, job.student.config, job.student.base_name)
+
+
+def _scorer_metrics(context: RunContext) -> dict[str, ScorerMetrics]:
+    """Returns `Reporter.scorers`."""
+    job, plan = context.job, context.plan
+    multiple = plan.inputs.target.width_multiple
+    metrics: dict[str, ScorerMetrics] = {}
+    for role, sizes in plan.axes.items():
+        devices = RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
+        if role == "teacher":
+            metrics[role] = TeacherMetrics(job.config, devices, job.tokenizer, job.aligner)
+        elif role == "reference":
+            metrics[role] = PaddingMetrics(role, devices)
+    return metrics

@@ -37,7 +37,7 @@ from jaxrl.teacher.protocol import (
     first_mistake,
     write_request,
 )
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import Sequences, TeacherSignal, signal_of
 
 OVERHEAD = 1 << 14
 """Bytes of a request, or an answer, beside its tensors, at most."""
@@ -280,7 +280,7 @@ class TeacherClient:
             check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
-            return TeacherSignal(**tensors)
+            return signal_of(tensors)
 
         body = write_request(options, self.info.fingerprint, sequences, ids)
         b, c = sequences.loss_mask.shape

@@ -20,8 +20,8 @@ from jaxrl.losses.cells import LEFT_OUT, LONGER
 from jaxrl.losses.divergence import jsd
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.types import Aligned, Completion, Continues, Prompt, TrainBatch
 
 TEXTS = ("the year 1987", " the\n\nthe", "naïve 1998 19", "x")
@@ -155,12 +155,14 @@ def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, a
             cells = np.where(out, 0, cells)
             cells = np.concatenate([cells, 1 - cells.sum(-1, keepdims=True)], -1)
             best = np.argsort(-cells, -1)[:, :K]
-            sent = np.take_along_axis(cells, found.topk_ids[at, :n], -1)
+            sent = np.take_along_axis(cells, found.at_borders.topk_ids[at, :n], -1)
             np.testing.assert_allclose(
                 sent[border], np.take_along_axis(cells, best, -1)[border], atol=1e-5
             )
             tail = np.log1p(-np.take_along_axis(cells, best, -1).sum(-1))
-            np.testing.assert_allclose(found.tail_logprob[at, :n][border], tail[border], atol=3e-4)
+            np.testing.assert_allclose(
+                found.at_borders.tail_logprob[at, :n][border], tail[border], atol=3e-4
+            )
 
 
 @pytest.mark.parametrize("signal", BETA)
@@ -227,13 +229,17 @@ def test_the_loss_is_of_first_cells_and_of_what_follows_them(signal):
         )
         total, own = 0.0, in_cells(logs, mine.cells, open)
         if signal == "hidden":
-            z = jax.nn.log_softmax(jnp.einsum("bcd,vd->bcv", sent.hidden, their_head), -1)
+            z = jax.nn.log_softmax(
+                jnp.einsum("bcd,vd->bcv", sent.at_borders.hidden, their_head), -1
+            )
             their = in_cells(z, theirs.cells, sent.open)
             total, _ = jsd(own, their, border, beta=BETA[signal])
         elif signal == "topk":
-            chosen = jnp.take_along_axis(own, sent.topk_ids, -1)
+            chosen = jnp.take_along_axis(own, sent.at_borders.topk_ids, -1)
             tail = jnp.log1p(-jnp.exp(chosen).sum(-1, keepdims=True))
-            teacher = jnp.concatenate([sent.topk_logprobs, sent.tail_logprob[..., None]], -1)
+            teacher = jnp.concatenate(
+                [sent.at_borders.topk_logprobs, sent.at_borders.tail_logprob[..., None]], -1
+            )
             outcomes = jnp.concatenate([chosen, tail], -1)
             total, _ = jsd(outcomes, teacher, border, beta=BETA[signal])
         token = jnp.take_along_axis(logs, tokens[..., None], -1)[..., 0]

@@ -39,9 +39,9 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
-from jaxrl.roles.scorer import Scorer
 from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError
 from jaxrl.teacher.connection import Limits
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     TOKEN,
@@ -63,7 +63,15 @@ from jaxrl.teacher.remote import (
 )
 from jaxrl.teacher.server import TeacherServer
 from jaxrl.teacher.service import ScoringService, rows_of
-from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
+from jaxrl.types import (
+    HiddenSignal,
+    Prompt,
+    Rollout,
+    SampledSignal,
+    Sequences,
+    TeacherSignal,
+    signal_of,
+)
 
 V, K = 64, 4
 DISTILLS = {
@@ -178,7 +186,8 @@ def assert_equal(
 ) -> None:
     assert ours is not None
     some = 0
-    for field in fields(TeacherSignal):
+    assert type(ours) is type(theirs)
+    for field in fields(theirs):
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
         assert (mine is None) == (other is None), field.name
         if other is not None:
@@ -224,7 +233,7 @@ def test_the_head_is_the_models(server: TeacherServer, service: ScoringService) 
 
 def test_bfloat16_travels_as_it_is() -> None:
     values = np.arange(12, dtype=np.float32).astype(jnp.bfloat16).reshape(2, 3, 2)
-    back, _ = decode(b"".join(write_signal(TeacherSignal(hidden=values))))
+    back, _ = decode(b"".join(write_signal(HiddenSignal(hidden=values))))
     assert back["hidden"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(back["hidden"], values)
 
@@ -555,7 +564,7 @@ class Failing(Ready):
             raise Gone
         self.computed += 1
         b, c = request.sequences.loss_mask.shape
-        return TeacherSignal(token_logprobs=np.zeros((b, c), np.float32))
+        return SampledSignal(token_logprobs=np.zeros((b, c), np.float32))
 
 
 def test_a_request_that_fails_inside_is_told_and_the_server_lives(
@@ -641,7 +650,7 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
     class Short(Failing):
         def score(self, request: Any, wanted: Any) -> TeacherSignal:
             self.calls += 1
-            return TeacherSignal(token_logprobs=np.zeros((3, 7), np.float32))
+            return SampledSignal(token_logprobs=np.zeros((3, 7), np.float32))
 
     short = Short(server.services[""].info)
     with serving(short) as half:
@@ -700,7 +709,7 @@ def test_an_answer_that_no_teacher_can_give_is_refused(
     def tell(change: Callable[[dict[str, Any]], None]) -> None:
         tensors = {k: x for k, x in vars(expected(DISTILLS[signal])).items() if x is not None}
         change(tensors)
-        service.score = lambda *_: TeacherSignal(**tensors)  # type: ignore[method-assign]
+        service.score = lambda *_: signal_of(tensors)  # type: ignore[method-assign]
 
     def unread(tensors: dict[str, Any]) -> None:
         for name, x in tensors.items():
@@ -907,7 +916,7 @@ def test_an_answer_that_nobody_takes_holds_no_turn_for_long(
     service: ScoringService, rollout: Rollout
 ) -> None:
     big = Failing(service.info)
-    big.score = lambda *_: TeacherSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
+    big.score = lambda *_: HiddenSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
     with serving(big, threads=1, idle_s=0.3, answer_s=1000) as server:
         body = good(service.info, rollout)
         head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -1044,7 +1053,7 @@ def test_a_completions_server_tells_what_the_scorer_tells(
             told = RemoteTeachers(asked, V).score(rollout)
             assert told is not None
             theirs = expected(distill)
-            for field in fields(TeacherSignal):
+            for field in fields(theirs):
                 mine, other = getattr(told, field.name), getattr(theirs, field.name)
                 assert (mine is None) == (other is None)
                 if other is not None:

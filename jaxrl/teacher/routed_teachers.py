@@ -1,4 +1,4 @@
-"""Several teachers in one role. They take turns on its devices, and answer as one."""
+"""Several teachers on the devices of one role. They take turns, and answer as one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.signals import Projection, mixture_signal
-from jaxrl.algorithms.teachers import by_teacher, teacher_weights
+from jaxrl.algorithms.signals import Projection, merged_signal, mixture_signal
+from jaxrl.algorithms.teacher_weights import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.packing import room_of, row_devices
@@ -22,19 +21,27 @@ from jaxrl.models.parameters import head
 from jaxrl.rewards.scoring import RewardReport
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler
-from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import AddFeedback, informed, keep_weights
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Array, Completion, Prompt, Rollout, Sequences, TeacherSignal, Tree
+from jaxrl.teacher.local_teacher import AddFeedback, Scorer, informed, keep_weights
+from jaxrl.types import (
+    Array,
+    Completion,
+    HiddenSignal,
+    Prompt,
+    Rollout,
+    Sequences,
+    TeacherSignal,
+    Tree,
+)
 
 COMBINE = "combine"
 """The turn in which a mixture is made of all teachers' hidden states."""
 
 
-class Teachers:
+class RoutedTeachers:
     """The role `teacher` with several models. Where frozen weights are offloaded, those of one
     teacher at a time are on the devices."""
 
@@ -49,7 +56,7 @@ class Teachers:
         Args:
             projection: of the run.
             width: of the widest teacher's hidden states.
-            add_feedback: as of `Teacher`.
+            add_feedback: as of `LocalTeacher`.
         """
         self._config, self._projection, self._add_feedback = config, projection, add_feedback
         self._scorers: dict[str, Scorer] = {}
@@ -83,7 +90,7 @@ class Teachers:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        """As of `Teacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+        """As of `LocalTeacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
         longest = self._config.teacher_prompt_tokens
         rollout = informed(rollout, rewards, self._add_feedback)
         rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
@@ -151,7 +158,9 @@ class Teachers:
         each = own_parts(given, weights, self._devices, mixed=True).values()
         for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
             with self._turn("score", name):
-                hidden.append(scorer.run(own).hidden)
+                signal = scorer.run(own)
+                assert isinstance(signal, HiddenSignal)
+                hidden.append(signal.hidden)
                 current().put("teacher.signal", hidden)
         heads = None
         if self._combines:
@@ -180,8 +189,6 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
     def combine(
         hidden: tuple[Array, ...], heads: Tree, weights: Array, sequences: Sequences, ids: Array
     ) -> TeacherSignal:
-        if projection.distill.signal == "hidden":
-            return TeacherSignal(hidden=jnp.concatenate(hidden, -1))
         return mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
@@ -199,14 +206,7 @@ def merge_program(projection: Projection, width: int) -> Wrapped:
     def merge(
         so_far: TeacherSignal | None, signal: TeacherSignal, mine: jax.Array
     ) -> TeacherSignal:
-        if signal.hidden is not None:
-            more = [(0, 0), (0, 0), (0, width - signal.hidden.shape[-1])]
-            signal = replace(signal, hidden=jnp.pad(signal.hidden, more))
-
-        def choose(old: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return signal if so_far is None else jax.tree.map(choose, so_far, signal)
+        return merged_signal(so_far, signal, mine, width)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(merge, out_shardings=rows)

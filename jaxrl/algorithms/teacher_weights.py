@@ -38,7 +38,7 @@ def with_weights(
     each = zip(config.teachers, tokens, strict=True)
     metrics = {f"distill/{name}/tokens": float(count) for name, count in each}
     shares = np.repeat(weights[:, None], mask.shape[1], 1)
-    return replace(batch, teacher=replace(batch.teacher, weights=shares)), metrics
+    return replace(batch, teacher_weights=shares), metrics
 
 
 def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tuple[float, ...]:
