@@ -186,17 +186,21 @@ def score(
 def mixture_signal(
     p: Projection,
     hidden: Sequence[Float[Array, "B C _"]],
-    kernels: Sequence[Float[Array, "_ _"]],
+    kernels: Sequence[Float[Array, "_ _"]] | None,
     softcaps: Sequence[Softcap],
     weights: Float[Array, "B K"],
     sequences: Sequences,
     ids: Int[Array, "B C K"] | None,
 ) -> TeacherSignal:
     """Computes what `distill.signal` asks of a mixture of teachers, from the hidden states of each
-    at the completions; zeros at their padding."""
-    assert p.mixture is not None
+    at the completions; zeros at their padding.
+
+    Args:
+        kernels: the LM head of each; None for the signal `hidden`.
+    """
     if p.distill.signal == "hidden":
         return HiddenSignal(jnp.concatenate(hidden, -1))
+    assert p.mixture is not None and kernels is not None
     packing = pack(sequences, p.mesh)
     shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
     streams, shares = jax.tree.map(packing.pack, (tuple(hidden), shares))

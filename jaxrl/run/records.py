@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from jaxrl.formats.hf import write_description
 from jaxrl.models.packing import RowDevices
 from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.context import RunContext
 from jaxrl.run.job import Job
 from jaxrl.run.loop import Resumed, evaluates
-from jaxrl.run.reporting import PaddingMetrics, Reporter, ScorerMetrics
+from jaxrl.run.reporting import Reporter, ScorerMetrics
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Handle, WorkerGroup
 from jaxrl.teacher.teacher_metrics import TeacherMetrics
@@ -31,7 +32,7 @@ from jaxrl.telemetry.log import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, open_trackers
-from jaxrl.types import Row
+from jaxrl.types import Rollout, Row
 
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
@@ -188,5 +189,11 @@ def _scorer_metrics(context: RunContext) -> dict[str, ScorerMetrics]:
         if role == "teacher":
             metrics[role] = TeacherMetrics(job.config, devices, job.tokenizer, job.aligner)
         elif role == "reference":
-            metrics[role] = PaddingMetrics(role, devices)
+            metrics[role] = partial(_reference_metrics, devices)
     return metrics
+
+
+def _reference_metrics(
+    devices: RowDevices, rollout: Rollout, parts: int, messages: Sequence[str]
+) -> dict[str, float]:
+    return {"reference/padding": scored_padding(rollout, parts, devices)}

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
 from jaxrl.profile.traces import Profile
-from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.context import RunContext
 from jaxrl.run.evaluation import evaluation_row
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
@@ -38,17 +36,6 @@ AGREEMENT = "distill/top1_agreement"
 
 ScorerMetrics = Callable[[Rollout, int, Sequence[str]], dict[str, float]]
 """(rollout, parts in which a role scored it, messages of its rewards) -> the role's metrics."""
-
-
-@dataclass(frozen=True)
-class PaddingMetrics:
-    """`ScorerMetrics` of a role that reads rollouts as they are."""
-
-    role: str
-    devices: RowDevices
-
-    def __call__(self, rollout: Rollout, parts: int, messages: Sequence[str]) -> dict[str, float]:
-        return {f"{self.role}/padding": scored_padding(rollout, parts, self.devices)}
 
 
 @dataclass

@@ -129,14 +129,44 @@ def frozen_of_teacher(setup: TeacherSetup, mesh: Mesh) -> dict[str, Tree]:
     config, everywhere = setup.config, NamedSharding(mesh, PartitionSpec())
     frozen: dict[str, Tree] = {}
     if config.learns_from_teacher and config.distill.signal == "hidden":
+        heads, caps = list[jax.Array](), [setup.student.config.final_softcap]
         if not config.teacher_follows:  # else the head is the actor's own
-            frozen["teacher_head"] = _teacher_head(setup, mesh)
-        if any(softcaps := _softcaps(setup)):
-            caps = put(softcaps, everywhere)
-            frozen["teacher_softcap"] = caps if config.teachers else caps[0]
+            caps.clear()
+            for head, cap in _heads(setup, mesh):
+                # Heads that are equal are one array; the comparison is False of other shapes.
+                same = (other for other in heads if bool(jnp.array_equal(other, head)))
+                heads.append(next(same, head))
+                caps.append(cap)
+            frozen["teacher_head"] = tuple(heads) if config.teachers else heads[0]
+        if any(caps):
+            placed = put([None if cap is None else np.float32(cap) for cap in caps], everywhere)
+            frozen["teacher_softcap"] = tuple(placed) if config.teachers else placed[0]
     if setup.cells is not None:
         frozen["cells"] = put(setup.cells, everywhere)
     return frozen
+
+
+def _heads(setup: TeacherSetup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]:
+    """Yields the LM head [V, Dt] of each teacher on the actor's mesh, V being what all models
+    share, and `DecoderConfig.final_softcap`: a service's, a cache's, or a local model's."""
+    teacher, v = setup.config.teacher, setup.vocab_size
+
+    def placed(head: np.ndarray) -> jax.Array:
+        return put(head, head_sharding(head.shape, mesh))
+
+    for name, info in setup.served.items():
+        assert isinstance(info, Info), "`check_remote` refuses others"
+        yield placed(remote_head(setup.config, v, info, name)), info.final_softcap
+    if teacher.cache is not None and not setup.teachers:
+        cache = ScoreCache(teacher.cache)
+        stored = cache.head(v).astype(jnp.dtype(teacher.dtype))
+        yield placed(stored), cache.config.final_softcap
+    for source in setup.teachers.values():
+        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
+        if setup.cells is None and head.shape[0] != v:
+            # Drops the rows of tokens that the student lacks: once here, not at every step.
+            head = first_rows_program(v, head.shape[1], mesh)(head)
+        yield head, source.config.final_softcap
 
 
 def receiver_of_teacher(setup: TeacherSetup, mesh: Mesh | None) -> Receiver | None:
@@ -154,44 +184,3 @@ def receiver_of_teacher(setup: TeacherSetup, mesh: Mesh | None) -> Receiver | No
 
 def _layout(setup: TeacherSetup) -> Layout:
     return "unstacked" if setup.teacher_samples else "stacked"
-
-
-def _teacher_head(setup: TeacherSetup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
-    """Returns the teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of
-    several teachers, one for each; heads that are equal are one array."""
-    heads: list[jax.Array] = []
-    for head in _heads(setup, mesh):
-        same = (one for one in heads if bool(jnp.array_equal(one, head)))  # False of other shapes
-        heads.append(next(same, head))
-    return tuple(heads) if setup.config.teachers else heads[0]
-
-
-def _heads(setup: TeacherSetup, mesh: Mesh) -> Iterator[jax.Array]:
-    """Yields the LM head of each teacher: a service's, a cache's, or a local model's."""
-    teacher, v = setup.config.teacher, setup.vocab_size
-
-    def placed(head: np.ndarray) -> jax.Array:
-        return put(head, head_sharding(head.shape, mesh))
-
-    for name, info in setup.served.items():
-        yield placed(remote_head(setup.config, v, info, name))
-    if teacher.cache is not None and not setup.teachers:
-        yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
-    for source in setup.teachers.values():
-        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.cells is None and head.shape[0] != v:
-            # Drops the rows of tokens that the student lacks: once here, not at every step.
-            head = first_rows_program(v, head.shape[1], mesh)(head)
-        yield head
-
-
-def _softcaps(setup: TeacherSetup) -> tuple[np.float32 | None, ...]:
-    """Returns `DecoderConfig.final_softcap` of each teacher, in the order of `_heads`."""
-    config = setup.config
-    caps = [info.final_softcap for info in setup.served.values() if isinstance(info, Info)]
-    if config.teacher.cache is not None and not setup.teachers:
-        caps.append(ScoreCache(config.teacher.cache).config.final_softcap)
-    caps += [source.config.final_softcap for source in setup.teachers.values()]
-    if config.teacher_follows:
-        caps = [setup.student.config.final_softcap]
-    return tuple(None if cap is None else np.float32(cap) for cap in caps)
