@@ -212,6 +212,7 @@ class Loop:
             self._send_weights(role, version)
 
     def _send_weights(self, role: str, version: int) -> None:
+        """Has the actor send its weights to a role that takes them."""
         publish = self._roles[role].publish
         assert publish is not None
         weights = self.calls.call("actor", publish, version=version)

@@ -42,8 +42,8 @@ class CachedTeacher:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of a slice of the rows; read signals
-        are numpy arrays."""
+        """Returns the teacher's signal for each completion position of a slice of the rows; read
+        signals are numpy arrays."""
         if self._live is not None and rollout.policy_version >= 0:
             return self._live.score(rollout, part, parts, rewards)
         rows = part_rows(len(rollout.group_ids), part, parts, 1)

@@ -78,8 +78,8 @@ class Scorer:
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of a slice of the rows, on its own
-        mesh.
+        """Returns the teacher's signal for each completion position of a slice of the rows, on its
+        own mesh.
 
         Args:
             part, parts: index and number of slices. All slices but the last have the same size,
@@ -102,7 +102,7 @@ class Scorer:
             return signal
 
     def run(self, given: ScoredPart) -> TeacherSignal:
-        """The signal of the rows of a part, without its padding."""
+        """Returns the signal of the rows of a part, without its padding."""
         live = given.live
         placed = put((given.sequences, given.ids, given.alignment), self._rows)
         placed = (*placed, self._cells)
@@ -147,9 +147,11 @@ class LocalTeacher:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
+        """Scores as `Scorer.score` does; `rewards` are for a teacher that gets feedback."""
         return self._scorer.score(informed(rollout, rewards, self._add_feedback), part, parts)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """Samples completions of each prompt, to train on."""
         sampler, respell = self._samples(), self._respell
         groups = sampler.completions(prompts, step)
         if respell is not None:
@@ -157,6 +159,7 @@ class LocalTeacher:
         return sampler.make_batch(prompts, groups)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        """Samples completions of each prompt, to evaluate."""
         return self._samples().sample(prompts)
 
     def load(self, weights: Weights) -> dict[str, float]:
@@ -217,9 +220,9 @@ def keep_weights(
 
 @lru_cache(maxsize=8)  # one program for all scorers of one shape, and for the runs of a process
 def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
-    """Jitted: (parameters, sequences, the student's top-k ids or None) -> the teacher's signal, of
-    the first `live` rows. Of a teacher with another tokenizer further: the alignment of its
-    sequences; the cells of the student's and of its own tokens (`losses.cells`).
+    """Returns the jitted (parameters, sequences, the student's top-k ids or None) -> the teacher's
+    signal, of the first `live` rows. Of a teacher with another tokenizer further: the alignment of
+    its sequences; the cells of the student's and of its own tokens (`losses.cells`).
     """
 
     def score_rows(

@@ -68,8 +68,8 @@ class RemoteTeachers:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of some rows, as numpy arrays. Of
-        several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
+        """Returns the teacher's signal for each completion position of some rows, as numpy arrays.
+        Of several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
         has no teacher, as padding.
 
         Args:
@@ -92,7 +92,7 @@ class RemoteTeachers:
         return client.score(*given, self._config.distill, self._vocab_size)
 
     def _combined(self, given: RowInputs, weights: np.ndarray) -> TeacherSignal:
-        """What several teachers say of rows with these weights [n, K]."""
+        """Asks several teachers about rows with these weights [n, K], side by side."""
         asked = weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
 
@@ -141,14 +141,14 @@ def _part(n: int, part: int, parts: int) -> slice | None:
 
 
 def _spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """The rows of `x` where `mine` [n] is True; elsewhere 0."""
+    """Returns [n, ...]: the rows of `x` where `mine` [n] is True, 0 elsewhere."""
     spread = np.zeros((len(mine), *x.shape[1:]), x.dtype)
     spread[mine] = x
     return spread
 
 
 def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
-    """The handshake with a served teacher. Raises UserError where nobody answers."""
+    """Asks a served teacher for the handshake. Raises UserError where nobody answers."""
     try:
         return _client(config, name, MEET_S).info
     except TeacherError as error:
@@ -156,7 +156,7 @@ def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
 
 
 def remote_head(config: Config, rows: int, info: AnyInfo, name: str = ONLY) -> np.ndarray:
-    """The teacher's LM head [rows, D], cut after `rows`, in the server's dtype.
+    """Fetches the teacher's LM head [rows, D], cut after `rows`, in the server's dtype.
 
     Args:
         info: of the handshake before the run; another teacher's head is refused.

@@ -72,8 +72,8 @@ class RoutedTeachers:
         return mixture_program(self._projection, softcaps)
 
     def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
-        """The next teacher, in the order of `config.teachers`. Where frozen weights are offloaded,
-        its weights are on the host while it has no turn.
+        """Adds the next teacher, in the order of `config.teachers`. Where frozen weights are
+        offloaded, its weights are on the host while it has no turn.
 
         Args:
             scorer: of a mixture's teacher, it sends hidden states.
@@ -90,7 +90,8 @@ class RoutedTeachers:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        """As of `LocalTeacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+        """Scores as `LocalTeacher` does. A row gets its teacher's signal, or that of the
+        mixture."""
         longest = self._config.teacher_prompt_tokens
         rollout = informed(rollout, rewards, self._add_feedback)
         rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
@@ -105,7 +106,7 @@ class RoutedTeachers:
             return self._mixed(given, weights[given.rows])
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """Each prompt's completions are by its own teacher."""
+        """Samples completions of each prompt by its own teacher, to train on."""
 
         def ask(sampler: Sampler, mine: Sequence[Prompt]) -> list[list[Completion]]:
             return sampler.completions(mine, step)
@@ -114,7 +115,7 @@ class RoutedTeachers:
         return any_sampler.make_batch(prompts, self._sampled("generate", prompts, ask))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        """Each prompt's completions are by its own teacher."""
+        """Samples completions of each prompt by its own teacher, to evaluate."""
         return self._sampled("sample", prompts, Sampler.sample)
 
     def _sampled(
@@ -123,7 +124,7 @@ class RoutedTeachers:
         prompts: Sequence[Prompt],
         ask: Callable[[Sampler, Sequence[Prompt]], list[list[Completion]]],
     ) -> list[list[Completion]]:
-        """What each prompt's own teacher answers."""
+        """Asks each prompt's own teacher."""
         sampled: dict[int, list[Completion]] = {}
         for name, mine in by_teacher(self._config, prompts).items():
             if mine:
@@ -137,7 +138,7 @@ class RoutedTeachers:
         return phase(name)
 
     def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
-        """Every row's own teacher computes it alone."""
+        """Computes each row by its own teacher alone."""
         found: TeacherSignal | None = None
         scorers = list(self._scorers.items())
         for k, own in own_parts(given, weights, self._devices, mixed=False).items():
@@ -153,7 +154,7 @@ class RoutedTeachers:
         return found
 
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
-        """Every teacher computes the rows in which it has a share."""
+        """Computes by every teacher the rows in which it has a share, and mixes."""
         hidden: list[jax.Array] = []
         each = own_parts(given, weights, self._devices, mixed=True).values()
         for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
@@ -179,8 +180,8 @@ class RoutedTeachers:
 
 
 def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Wrapped:
-    """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
-    top-k ids or None) -> the signal of the mixture.
+    """Returns the jitted (hidden states of each teacher, their heads, weights [B, K], sequences,
+    the student's top-k ids or None) -> the signal of the mixture.
 
     Args:
         softcaps: `DecoderConfig.final_softcap` of each teacher.
@@ -196,8 +197,8 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
 
 
 def merge_program(projection: Projection, width: int) -> Wrapped:
-    """Jitted: (the signal so far or None, a teacher's signal, its rows [B] bool) -> the signal with
-    that teacher's in its rows.
+    """Returns the jitted (the signal so far or None, a teacher's signal, its rows [B] bool) -> the
+    signal with that teacher's in its rows.
 
     Args:
         width: of the widest teacher's hidden states; narrower ones get zeros at their end.
