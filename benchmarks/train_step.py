@@ -38,7 +38,7 @@ from jaxrl.run.job import Job, make_job
 from jaxrl.run.launch import make_actor
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.reshard import reshard
-from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+from jaxrl.types import Completion, HiddenSignal, Prompt, Rollout, TeacherSignal
 
 ROLES = ("actor", "rollout", "teacher")
 
@@ -107,7 +107,7 @@ def make_batch(
         max_new_tokens=new,
     )
     hidden = rng.standard_normal((rows, new, job.teachers["teacher"].config.d_model), np.float32)
-    return rollout, TeacherSignal(hidden=jnp.asarray(hidden, arguments.dtype))
+    return rollout, HiddenSignal(hidden=jnp.asarray(hidden, arguments.dtype))
 
 
 def parts(

@@ -207,50 +207,86 @@ class Rollout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TeacherSignal:
-    """What a teacher sends for each completion position. Only the fields of the configured
-    `distill.signal` are set."""
+class HiddenSignal:
+    """The teacher's last hidden states; the actor holds its LM head."""
 
-    hidden: Array = None
-    """[B, C, Dt]: last hidden states, after the final norm; of a mixture of teachers, those of each
-    one after the other. Where rows have teachers of several widths, zeros follow the narrower."""
-    topk_ids: Array = None
-    """[B, C, K] int32."""
-    topk_logprobs: Array = None
-    """[B, C, K] float32, nats."""
-    tail_logprob: Array = None
-    """[B, C] float32, nats: log of the probability outside the K ids."""
-    token_logprobs: Array = None
-    """[B, C] float32, nats: log-prob of the token in the sequence."""
+    hidden: Array
+    """[B, C, Dt], after the final norm; of a mixture of teachers, those of each one after the
+    other. Where rows have teachers of several widths, zeros follow the narrower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncertainty:
+    """What the entropy-aware term reads of a teacher that sends log-probs; None without it."""
+
     best_ids: Array = None
-    """[B, C, K'] int32: the teacher's own most probable tokens, for the entropy-aware term."""
+    """[B, C, K'] int32: the teacher's own most probable tokens."""
     best_logprobs: Array = None
     """[B, C, K'] float32, nats."""
     best_tail: Array = None
     """[B, C] float32, nats: log of the probability outside the K' ids."""
     entropy: Array = None
     """[B, C] float32, nats."""
-    weights: Array = None
-    """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
-    prompt. Set by the actor."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AlignedSignal(TeacherSignal):
+class TopKSignal(Uncertainty):
+    """The teacher's log-probs of K tokens: its own most probable ones, or the student's."""
+
+    topk_ids: Array
+    """[B, C, K] int32."""
+    topk_logprobs: Array
+    """[B, C, K] float32, nats."""
+    tail_logprob: Array
+    """[B, C] float32, nats: log of the probability outside the K ids."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledSignal(Uncertainty):
+    """The teacher's log-probs of the completion's tokens."""
+
+    token_logprobs: Array
+    """[B, C] float32, nats."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AlignedSignal:
     """What a teacher with another tokenizer sends, at the student's tokens
     (`losses.token_spans`). Hidden states or the most probable outcomes, in the place of tokens, are
     those of the beginning of each token's span; neither is set for the signal `sampled`."""
 
-    span_logprobs: Array = None
+    span_logprobs: Array
     """[B, C] float32, nats: at each token the log-prob of its span."""
     kinds: Array = None
     """[B, C] int32: as of `TokenAlignment`."""
     sizes: Array = None
     """[B, C] int32: as of `TokenAlignment`."""
+    hidden: Array = None
+    """[B, C, Dt], where spans begin."""
+    topk_ids: Array = None
+    """[B, C, K] int32: outcomes."""
+    topk_logprobs: Array = None
+    """[B, C, K] float32, nats."""
+    tail_logprob: Array = None
+    """[B, C] float32, nats: log of the probability of all other outcomes."""
     baseline: Array = None
     """[B, C] float32, nats: `losses.token_spans.span_baseline`. Set by the actor, of a whole batch.
     """
+
+
+TeacherSignal = HiddenSignal | TopKSignal | SampledSignal | AlignedSignal
+"""What a teacher sends for each completion position (`distill.signal`)."""
+
+
+def signal_of(tensors: Mapping[str, Array]) -> HiddenSignal | TopKSignal | SampledSignal:
+    """Returns the signal whose fields these tensors are, as they are sent and stored by name."""
+    for signal, name in ((HiddenSignal, "hidden"), (TopKSignal, "topk_ids")):
+        if name in tensors:
+            return signal(**tensors)
+    return SampledSignal(**tensors)
 
 
 @jax.tree_util.register_dataclass
@@ -272,6 +308,9 @@ class TrainBatch:
     in_policy: Array = None
     """[B] bool: rows that the policy loss, its KL and its entropy include; None: all. The other
     rows train on the divergence from a teacher only."""
+    teacher_weights: Array = None
+    """[B, C, K] float32: the share of each of several teachers; they sum to 1 in rows with a
+    prompt. None: there is one teacher."""
 
     @property
     def policy_mask(self) -> Array:

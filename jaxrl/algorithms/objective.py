@@ -41,7 +41,7 @@ from jaxrl.losses.policy import (
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
 from jaxrl.process.json_types import Keywords
-from jaxrl.types import Frozen, LossParts, Sums, Totals, TrainBatch
+from jaxrl.types import Frozen, LossParts, SampledSignal, Sums, Totals, TrainBatch
 
 Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
 """(streams of the micro-batch, hidden [X, m, D], head [V, D], micro-batch, frozen arrays, totals)
@@ -148,7 +148,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         corrected = correct(correction, start, batch.sampler_logprobs, mask)
         advantages, opd = batch.advantages, Sums()
         if p.opd_coef > 0:
-            assert batch.teacher is not None
+            assert isinstance(batch.teacher, SampledSignal)
             gap = (start, batch.teacher.token_logprobs, mask)
             advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
             opd = {"opd_clamped": token_metric(clamped_gap(*gap)[1], mask)}

@@ -7,8 +7,8 @@ the first argument of the next call. Workers check their roles against the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -39,12 +39,12 @@ class ActorRole(Protocol):
     def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
         """Trains on one rollout batch."""
 
-    def publish(self, version: int, dtype: str) -> Weights:
-        """The policy after `version` batches, on its way to the role that samples."""
+    def publish(self, version: int) -> Weights:
+        """Sends the policy after `version` batches to the role that samples."""
 
     def publish_to_teacher(self, version: int) -> Weights:
-        """The policy after `version` batches, or its moving average (`teacher.ema`), on its way to
-        a teacher that follows it."""
+        """Sends the policy after `version` batches, or its moving average (`teacher.ema`), to a
+        teacher that follows it."""
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write the state after `step` batches to `folder`; returns `step`."""
@@ -57,11 +57,15 @@ class ActorRole(Protocol):
         """Writes the policy as a Hugging Face folder. Returns None or an error message."""
 
 
-class ServedTeacherRole(Protocol):
-    """A teacher served outside the run, or its scores on disk: it cannot sample."""
+class TeacherRole(Protocol):
+    """Every teacher; what it needs to score, and whether it follows the policy, is in
+    `role_calls`."""
 
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """The teacher's signal for the `part`-th of `parts` slices of rows; None if it is empty."""
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """Returns the signal for each completion position of the `part`-th of `parts` slices of
+        rows; None if the slice is empty. Only a teacher that needs `rewards` reads them."""
 
 
 class SamplingRole(Protocol):
@@ -74,30 +78,26 @@ class SamplingRole(Protocol):
         """`eval.samples` completions of each prompt, to evaluate."""
 
 
-class TeacherRole(SamplingRole, Protocol):
-    """Scores completions; samples, for `distill.seq_kd` and for its own accuracy."""
-
-    def score(
-        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
-    ) -> TeacherSignal | None:
-        """As in `ServedTeacherRole`. `rewards` are for a teacher that gets feedback."""
+class SamplingTeacherRole(TeacherRole, SamplingRole, Protocol):
+    """A teacher of the run's own, which samples for `distill.seq_kd` and for its own accuracy."""
 
 
-class FollowingTeacherRole(TeacherRole, Protocol):
-    """A teacher whose weights come from the actor."""
+class ReceivingRole(Protocol):
+    """Works with weights that the actor sends."""
 
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version. Returns the metrics of the transfer."""
 
 
-class RolloutRole(SamplingRole, Protocol):
+class FollowingTeacherRole(SamplingTeacherRole, ReceivingRole, Protocol):
+    """A teacher that follows the policy."""
+
+
+class RolloutRole(SamplingRole, ReceivingRole, Protocol):
     """Samples with the policy's weights."""
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
         """As in `SamplingRole`; each attempt uses different random numbers."""
-
-    def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of the policy. Returns the metrics of the transfer."""
 
 
 class ReferenceRole(Protocol):
@@ -120,17 +120,48 @@ class GrouperRole(Protocol):
     def score(self, rollout: Rollout) -> Embedded: ...
 
 
+@dataclass(frozen=True)
+class RoleCalls:
+    """How a role is called: what the loop asks in place of the role's name."""
+
+    protocol: Any
+    """Has its methods."""
+    parts: int | None = None
+    """Slices of the rows of a batch that it scores, one in a call; None: whole batches."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Argument of its `score` -> the role whose scores of the batch that is."""
+    publish: Callable[..., Weights] | None = None
+    """The actor's method that sends it the policy; None: it takes no weights."""
+    consumed: bool = False
+    """Its scores are freed once the actor has them."""
+    concurrent: bool = False
+    """It takes several calls at once."""
+
+
+def role_calls(config: Config) -> dict[str, RoleCalls]:
+    """Role -> how it is called."""
+    teacher: Any = SamplingTeacherRole if config.teacher_models else TeacherRole
+    follows = config.teacher_follows
+    return {
+        "actor": RoleCalls(ActorRole),
+        "rollout": RoleCalls(RolloutRole, publish=ActorRole.publish),
+        "teacher": RoleCalls(
+            FollowingTeacherRole if follows else teacher,
+            config.teacher.num_microbatches,
+            needs={"rewards": "reward"} if config.teacher_gets_feedback else {},
+            publish=ActorRole.publish_to_teacher if follows else None,
+            consumed=True,  # the largest scores there are
+            concurrent=bool(config.served),
+        ),
+        "reference": RoleCalls(ReferenceRole, config.reference.num_microbatches),
+        "reward": RoleCalls(RewardRole),
+        "grouper": RoleCalls(GrouperRole),
+    }
+
+
 def protocols(config: Config) -> dict[str, type]:
     """Role -> its Protocol."""
-    teacher: type = TeacherRole if config.teacher_models else ServedTeacherRole
-    return {
-        "actor": ActorRole,
-        "rollout": RolloutRole,
-        "teacher": FollowingTeacherRole if config.teacher_follows else teacher,
-        "reference": ReferenceRole,
-        "reward": RewardRole,
-        "grouper": GrouperRole,
-    }
+    return {role: calls.protocol for role, calls in role_calls(config).items()}
 
 
 def deadline_of(config: Config, method: str) -> float:

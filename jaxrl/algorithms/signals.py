@@ -1,17 +1,17 @@
-"""Signals: what a teacher sends for each completion token, and the loss that the student computes
-from it. Both sides are in this file.
+"""Signals: what a teacher sends for each completion token (`teacher_signal`), and the loss that the
+student computes from it (`distill_loss`).
 
-| signal | sent per token | loss |
+| `distill.signal` | sent per token | loss |
 |---|---|---|
-| hidden | last hidden state (the actor holds the teacher's LM head) | exact generalised JSD |
-| topk | its K best ids, their log-probs, the tail's | JSD of K + 1 outcomes: a lower bound |
-| student_topk | the same at the student's K best ids | as topk, on the student's support |
-| sampled | log-prob of the sampled token | unbiased estimate of KL(student || teacher) |
+| hidden | `HiddenSignal`: last hidden state | exact generalised JSD |
+| topk | `TopKSignal`: its K best ids | JSD of K + 1 outcomes: a lower bound |
+| student_topk | `TopKSignal` at the student's K best ids | as topk, on the student's support |
+| sampled | `SampledSignal`: log-prob of the token | unbiased estimate of KL(student || teacher) |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
@@ -48,11 +48,15 @@ from jaxrl.types import (
     AlignedSignal,
     Array,
     Frozen,
+    HiddenSignal,
+    SampledSignal,
     Sequences,
     Sums,
     TeacherSignal,
     TokenAlignment,
+    TopKSignal,
     TrainBatch,
+    Uncertainty,
 )
 
 
@@ -148,6 +152,7 @@ def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
         packed_completions(packing, batch.sequences),
         jax.tree.map(packing.pack, batch.teacher),
         jax.tree.map(packing.pack, batch.sampler_logprobs),
+        teacher_weights=jax.tree.map(packing.pack, batch.teacher_weights),
     )
 
 
@@ -155,58 +160,6 @@ def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
     """The completions as streams [X, m], without their prompts."""
     trained = packing.pack(sequences.loss_mask)
     return Sequences(packing.pack(completion_tokens(sequences)), trained, trained)
-
-
-# The teacher's side: (projection, (hidden [B, C, Dt], head [V, Dt]) or a sequence of both for a
-# mixture, sequences, ids [B, C, K], further options) -> fields of TeacherSignal.
-
-Fields = dict[str, Array]
-HiddenAndHead = tuple[Array | Sequence[Array], Array | Sequence[Array]]
-"""Hidden states and LM head, or one of both for each teacher of a mixture."""
-
-
-def _ship_hidden(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
-) -> Fields:
-    hidden, _ = teachers
-    return {"hidden": hidden}
-
-
-def _ship_topk(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
-) -> Fields:
-    best = topk_from_hidden(*teachers, p.distill.top_k, **options)
-    return {
-        "topk_ids": best.ids,
-        "topk_logprobs": best.logprobs,
-        "tail_logprob": best.tail_logprob,
-    }
-
-
-def _ship_student_topk(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
-) -> Fields:
-    logprobs, tail = logprobs_at(*teachers, ids, **options)
-    return {"topk_ids": ids, "topk_logprobs": logprobs, "tail_logprob": tail}
-
-
-def _ship_sampled(
-    p: Projection, teachers: HiddenAndHead, sequences: Sequences, ids: Array, options: Keywords
-) -> Fields:
-    tokens = completion_tokens(sequences)
-    if options["mixture"] is not None:
-        logprobs, _ = logprobs_at(*teachers, tokens[..., None], **options)
-        return {"token_logprobs": logprobs[..., 0]}
-    plain = {name: value for name, value in options.items() if name != "mixture"}
-    return {"token_logprobs": logprobs_from_hidden(*teachers, tokens, **plain)}
-
-
-TEACHER_SIGNALS: dict[str, Callable[..., Fields]] = {
-    "hidden": _ship_hidden,
-    "topk": _ship_topk,
-    "student_topk": _ship_student_topk,
-    "sampled": _ship_sampled,
-}
 
 
 def score(
@@ -227,24 +180,87 @@ def score(
             signal is then at the student's (`losses.token_spans`).
     """
     packing = pack(sequences, p.mesh)
-    hidden = completion_hidden(model, params, packing, p.mesh)
-    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
-    cap = model.final_softcap
+    hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
     if alignment is not None and outcomes is not None:
-        d, options = p.distill, p.options | {"v": p.vocab_size, "softcap": cap}
+        d, options = p.distill, p.options | {"v": p.vocab_size, "softcap": model.final_softcap}
         sent = token_spans.teacher_signal(
             hidden,
-            head(params),
-            completions.tokens,
+            kernel,
+            packed_completions(packing, sequences).tokens,
             outcomes,
             signal=d.signal,
             top_k=d.top_k,
             **options,
         )
         return token_spans.at_student_tokens(jax.tree.map(packing.unpack, sent), alignment)
-    signal = teacher_signal(p, hidden, head(params), completions, asked, softcap=cap)
-    found: TeacherSignal = jax.tree.map(packing.unpack, signal)
-    return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
+    return _unpacked(p, packing, hidden, kernel, sequences, ids, None, model.final_softcap)
+
+
+def mixture_signal(
+    p: Projection,
+    hidden: Sequence[Float[Array, "B C _"]],
+    kernels: Sequence[Float[Array, "_ _"]] | None,
+    softcaps: Sequence[Softcap],
+    weights: Float[Array, "B K"],
+    sequences: Sequences,
+    ids: Int[Array, "B C K"] | None,
+) -> TeacherSignal:
+    """Computes what `distill.signal` asks of a mixture of teachers, from the hidden states of each
+    at the completions; zeros at their padding.
+
+    Args:
+        kernels: the LM head of each; None for the signal `hidden`.
+    """
+    if p.distill.signal == "hidden":
+        return HiddenSignal(jnp.concatenate(hidden, -1))
+    assert p.mixture is not None and kernels is not None
+    packing = pack(sequences, p.mesh)
+    shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
+    streams, shares = jax.tree.map(packing.pack, (tuple(hidden), shares))
+    mixture = TeacherMixture(p.mixture, shares)
+    return _unpacked(p, packing, streams, tuple(kernels), sequences, ids, mixture, softcaps)
+
+
+def merged_signal(
+    so_far: TeacherSignal | None, signal: TeacherSignal, rows: Bool[Array, " B"], width: int
+) -> TeacherSignal:
+    """Puts the signal of one of several teachers in its rows of the signal so far. For jax arrays
+    and for numpy ones.
+
+    Args:
+        width: of the widest teacher's hidden states; narrower ones get zeros at their end.
+    """
+    xp: Any = np if isinstance(rows, np.ndarray) else jnp
+    if isinstance(signal, HiddenSignal):
+        more = [(0, 0), (0, 0), (0, width - signal.hidden.shape[-1])]
+        signal = HiddenSignal(xp.pad(signal.hidden, more))
+    if so_far is None:
+        return signal
+
+    def choose(old: Array, new: Array) -> Array:
+        return xp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    merged: TeacherSignal = jax.tree.map(choose, so_far, signal)
+    return merged
+
+
+def _unpacked(
+    p: Projection,
+    packing: Packing,
+    hidden: Float[Array, "X m Dt"] | Sequence[Array],
+    kernel: Float[Array, "Vt Dt"] | Sequence[Array],
+    sequences: Sequences,
+    ids: Int[Array, "B C K"] | None,
+    mixture: TeacherMixture | None,
+    softcap: Softcap | Sequence[Softcap],
+) -> TeacherSignal:
+    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
+    streams = teacher_signal(p, hidden, kernel, completions, asked, mixture, softcap)
+    signal: TeacherSignal = jax.tree.map(packing.unpack, streams)
+    if p.distill.signal == "student_topk":  # at padding too the ids are those that were asked for
+        assert isinstance(signal, TopKSignal)
+        return replace(signal, topk_ids=ids)
+    return signal
 
 
 def teacher_signal(
@@ -256,125 +272,30 @@ def teacher_signal(
     mixture: TeacherMixture | None = None,
     softcap: Softcap | Sequence[Softcap] = None,
 ) -> TeacherSignal:
-    """The fields that `distill.signal` asks for, of hidden states and a head. Arguments as of
+    """Computes what `distill.signal` asks for, of hidden states and a head. Arguments as of
     `score`; of a mixture, hidden states, head and softcap of each teacher."""
+    if p.distill.signal == "hidden":
+        return HiddenSignal(hidden)
     teachers = hidden, kernel
-    options = p.options | {"v": p.vocab_size, "mixture": mixture, "softcap": softcap}
-    fields = TEACHER_SIGNALS[p.distill.signal](p, teachers, sequences, ids, options)
-    if p.distill.entropy_aware and p.distill.signal != "hidden":
-        best = topk_from_hidden(*teachers, p.distill.entropy_top_k, **options)
-        fields["best_ids"], fields["best_logprobs"] = best.ids, best.logprobs
-        fields["best_tail"], fields["entropy"] = best.tail_logprob, best.entropy
-    return TeacherSignal(**fields)
-
-
-def mixture_signal(
-    p: Projection,
-    hidden: Sequence[Float[Array, "B C _"]],
-    kernels: Sequence[Float[Array, "_ _"]],
-    softcaps: Sequence[Softcap],
-    weights: Float[Array, "B K"],
-    sequences: Sequences,
-    ids: Int[Array, "B C K"] | None,
-) -> TeacherSignal:
-    """What `distill.signal` asks of a mixture of teachers, from the hidden states of each at the
-    completions; zeros at their padding."""
-    assert p.mixture is not None
-    packing = pack(sequences, p.mesh)
-    rows, width = sequences.loss_mask.shape
-    shares = jnp.broadcast_to(weights[:, None], (rows, width, weights.shape[-1]))
-    given, mixture = jax.tree.map(packing.pack, (tuple(hidden), shares)), p.mixture
-    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
-    combined = TeacherMixture(mixture, given[1])
-    signal = teacher_signal(p, given[0], tuple(kernels), completions, asked, combined, softcaps)
-    found: TeacherSignal = jax.tree.map(packing.unpack, signal)
-    return replace(found, topk_ids=ids) if p.distill.signal == "student_topk" else found
-
-
-# The student's side: (projection, hidden [B, C, D], head [V, D], batch, frozen arrays) -> (sum,
-# count, metrics).
-
-
-def _learn_hidden(
-    p: Projection,
-    hidden: Array,
-    kernel: Array,
-    batch: TrainBatch,
-    frozen: Frozen,
-) -> LossSums:
-    signal, heads = _signal(batch), frozen["teacher_head"]
-    teachers, mixture = signal.hidden, None
-    if p.teachers:
-        teachers = _of_each(p, signal.hidden, heads)
-        # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they are.
-        mixture = TeacherMixture(p.mixture or "geometric", signal.weights)
-    return divergence_from_hidden(
-        hidden,
-        kernel,
-        teachers,
-        heads,
-        batch.sequences.loss_mask,
-        mixture=mixture,
-        teacher_softcap=frozen.get("teacher_softcap"),
-        beta=p.distill.jsd_beta,
-        lean=p.distill.lean,
-        entropy_aware=p.term if p.distill.entropy_aware else None,
-        **p.of_student,
-    )
-
-
-def _of_each(p: Projection, hidden: Array, heads: Sequence[Array]) -> list[Array]:
-    """Each teacher's part of the hidden states [..., D] that were sent. Without a mixture a row has
-    those of its own teacher, from the first on: another teacher's weight there is 0."""
-    widths = [head.shape[1] for head in heads]
-    if p.mixture is None:
-        return [hidden[..., :width] for width in widths]
-    return jnp.split(hidden, np.cumsum(widths)[:-1], axis=-1)
-
-
-def _learn_topk(
-    p: Projection,
-    hidden: Array,
-    kernel: Array,
-    batch: TrainBatch,
-    frozen: Frozen,
-) -> LossSums:
-    signal = _signal(batch)
-    return topk_divergence_from_hidden(
-        hidden,
-        kernel,
-        signal.topk_ids,
-        signal.topk_logprobs,
-        signal.tail_logprob,
-        batch.sequences.loss_mask,
-        beta=p.distill.jsd_beta,
-        lean=p.distill.lean,
-        v=p.vocab_size,
-        **p.of_student,
-    )
-
-
-def _learn_sampled(
-    p: Projection, hidden: Array, kernel: Array, batch: TrainBatch, frozen: Frozen
-) -> LossSums:
-    tokens, mask = completion_tokens(batch.sequences), batch.sequences.loss_mask
-    options = p.of_student | {"mask": mask, "v": p.vocab_size}
-    logprobs = logprobs_from_hidden(hidden, kernel, tokens, **options)
-    return sampled_reverse_kl(
-        logprobs,
-        _signal(batch).token_logprobs,
-        mask,
-        sampler_logprobs=batch.sampler_logprobs,
-        ratio_cap=p.distill.ratio_cap,
-    )
-
-
-DISTILL_LOSSES: dict[str, Callable[..., LossSums]] = {
-    "hidden": _learn_hidden,
-    "topk": _learn_topk,
-    "student_topk": _learn_topk,
-    "sampled": _learn_sampled,
-}
+    options = p.options | {"v": p.vocab_size, "softcap": softcap}
+    mixed = options | {"mixture": mixture}
+    uncertainty: dict[str, Array] = {}
+    if p.distill.entropy_aware:
+        best = topk_from_hidden(*teachers, p.distill.entropy_top_k, **mixed)
+        uncertainty = {"best_ids": best.ids, "best_logprobs": best.logprobs}
+        uncertainty |= {"best_tail": best.tail_logprob, "entropy": best.entropy}
+    if p.distill.signal == "topk":
+        best = topk_from_hidden(*teachers, p.distill.top_k, **mixed)
+        return TopKSignal(best.ids, best.logprobs, best.tail_logprob, **uncertainty)
+    if p.distill.signal == "student_topk":
+        logprobs, tail = logprobs_at(*teachers, ids, **mixed)
+        return TopKSignal(ids, logprobs, tail, **uncertainty)
+    tokens = completion_tokens(sequences)
+    if mixture is None:
+        logprobs = logprobs_from_hidden(hidden, kernel, tokens, **options)
+    else:
+        logprobs = logprobs_at(*teachers, tokens[..., None], **mixed)[0][..., 0]
+    return SampledSignal(logprobs, **uncertainty)
 
 
 def distill_loss(
@@ -384,40 +305,95 @@ def distill_loss(
     batch: TrainBatch,
     frozen: Frozen,
 ) -> LossSums:
-    """The divergence that `distill.signal` allows, with the entropy-aware term where it is on.
+    """Computes the divergence that the batch's signal allows, with the entropy-aware term where it
+    is on.
 
     Args:
+        hidden, kernel: the student's hidden states at the completions, and its LM head.
         frozen: `teacher_head` [V, Dt] for the signal `hidden`, and `teacher_softcap` [] where its
             logits have one; one for each of several teachers.
             `outcomes` (`losses.token_spans`), of a teacher with another tokenizer.
     """
-    if isinstance(batch.teacher, AlignedSignal):
+    d, signal, mask = p.distill, batch.teacher, batch.sequences.loss_mask
+    if isinstance(signal, AlignedSignal):
         return token_spans.loss(
             hidden,
             kernel,
             completion_tokens(batch.sequences),
-            batch.sequences.loss_mask,
-            batch.teacher,
+            mask,
+            signal,
             batch.sampler_logprobs,
             frozen["outcomes"],
             frozen.get("teacher_head"),
             teacher_softcap=frozen.get("teacher_softcap"),
-            beta=p.distill.jsd_beta,
-            ratio_cap=p.distill.ratio_cap,
+            beta=d.jsd_beta,
+            ratio_cap=d.ratio_cap,
             v=p.vocab_size,
             **p.of_student,
         )
-    total, count, metrics = DISTILL_LOSSES[p.distill.signal](p, hidden, kernel, batch, frozen)
+    if isinstance(signal, HiddenSignal):
+        heads, teachers, mixture = frozen["teacher_head"], signal.hidden, None
+        if p.teachers:
+            teachers = _hidden_of_each(p, signal.hidden, heads)
+            # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they
+            # are.
+            mixture = TeacherMixture(p.mixture or "geometric", batch.teacher_weights)
+        total, count, metrics = divergence_from_hidden(
+            hidden,
+            kernel,
+            teachers,
+            heads,
+            mask,
+            mixture=mixture,
+            teacher_softcap=frozen.get("teacher_softcap"),
+            beta=d.jsd_beta,
+            lean=d.lean,
+            entropy_aware=p.term if d.entropy_aware else None,
+            **p.of_student,
+        )
+    elif isinstance(signal, TopKSignal):
+        total, count, metrics = topk_divergence_from_hidden(
+            hidden,
+            kernel,
+            signal.topk_ids,
+            signal.topk_logprobs,
+            signal.tail_logprob,
+            mask,
+            beta=d.jsd_beta,
+            lean=d.lean,
+            v=p.vocab_size,
+            **p.of_student,
+        )
+    else:
+        assert isinstance(signal, SampledSignal)
+        tokens, options = completion_tokens(batch.sequences), p.of_student | {"v": p.vocab_size}
+        total, count, metrics = sampled_reverse_kl(
+            logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options),
+            signal.token_logprobs,
+            mask,
+            sampler_logprobs=batch.sampler_logprobs,
+            ratio_cap=d.ratio_cap,
+        )
     if p.keyed:
-        metrics |= _by_teacher(p, metrics, _signal(batch).weights)
-    if _signal(batch).best_ids is None:
+        metrics |= _by_teacher(p, metrics, batch.teacher_weights)
+    if isinstance(signal, HiddenSignal) or signal.best_ids is None:
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
     return total + extra, count, metrics | more
 
 
+def _hidden_of_each(p: Projection, hidden: Array, heads: Sequence[Array]) -> list[Array]:
+    """Returns each teacher's part of the hidden states [..., D] that were sent. Without a mixture a
+    row has those of its own teacher, from the first on: another teacher's weight there is 0."""
+    widths = [head.shape[1] for head in heads]
+    if p.mixture is None:
+        return [hidden[..., :width] for width in widths]
+    return jnp.split(hidden, np.cumsum(widths)[:-1], axis=-1)
+
+
 def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:
-    """The divergence at the tokens of each teacher; a token of several counts by their weights."""
+    """Returns the divergence at the tokens of each teacher; a token of several counts by their
+    weights."""
     total, count = metrics.get("divergence") or metrics["reverse_kl_k1"]
     return {
         f"{name}/divergence": ((weights[..., k] * total).sum(), (weights[..., k] * count).sum())
@@ -428,8 +404,9 @@ def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) ->
 def entropy_aware_loss(
     p: Projection, hidden: Float[Array, "B C D"], kernel: Float[Array, "V D"], batch: TrainBatch
 ) -> LossSums:
-    """The entropy-aware term alone, from the part of the signal that the teacher sends for it."""
-    signal = _signal(batch)
+    """Computes the entropy-aware term alone, from what the teacher sends for it."""
+    signal = batch.teacher
+    assert isinstance(signal, Uncertainty)
     return entropy_aware_from_topk(
         hidden,
         kernel,
@@ -443,11 +420,6 @@ def entropy_aware_loss(
         v=p.vocab_size,
         **p.of_student,
     )
-
-
-def _signal(batch: TrainBatch) -> TeacherSignal:
-    assert batch.teacher is not None
-    return batch.teacher
 
 
 def policy_topk(

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from jaxrl.algorithms.protocols import (
     Ask,
-    GrouperRole,
-    ReferenceRole,
     RewardRole,
     RolloutRole,
     SamplingRole,
-    TeacherRole,
+    SamplingTeacherRole,
+    role_calls,
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import DATA, data_rollout, make_rollout
@@ -47,8 +46,8 @@ class Sources:
     early_scores: dict[int, dict[str, Sequence[Future[object]]]] = field(default_factory=dict)
     """Batch index -> role -> scores that were computed while the batch was being sampled (dynamic
     sampling)."""
-    evaluates_teacher: bool = False
-    """Whether the teacher's own accuracy is measured before the first step."""
+    evaluated: Sequence[str] = ()
+    """Roles beside the rollout whose accuracy is measured, before the first step."""
 
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
         """Completions of batch `index` by the policy; a further attempt samples other prompts, with
@@ -60,7 +59,7 @@ class Sources:
     def teacher_samples(self, index: int) -> Future[Rollout]:
         prompts = self.prompts(index)
         if self.stored is None:
-            return self.call("teacher", TeacherRole.generate, prompts, step=index)
+            return self.call("teacher", SamplingTeacherRole.generate, prompts, step=index)
         prompts = [prompt.to_sample for prompt in prompts]
         return done_future(
             make_rollout(prompts, self.stored(prompts), policy_version=DATA, **self.packing)
@@ -78,22 +77,23 @@ class Sources:
         return self.call("reward", RewardRole.score, rollout)
 
     def scores(
-        self, role: str, rollout: Future[Rollout], rewards: Future[RewardReport] | None = None
+        self,
+        role: str,
+        rollout: Future[Rollout],
+        others: Mapping[str, Sequence[Future[object]]],
     ) -> Sequence[Future[object]]:
-        """The role's scores of a rollout, one future for each of its `num_microbatches`.
+        """Asks a role for its scores of a rollout. Returns a future for each of its parts.
 
         Args:
-            rewards: of the rollout, for a teacher that gets feedback (`teacher.prompt`).
+            others: scores of the rollout by other roles; those that the role needs are among them.
         """
-        if role == "reward":
-            return [self.rewards(rollout)]
-        if role == "grouper":
-            return [self.call(role, GrouperRole.score, rollout)]
-        more: Keywords = {} if rewards is None else {"rewards": rewards}
-        score: Callable[..., object] = TeacherRole.score
-        parts = self.config.teacher.num_microbatches
-        if role == "reference":
-            score, parts = ReferenceRole.score, self.config.reference.num_microbatches
+        calls = role_calls(self.config)[role]
+        score: Callable[..., object] = calls.protocol.score
+        needed: Keywords = {name: others[of][0] for name, of in calls.needs.items()}
+        if calls.parts is None:
+            return [self.call(role, score, rollout, **needed)]
+        parts = range(calls.parts)
         return [
-            self.call(role, score, rollout, part=part, parts=parts, **more) for part in range(parts)
+            self.call(role, score, rollout, part=part, parts=calls.parts, **needed)
+            for part in parts
         ]

@@ -22,11 +22,11 @@ from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.rules import param_shardings
 from jaxrl.plan.inputs import Account, PlanInputs
 from jaxrl.plan.setting import Setting
-from jaxrl.roles.scorer import score_program
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.teacher.local_teacher import score_program
 from jaxrl.teacher.protocol import Options
-from jaxrl.types import Sequences, TeacherSignal, TokenAlignment
+from jaxrl.types import Sequences, TeacherSignal, TokenAlignment, signal_of
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class AbstractRun:
                 name: shaped((rows, m.new_tokens, *dims), jnp.dtype(dtype), at)
                 for name, (dtype, dims) in shapes.items()
             }
-            return TeacherSignal(**arrays)
+            return signal_of(arrays)
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
         if m.aligned and role == "actor":
@@ -172,10 +172,7 @@ class AbstractRun:
             shape = (rows, m.new_tokens, width)
             out = replace(out, hidden=jax.ShapeDtypeStruct(shape, out.hidden.dtype))
         found: TeacherSignal = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
-        if role != "actor" or not c.teachers:
-            return found
-        weights = (rows, m.new_tokens, len(c.teachers))
-        return replace(found, weights=shaped(weights, jnp.float32, at))
+        return found
 
     def outcomes(self, role: str) -> Outcomes:
         """Returns those of the student's and the teacher's tokens, where these are others."""

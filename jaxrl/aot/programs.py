@@ -28,9 +28,9 @@ from jaxrl.roles.encoder import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.rollout import merge_adapters_program, topk_program
-from jaxrl.roles.teachers import merge_program, mixture_program
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sharding.reshard import Rows, piece_programs
+from jaxrl.teacher.routed_teachers import merge_program, mixture_program
 from jaxrl.types import AlignedSignal, TeacherSignal, TrainBatch
 
 
@@ -75,6 +75,9 @@ def actor(run: AbstractRun) -> Iterator[Program]:
         ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
         old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
         in_policy=shaped((n,), bool, rows) if rewarded else None,
+        teacher_weights=shaped((n, m.new_tokens, len(c.teachers)), jnp.float32, rows)
+        if signal is not None and c.teachers
+        else None,
     )
     group = m.shared_group
     units = n // group
@@ -146,12 +149,6 @@ def _before_updates(
         yield one("baseline", span_baseline, signal.kinds, signal.span_logprobs, sampled, mask)
 
 
-def _as_sent(signal: TeacherSignal) -> TeacherSignal:
-    """Returns a signal without what the actor adds to it."""
-    signal = replace(signal, weights=None)
-    return replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
-
-
 def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator[Program]:
     """How a batch's signal comes from the teacher to the actor."""
     section, at = run.config.teacher, run.rows("teacher")
@@ -163,7 +160,9 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
         each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
         return Rows(tuple(each)) if len(each) > 1 else each[0]
 
-    xs = [sent(leaf) for leaf in jax.tree.leaves(_as_sent(signal))]
+    if isinstance(signal, AlignedSignal):
+        signal = replace(signal, baseline=None)
+    xs = [sent(leaf) for leaf in jax.tree.leaves(signal)]
     targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
     yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 

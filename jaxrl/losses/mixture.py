@@ -10,17 +10,20 @@ Where one weight is 1, either kind gives that teacher; geometric gives its logit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Float
 
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.layout import PerToken, Term, TokenStats
 from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.types import Array
 
 Logits = tuple[Float[Array, "n size"], ...]
 """Of each teacher."""
@@ -35,8 +38,8 @@ class TeacherMixture(NamedTuple):
 
 
 def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> PerToken:
-    """What `mixed` needs to know of the whole vocabulary: for the kind arithmetic `lses` [n, K],
-    the logsumexp of each teacher's logits."""
+    """Returns what `mixed` needs to know of the whole vocabulary: for the kind arithmetic `lses`
+    [n, K], the logsumexp of each teacher's logits."""
     if kind == "geometric":
         return {}
     return {"lses": jnp.stack([columns.logsumexp(z) for z in logits], -1)}
@@ -45,8 +48,8 @@ def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> PerTo
 def mixed(
     kind: MixtureKind, logits: Logits, weights: Float[Array, "n K"], normalised: PerToken
 ) -> Float[Array, "n size"]:
-    """Logits of the combined distribution, up to a constant for each token. A teacher whose weight
-    is 0 does not matter, whatever its logits.
+    """Returns logits of the combined distribution, up to a constant for each token. A teacher whose
+    weight is 0 does not matter, whatever its logits.
 
     Args:
         normalised: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
@@ -55,11 +58,26 @@ def mixed(
     if kind == "geometric":
         products = [jnp.where(w > 0, w * z, 0.0) for w, z in zip(each, logits, strict=True)]
         return reduce(jnp.add, products)
-    terms = [
-        jnp.where(w > 0, z - normalised["lses"][:, k, None] + jnp.log(w), MIN)
-        for k, (w, z) in enumerate(zip(each, logits, strict=True))
-    ]
-    return reduce(jnp.logaddexp, terms)
+    lses = normalised["lses"]
+    return log_mixture([z - lses[:, k, None] for k, z in enumerate(logits)], each)
+
+
+def log_mixture(
+    logprobs: Sequence[Float[Array, "*shape"]], weights: Sequence[Array]
+) -> Float[Array, "*shape"]:
+    """Computes log sum_k w_k P_k, nats, of jax or numpy arrays; about `MIN` where no weight is
+    above 0.
+
+    Args:
+        logprobs: log P_k, nats.
+        weights: w_k, of shapes that broadcast to those.
+    """
+    xp: Any = np if isinstance(logprobs[0], np.ndarray) else jnp
+    with np.errstate(divide="ignore"):
+        terms = [
+            xp.where(w > 0, x + xp.log(w), MIN) for x, w in zip(logprobs, weights, strict=True)
+        ]
+    return reduce(xp.logaddexp, terms)
 
 
 @dataclass(frozen=True)

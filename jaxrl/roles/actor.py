@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.teachers import with_weights
+from jaxrl.algorithms.teacher_weights import with_weights
 from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.config.schema import Config
@@ -242,9 +242,9 @@ class Actor:
         }
         return Trained(metrics, by_row)
 
-    def publish(self, version: int, dtype: str) -> Weights:
-        """Converts the policy to `dtype` and one array per layer, and sends it to the receiver's
-        mesh. `version` must be the actor's version.
+    def publish(self, version: int, dtype: str | None = None) -> Weights:
+        """Converts the policy to `dtype` (None: that of the rollout) and one array per layer, and
+        sends it to the receiver's mesh. `version` must be the actor's version.
 
         An array that already has the receiver's dtype, layout and sharding is shared with the
         receiver without a copy. The next update donates it, which is safe because the receiver is
@@ -252,6 +252,7 @@ class Actor:
         the receiver is in another worker, the weights stay on the actor's mesh, and the caller
         must send them before the next update.
         """
+        dtype = dtype or self.config.rollout.compute_dtype
         to = Receiver("unstacked", dtype, self._rollout_shardings, SENT)
         return self._send(version, self.state.params, to)
 

@@ -210,7 +210,7 @@ def _attempt(context: RunContext, run: RunDir) -> None:
                 job.held_out_prompts,
                 partial(decode, job.tokenizer),
                 job.stored_samples,
-                evaluates_teacher=job.evaluates_teacher,
+                evaluated=("teacher",) if job.evaluates_teacher else (),
             )
             saves, profile = records.checkpoints, records.profile
             loop = Loop(sources, calls, records.reporter, saves, profile.around)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.algorithms.protocols import Ask, deadline_of
+from jaxrl.algorithms.protocols import Ask, deadline_of, role_calls
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.runtime.worker import Future, Handle, Stopped, T
@@ -46,6 +46,7 @@ class Calls:
         self.submitted = 0
         """Number of batches that the actor was asked to train on."""
         self._config, self._ahead = config, SCHEDULES[config.schedule]
+        self._role_calls = role_calls(config)
         self._open: list[Requested] = []
         self._kind, self._row = "publish", 0
         self.call = Ask(self._send)
@@ -62,9 +63,7 @@ class Calls:
         deadline = deadline_of(self._config, method)
         if role in self._config.lazy:
             deadline += self._config.deadlines.startup
-        # A teacher service takes several requests at once.
-        served = role == "teacher" and bool(self._config.served)
-        aside = served or method == "saved"
+        aside = self._role_calls[role].concurrent or method == "saved"
         future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
         self._open = [each for each in self._open if not each.future.done()]
         self._open.append(Requested(self._kind, self._row, future))

@@ -8,27 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from jaxrl.algorithms.methods import method_of, on_policy
+import cloudpickle
+
+from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
-from jaxrl.algorithms.teachers import check_teachers, row_weights
-from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.thoughts import opening_of
-from jaxrl.data.token_alignment import Aligner, ModelTokenizer
+from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import (
     Tokenizer,
-    check_every_token,
-    check_same_prompts,
-    check_same_vocabulary,
     decode,
-    same_prompts,
 )
 from jaxrl.environments.episode_batches import Episodes, pool_of
-from jaxrl.errors import UserError, about, user_input
+from jaxrl.errors import about, user_input
 from jaxrl.formats.hub_names import data_name
 from jaxrl.formats.places import find_folder
 from jaxrl.losses.token_spans import Outcomes
@@ -52,16 +48,11 @@ from jaxrl.run.inputs import (
     tokenizer_of,
     tools_note,
 )
+from jaxrl.run.run_teachers import find_teachers
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import ScoreCache
-from jaxrl.teacher.cached import check_cache
 from jaxrl.teacher.remote import (
     AnyInfo,
-    check_remote,
-    check_remote_prompts,
-    check_together,
-    remote_info,
-    remote_place,
 )
 from jaxrl.types import Completion, Prompt
 
@@ -100,6 +91,16 @@ class Setup:
     run_dir: Path = Path()
     restore: Path | None = None
     """The checkpoint that the actor resumes from."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer, in this process."""
+        packed = self.tokenizer
+        return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
+
+    def open_aligner(self) -> Aligner | None:
+        """Returns the aligner, in this process."""
+        packed = self.aligner
+        return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
 
     def packing(self, target: Target) -> dict[str, int]:
         """How prompts and completions become arrays for the devices of a run: arguments of
@@ -189,12 +190,11 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     Args:
         given: reward functions from Python (`rewards.callables.bind`).
     """
-    found = _models(config)
-    student, teachers, tokenizer = found.student, found.teachers, found.tokenizer
-    vocab_size, cache, served = found.vocab_size, found.cache, found.served
-    eos_ids, aligner, own = found.eos_ids, found.aligner, found.own
+    student, tokenizer, eos_ids, token_note = _student(config)
+    teachers = find_teachers(config, student, tokenizer, eos_ids)
     d = config.data
-    encode = encoder(config, tokenizer, eos_ids, student.config.vocab_size, True, own)
+    vocabulary = student.config.vocab_size
+    encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teachers.prompt_tokenizer)
     source = open_source(d.train, config.seed, "train", keys(config))
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
@@ -216,59 +216,30 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     held_out = held_out_sets(config, read)
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
-    notes: list[str | None] = [*found.notes, tools_note(config, train, tokenizer)]
-    if aligner is not None:
-        common = int((aligner.to_teacher >= 0).sum())
-        notes.append(
-            f"teacher.tokenizer=own: {common:,} of the student's {vocab_size:,} tokens are also the"
-            " teacher's; completions are aligned by bytes"
-        )
-    elif config.teacher.tokenizer == "own":
-        notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
+    notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
     if config.learns_from_rewards:
         notes += _check_rewards(config, train, given or {})
     if config.environment.name is not None:
         with pool_of(config, workers=1) as environments:
             facts = environments.facts()
-        if config.teacher.prompt is not None and (facts.resets or facts.tools):
-            raise UserError(
-                f"teacher.prompt is about the rows' own prompts, and {config.environment.name}"
-                " makes others, by its `reset` or its tools: set teacher.prompt=null, or give an"
-                " environment without both"
-            )
-    for name, their_tokenizer in found.theirs.items() if own is None else ():
-        with _about(name, teachers):
-            check_same_prompts(tokenizer, their_tokenizer, prompts)
-    if cache is not None:
-        digest = digest_model(teachers["teacher"].path) if teachers else None
-        scored = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-        notes.append(check_cache(config, cache, digest, vocab_size, scored))
-        if not teachers and config.eval.teacher and held_out:
-            notes.append("scores on disk answer nothing: the teacher's accuracy is not evaluated")
-    for name, info in served.items():
-        notes.append(check_remote_prompts(config, info, tokenizer, prompts, vocab_size, name))
-        if config.eval.teacher and held_out:
-            where = remote_place(config, name)
-            notes.append(f"{where} only scores: its own accuracy is not evaluated")
-    if config.data.teacher_key is not None:
-        for where, example in train.examples():
-            row_weights(config, example.columns, where)
-    evaluates, why = _evaluates_teacher(config, teachers, held_out)
-    notes.append(why)
+        teachers.check_environment(facts)
+    notes += teachers.check_data(tokenizer, prompts, train)
+    evaluates, why = teachers.evaluates(held_out)
+    notes += why
     opening = opening_of(tokenizer, prompts[0].tokens)  # the first speaks for all
     return Job(
         config=config,
         student=student,
-        teachers=teachers,
-        served=served,
+        teachers=teachers.models,
+        served=teachers.served,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=teachers.vocab_size,
         eos_ids=eos_ids,
         pad_id=pad_id(student, eos_ids),
-        teacher_samples=bool(teachers) and (config.distill.seq_kd or evaluates),
+        teacher_samples=bool(teachers.models) and (config.distill.seq_kd or evaluates),
         evaluates_teacher=evaluates,
-        outcomes=None if aligner is None else aligner.outcomes,
-        aligner=aligner,
+        outcomes=None if teachers.aligner is None else teachers.aligner.outcomes,
+        aligner=teachers.aligner,
         opening=opening,
         given=given or {},
         train=train,
@@ -276,96 +247,20 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         held_out=held_out,
         judge=verifier(config.data.verifier, opening),
         notes=tuple(filter(None, notes)),
-        cache=cache,
+        cache=teachers.cache,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Models:
-    """The models of a run, whose vocabularies fit together, and their tokenizers."""
-
-    student: ModelSource
-    teachers: Mapping[str, ModelSource]
-    tokenizer: Tokenizer
-    theirs: Mapping[str, Tokenizer]
-    """Of the teachers, and of stored scores without one."""
-    eos_ids: tuple[int, ...]
-    vocab_size: int
-    """As of `Setup`."""
-    cache: ScoreCache | None
-    served: Mapping[str, AnyInfo]
-    aligner: Aligner | None
-    """With a teacher whose tokens are others."""
-    own: Tokenizer | None
-    """The teacher's tokenizer, where it makes other prompts than the student's."""
-    notes: Sequence[str]
-    """Of the student's tokenizer, where it and the config say other things."""
-
-
-def _models(config: Config) -> _Models:
+def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], Sequence[str]]:
+    """Returns the student, its tokenizer, the tokens that end its completions, and notes where
+    tokenizer and config say other things."""
     student = resolve_student(config).for_length(longest_sequence(config))
-    read = longest_sequence(config, teacher=True)
-    teachers = {
-        name: resolve_model(model).for_length(read) for name, model in config.teacher_models.items()
-    }
     tokenizer = tokenizer_of(student, config.data.chat_date)
     eos_ids, notes = end_ids(student, tokenizer), token_notes(config, student, tokenizer)
     student = student.ending_at(eos_ids)
-    vocab_size = student.config.vocab_size
-    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
-    described: dict[str, ModelSource | ScoreCache] = dict(teachers)
-    if not teachers and cache is not None:
-        described["teacher"] = cache
-    day = config.data.chat_date
-    theirs = {name: tokenizer_of(teacher, day) for name, teacher in described.items()}
-    own = theirs["teacher"] if config.teacher.tokenizer == "own" else None
-    aligner: Aligner | None = None
-    for name, teacher in described.items():
-        try:
-            with _about(name, teachers):
-                shared = check_same_vocabulary(
-                    tokenizer,
-                    theirs[name],
-                    student.config.vocab_size,
-                    teacher.config.vocab_size,
-                    student.config.eos_ids,
-                    teacher.config.eos_ids,
-                )
-        except UserError as error:
-            if own is None:
-                plain = config.teacher_model and config.teacher.tokenizer == "student"
-                more = "; or set teacher.tokenizer=own" if plain else ""
-                raise UserError(f"{error}{more}") from error
-            check_every_token(own, teacher.config.vocab_size, "teacher.model")
-            ends = end_ids(teachers[name], own)
-            aligner = Aligner(
-                ModelTokenizer(tokenizer, student.config.vocab_size, eos_ids),
-                ModelTokenizer(own, teacher.config.vocab_size, ends),
-            )
-        else:
-            vocab_size = min(vocab_size, shared)
-    served = {name: remote_info(config, name) for name in config.served}
-    check_together(config, served)
-    for name, info in served.items():
-        shared = check_remote(config, info, tokenizer, student.config, name)
-        vocab_size = min(vocab_size, shared)
-    common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
-    _check_sizes(config, student, teachers, common)
-    if aligner is None and own is not None and same_prompts(tokenizer, own):
-        own = None
-    return _Models(
-        student=student,
-        teachers=teachers,
-        tokenizer=tokenizer,
-        theirs=theirs,
-        eos_ids=eos_ids,
-        vocab_size=vocab_size,
-        cache=cache,
-        served=served,
-        aligner=aligner,
-        own=own,
-        notes=notes,
-    )
+    longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    check_positions(config, longest, student, "student.model", teacher=False)
+    return student, tokenizer, eos_ids, notes
 
 
 def check_weights(job: Job) -> None:
@@ -389,7 +284,8 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         return make_job(config, given).data_notes()
     if not described:
-        _models(config)
+        student, tokenizer, eos_ids, _ = _student(config)
+        find_teachers(config, student, tokenizer, eos_ids)
     for label, _, split in _data_sources(config):
         if here[label]:
             open_source(here[label], config.seed, split, keys(config), label)
@@ -466,52 +362,3 @@ def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, byte
     if config.grouper.model is not None and config.policy.advantages == "similarity":
         tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
     return notes
-
-
-@contextlib.contextmanager
-def _about(name: str, teachers: Mapping[str, ModelSource]) -> Iterator[None]:
-    """Puts the key of one of several teachers before the error about it."""
-    try:
-        yield
-    except UserError as error:
-        if len(teachers) == 1:
-            raise
-        raise UserError(f"teachers.{name}: {error}") from error
-
-
-def _evaluates_teacher(
-    config: Config, teachers: Mapping[str, ModelSource], held_out: Sequence[EvalSet]
-) -> tuple[bool, str | None]:
-    """Whether the teacher's own accuracy is measured, and a note if several teachers are asked for
-    it and cannot say."""
-    if not (config.eval.teacher and held_out and teachers):
-        return False, None
-    if config.mixture is not None:
-        return False, f"the teachers' {config.mixture} mixture only scores: its accuracy is unknown"
-    try:
-        check_teachers(config, [prompt for one in held_out for prompt in one.prompts])
-    except UserError as error:
-        return False, f"data.eval: {error}; the teachers' own accuracy is not evaluated"
-    return True, None
-
-
-def _check_sizes(
-    config: Config, student: ModelSource, teachers: Mapping[str, ModelSource], common: int
-) -> None:
-    """Widths against the models' positions, and top-k against the number of tokens that they have
-    in common."""
-    longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    sources = {"student.model": student} | {
-        config.teacher_key(name): source for name, source in teachers.items()
-    }
-    theirs = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
-    for key, source in sources.items():
-        teacher = key != "student.model"
-        check_positions(config, theirs if teacher else longest, source, key, teacher=teacher)
-    d = config.distill
-    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
-    if d.entropy_aware:
-        asked["distill.entropy_top_k"] = d.entropy_top_k
-    for key, k in asked.items():
-        if (teachers or config.served) and k > common:
-            raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import cloudpickle
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.methods import method_of
@@ -23,39 +21,32 @@ from jaxrl.algorithms.protocols import (
     ReferenceRole,
     RewardRole,
     RolloutRole,
-    ServedTeacherRole,
     TeacherRole,
     protocols,
 )
-from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.data.feedback import with_feedback
 from jaxrl.formats import hub
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params
-from jaxrl.models.rules import head_sharding, param_shardings
+from jaxrl.models.rules import param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
+from jaxrl.roles.actor import Actor
 from jaxrl.roles.encoder import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
-from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import AddFeedback, FollowingTeacher, Teacher
-from jaxrl.roles.teachers import Teachers
-from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ledger import HOST, current
+from jaxrl.sharding.ledger import HOST
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -65,12 +56,8 @@ from jaxrl.sharding.mesh import (
     verify_arrays,
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
-from jaxrl.sharding.reshard import put
-from jaxrl.teacher.cache import ScoreCache
-from jaxrl.teacher.cached import CachedTeacher
-from jaxrl.teacher.protocol import Info
-from jaxrl.teacher.remote import RemoteTeachers, remote_head
-from jaxrl.types import Tree
+from jaxrl.teacher import build_teacher
+from jaxrl.teacher.build_teacher import frozen_of_teacher, receiver_of_teacher
 
 Log = Callable[[str], None]
 STOP_S = 10.0
@@ -196,15 +183,7 @@ def pool_makers(
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
     method = method_of(config)
-    frozen: dict[str, Tree] = {}
-    reads_head = config.learns_from_teacher and config.distill.signal == "hidden"
-    if reads_head and not config.teacher_follows:  # else the head is the actor's own
-        frozen["teacher_head"] = _teacher_head(setup, mesh)
-    if reads_head and any(softcaps := _softcaps(setup)):
-        caps = put(softcaps, NamedSharding(mesh, PartitionSpec()))
-        frozen["teacher_softcap"] = caps if config.teachers else caps[0]
-    if setup.outcomes is not None:
-        frozen["outcomes"] = put(setup.outcomes, NamedSharding(mesh, PartitionSpec()))
+    frozen = frozen_of_teacher(setup, mesh)
     student, loaded = setup.student, None
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
@@ -222,7 +201,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         rollout_shardings=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
-        teacher=_following(setup, meshes.get("teacher")),
+        teacher=receiver_of_teacher(setup, meshes.get("teacher")),
         base=base,
         base_name=student.base_name,
     )
@@ -263,64 +242,6 @@ def _gone(array: jax.Array) -> bool:
     return array.is_deleted() or array.sharding.memory_kind == HOST
 
 
-def _teacher_head(setup: Setup, mesh: Mesh) -> jax.Array | tuple[jax.Array, ...]:
-    """The teacher's LM head [V, Dt] on the actor's mesh; V is what all models share. Of several
-    teachers, one for each; heads that are equal are one array."""
-    found: list[jax.Array] = []
-    for head in _heads(setup, mesh):
-        same = (one for one in found if bool(jnp.array_equal(one, head)))  # False of other shapes
-        found.append(next(same, head))
-    return tuple(found) if setup.config.teachers else found[0]
-
-
-def _heads(setup: Setup, mesh: Mesh) -> Iterator[jax.Array]:
-    """Yields the LM head of each teacher: a service's, a cache's, or a local model's."""
-    teacher, v = setup.config.teacher, setup.vocab_size
-
-    def placed(head: np.ndarray) -> jax.Array:
-        return put(head, head_sharding(head.shape, mesh))
-
-    for name, info in setup.served.items():
-        yield placed(remote_head(setup.config, v, info, name))
-    if teacher.cache is not None and not setup.teachers:
-        yield placed(ScoreCache(teacher.cache).head(v).astype(jnp.dtype(teacher.dtype)))
-    for source in setup.teachers.values():
-        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
-        if setup.outcomes is None and head.shape[0] != v:
-            # Drops the rows of tokens that the student lacks: once here, not at every step.
-            head = first_rows_program(v, head.shape[1], mesh)(head)
-        yield head
-
-
-def _softcaps(setup: Setup) -> tuple[np.float32 | None, ...]:
-    """`DecoderConfig.final_softcap` of each teacher, in the order of `_heads`."""
-    config = setup.config
-    found = [info.final_softcap for info in setup.served.values() if isinstance(info, Info)]
-    if config.teacher.cache is not None and not setup.teachers:
-        found.append(ScoreCache(config.teacher.cache).config.final_softcap)
-    found += [source.config.final_softcap for source in setup.teachers.values()]
-    if config.teacher_follows:
-        found = [setup.student.config.final_softcap]
-    return tuple(None if cap is None else np.float32(cap) for cap in found)
-
-
-def _following(setup: Setup, mesh: Mesh | None) -> Receiver | None:
-    """How a teacher that follows the policy takes its weights; None where no teacher does.
-
-    Args:
-        mesh: the teacher's; None where another process has it.
-    """
-    if not setup.config.teacher_follows:
-        return None
-    layout, dtype = _teacher_layout(setup), setup.config.teacher.compute_dtype
-    shardings = None if mesh is None else param_shardings(setup.student.config, mesh, layout)
-    return Receiver(layout, dtype, shardings, SENT_TO_TEACHER)
-
-
-def _teacher_layout(setup: Setup) -> Layout:
-    return "unstacked" if setup.teacher_samples else "stacked"
-
-
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     mesh, rollout = meshes["rollout"], setup.config.rollout
     base = _base(setup, mesh, rollout.compute_dtype, "stacked" if rollout.merge else "unstacked")
@@ -329,54 +250,9 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     return _sampler(setup, setup.student, mesh, params=None, base=base)
 
 
-def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole | ServedTeacherRole:
-    config = setup.config
-    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
-    if not setup.teachers:
-        if cache is not None:
-            return CachedTeacher(config, cache, setup.vocab_size)
-        return RemoteTeachers(config, setup.vocab_size, setup.served)
-    mesh, layout = meshes["teacher"], _teacher_layout(setup)
-    dtype, limit = config.teacher.compute_dtype, config.teacher_prompt_tokens
-    aligner, rows = _opened(setup.aligner), setup.vocab_size
-    if aligner is not None:
-        rows = aligner.teacher.vocab_size
-    projection = Projection.of(config, mesh, rows)
-    each = projection
-    if projection.mixture is not None:
-        each = replace(each, distill=config.distill.model_copy(update={"signal": "hidden"}))
-    add_feedback: AddFeedback | None = None
-    if config.teacher_gets_feedback:
-        tokenizer = _opened(setup.tokenizer)
-        add_feedback = partial(with_feedback, tokenizer=tokenizer, max_tokens=limit)
-
-    def made(source: ModelSource) -> tuple[Scorer, Sampler | None]:
-        params = None
-        if not config.teacher_follows:
-            params = source.load(mesh, jnp.dtype(dtype), layout)
-            verify_arrays("teacher", params, mesh)
-        scorer = Scorer(source.config, params, each, limit, aligner, config.teacher_new_tokens)
-        if not setup.teacher_samples:
-            return scorer, None
-        return scorer, _sampler(setup, source, mesh, params=params, teacher=True)
-
-    if config.teachers:
-        width = max(source.config.d_model for source in setup.teachers.values())
-        several = Teachers(config, projection, width, add_feedback)
-        for name, source in setup.teachers.items():
-            current().enter("teacher.start")  # offloads the previous teacher first
-            several.add(name, *made(source))
-        return several
-    scorer, sampler = made(setup.teachers["teacher"])
-    if config.teacher_follows:
-        return FollowingTeacher(
-            scorer, sampler, layout, dtype, config.offloads_follower, add_feedback
-        )
-    respell = aligner and partial(aligner.retokenize, max_new_tokens=config.max_new_tokens)
-    teacher: TeacherRole = Teacher(
-        scorer, sampler, config.offload.frozen, add_feedback=add_feedback, respell=respell
-    )
-    return teacher if cache is None else CachedTeacher(config, cache, setup.vocab_size, teacher)
+def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
+    make_sampler = partial(_sampler, setup, teacher=True)
+    return build_teacher.make_teacher(setup, meshes.get("teacher"), make_sampler)
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
@@ -436,16 +312,11 @@ MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
 """Role -> (setup, the meshes of the roles that this process has) -> the role."""
 
 
-def _opened(packed: Any) -> Any:
-    """Unpickles what was packed for another process; returns anything else as it is."""
-    return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
-
-
 def _sampler(
     setup: Setup,
     source: ModelSource,
     mesh: Mesh,
-    params: Tree,
+    params: Params | None,
     base: Params | None = None,
     teacher: bool = False,
 ) -> Sampler:
@@ -456,8 +327,8 @@ def _sampler(
         base: the frozen base weights of adapters.
         teacher: it samples for a teacher, with the teacher's tokenizer where that has its own.
     """
-    config, tokenizer, eos_ids = setup.config, _opened(setup.tokenizer), setup.eos_ids
-    aligner = _opened(setup.aligner) if teacher else None
+    config, tokenizer, eos_ids = setup.config, setup.open_tokenizer(), setup.eos_ids
+    aligner = setup.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
     made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)

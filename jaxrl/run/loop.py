@@ -4,8 +4,8 @@
         generate   rollouts = rollout.generate(prompts)
         score      scores   = teacher, reference, reward, grouper .score(rollouts)
         train      report   = actor.update(rollouts, scores)
-        publish    rollout.load(actor.publish(version)), and an evaluation when one is due;
-                   to a teacher that follows the policy as well
+        publish    role.load(actor.publish(version)) of each role that takes the policy's weights,
+                   and an evaluation when one is due
 
 Calls return futures at once, and each worker executes its calls in order. The loop waits only for
 the results of the previous batch, from which it writes that batch's row of metrics. The exception
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.protocols import ActorRole, FollowingTeacherRole, RolloutRole
+from jaxrl.algorithms.protocols import ActorRole, ReceivingRole, RoleCalls, role_calls
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
@@ -55,20 +55,20 @@ def evaluates(config: Config, version: int) -> bool:
 class PendingRows:
     """The futures of a run, each kept until the row of metrics that it belongs to is written."""
 
-    def __init__(self, reporter: Reporter):
+    def __init__(self, reporter: Reporter, roles: Mapping[str, RoleCalls]):
         self.futures: dict[tuple[str, int], Future[Any]] = {}
-        """Keys: (`rollout` or `update`, batch), or (`publish`, `sync`, `eval`, `teacher`,
-        `teacher.publish` or `teacher.load`, version)."""
+        """Keys: (`rollout` or `update`, batch), or (`publish.ROLE`, `load.ROLE` or `eval.ROLE`,
+        version)."""
         self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
         """Batch -> role -> one future for each part of its scores."""
         self.reported = -1
         """The newest step whose row is written; -1 before the first."""
-        self._reporter = reporter
+        self._reporter, self._roles = reporter, roles
 
     def scores_to_train_on(self, batch: int) -> dict[str, list[Future[object]]]:
-        """Role -> its scores. The teacher's, the largest, are freed once the actor has them."""
+        """Role -> its scores, some of which are freed once the actor has them."""
         return {
-            role: [part.consume() if role == "teacher" else part for part in parts]
+            role: [part.consume() if self._roles[role].consumed else part for part in parts]
             for role, parts in self.scores[batch].items()
         }
 
@@ -97,10 +97,14 @@ class PendingRows:
         and those of what followed on that version (publishing, evaluation). The last part of each
         role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.
         """
-        batch = [(kind, step - 1) for kind in ("rollout", "update")]
-        keys = [*batch, ("publish", step), ("sync", step), ("eval", step), ("teacher", step)]
-        keys += [("teacher.publish", step), ("teacher.load", step)]
-        taken = {key[0]: self.futures.pop(key) for key in keys if key in self.futures}
+        of_batch = {kind: (kind, step - 1) for kind in ("rollout", "update")}
+        of_version = {
+            name: (name, step)
+            for role in self._roles
+            for name in (f"publish.{role}", f"load.{role}", f"eval.{role}")
+        }
+        keys = of_batch | of_version
+        taken = {name: self.futures.pop(key) for name, key in keys.items() if key in self.futures}
         for role, parts in self.scores.pop(step - 1, {}).items():
             taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
             taken[f"score.{role}"] = parts[-1]
@@ -121,7 +125,9 @@ class Loop:
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
         self.reporter.wait = self.calls.wait  # waits then end when the run is asked to stop
-        self._rows = PendingRows(self.reporter)
+        self._roles = role_calls(self.config)
+        self._scorers = self._method.scorers(self.config)
+        self._rows = PendingRows(self.reporter, self._roles)
         self._futures = self._rows.futures
         self._saved = 0  # a step that needs no further save: 0, the one resumed from, or the last
 
@@ -151,10 +157,15 @@ class Loop:
 
     def _start(self) -> Schedule:
         self._publish(0)
-        if self.sources.evaluates_teacher:
-            self._futures["teacher", 0] = self.sources.held_out_samples("teacher")
-        staleness, ahead = SCHEDULES[self.config.schedule], not self.config.teacher_follows
-        return Schedule(self.config.steps, staleness, scores_ahead=ahead)
+        for role in self.sources.evaluated:
+            self._futures[f"eval.{role}", 0] = self.sources.held_out_samples(role)
+        staleness = SCHEDULES[self.config.schedule]
+        return Schedule(self.config.steps, staleness, scores_ahead=not self._followers)
+
+    @property
+    def _followers(self) -> list[str]:
+        """Roles that score each batch with the weights that train on it."""
+        return [role for role in self._scorers if self._roles[role].publish is not None]
 
     def _resume(self, resumed: Resumed) -> Schedule:
         step, staleness = resumed.step, SCHEDULES[self.config.schedule]
@@ -164,25 +175,20 @@ class Loop:
         self._rows.amend(step)
         for index, rollout in resumed.rollouts.items():
             self._futures["rollout", index] = done_future(rollout)
-        in_flight, ahead = len(resumed.rollouts), not self.config.teacher_follows
+        in_flight, ahead = len(resumed.rollouts), not self._followers
         return Schedule.after(step, in_flight, self.config.steps, staleness, ahead)
 
     def _generate(self, index: int) -> None:
         self._futures["rollout", index] = self._method.completions(self.sources, index)
 
     def _score(self, index: int) -> None:
-        rollout, scorers = self._futures["rollout", index], self._method.scorers(self.config)
-        found = dict(self.sources.early_scores.pop(index, {}))
-        if self.config.teacher_gets_feedback:
-            # The teacher's call needs the rewards, so theirs comes first: a worker that both roles
-            # share takes calls in order, and would wait for ever.
-            if "reward" not in found:
-                found["reward"] = self.sources.scores("reward", rollout)
-            rewards: Any = found["reward"][0]
-            found["teacher"] = self.sources.scores("teacher", rollout, rewards)
-        self._rows.scores[index] = {
-            role: found.get(role) or self.sources.scores(role, rollout) for role in scorers
-        }
+        rollout, scores = self._futures["rollout", index], self.sources.early_scores.pop(index, {})
+        # A role that needs the scores of others is called after them: a worker that they share
+        # takes calls in order, and would wait for ever.
+        for role in sorted(self._scorers, key=lambda role: len(self._roles[role].needs)):
+            if role not in scores:
+                scores[role] = self.sources.scores(role, rollout, scores)
+        self._rows.scores[index] = {role: scores[role] for role in self._scorers}
 
     def _train(self, index: int) -> None:
         rollout, scores = self._futures["rollout", index], self._rows.scores_to_train_on(index)
@@ -194,22 +200,25 @@ class Loop:
         self._rows.report(until=index - 1)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
-        """Sends new weights to the rollout, unless it will sample nothing with them, and to a
-        teacher that follows the policy, unless no batch is left to score."""
+        """Sends new weights to the rollout, unless it will sample nothing with them, and to the
+        scorers that follow the policy, unless no batch is left to score."""
         due = evaluate and bool(self.sources.held_out) and evaluates(self.config, version)
-        left, call = version < self.config.steps, self.calls.call
+        left = version < self.config.steps
         if due or (left and self._method.samples_policy(self.config)):
-            dtype = self.config.rollout.compute_dtype
-            weights = call("actor", ActorRole.publish, version=version, dtype=dtype)
-            self._futures["publish", version] = weights
-            self._futures["sync", version] = call("rollout", RolloutRole.load, weights)
+            self._send_weights("rollout", version)
         if due:
-            self._futures["eval", version] = self.sources.held_out_samples("rollout")
-        if left and self.config.teacher_follows:
-            weights = call("actor", ActorRole.publish_to_teacher, version=version)
-            self._futures["teacher.publish", version] = weights
-            loaded = call("teacher", FollowingTeacherRole.load, weights)
-            self._futures["teacher.load", version] = loaded
+            self._futures["eval.rollout", version] = self.sources.held_out_samples("rollout")
+        for role in self._followers if left else ():
+            self._send_weights(role, version)
+
+    def _send_weights(self, role: str, version: int) -> None:
+        """Has the actor send its weights to a role that takes them."""
+        publish = self._roles[role].publish
+        assert publish is not None
+        weights = self.calls.call("actor", publish, version=version)
+        self._futures[f"publish.{role}", version] = weights
+        loaded = self.calls.call(role, ReceivingRole.load, weights)
+        self._futures[f"load.{role}", version] = loaded
 
     def _save(self, step: int) -> None:
         """Requests a checkpoint of the state after `step` batches, without waiting for it."""

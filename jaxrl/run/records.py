@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,19 @@ from jaxrl.formats.hf import write_description
 from jaxrl.models.packing import RowDevices
 from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.context import RunContext
 from jaxrl.run.job import Job
 from jaxrl.run.loop import Resumed, evaluates
-from jaxrl.run.reporting import Reporter
+from jaxrl.run.reporting import Reporter, ScorerMetrics
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Handle, WorkerGroup
+from jaxrl.teacher.teacher_metrics import TeacherMetrics
 from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, open_trackers
-from jaxrl.types import Row
+from jaxrl.types import Rollout, Row
 
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
@@ -86,7 +88,6 @@ class Records:
         )
         self.checkpoints.newest = run.step or None
         self._stack.callback(self.checkpoints.stop)
-        multiple = context.plan.inputs.target.width_multiple
         self.reporter = Reporter(
             context,
             worker_group,
@@ -96,11 +97,7 @@ class Records:
             self._timeline,
             self.checkpoints,
             self.profile,
-            {
-                role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
-                for role, sizes in context.plan.axes.items()
-                if role in ("teacher", "reference")
-            },
+            _scorer_metrics(context),
         )
 
     def __enter__(self) -> Self:
@@ -180,3 +177,23 @@ def _describe_policy(job: Job, folder: Path) -> None:
     write_description(folder, job.student.config, dtype, tokenizer)
     if job.student.config.lora is not None:
         peft.describe(folder, job.student.config, job.student.base_name)
+
+
+def _scorer_metrics(context: RunContext) -> dict[str, ScorerMetrics]:
+    """Returns `Reporter.scorers`."""
+    job, plan = context.job, context.plan
+    multiple = plan.inputs.target.width_multiple
+    metrics: dict[str, ScorerMetrics] = {}
+    for role, sizes in plan.axes.items():
+        devices = RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
+        if role == "teacher":
+            metrics[role] = TeacherMetrics(job.config, devices, job.tokenizer, job.aligner)
+        elif role == "reference":
+            metrics[role] = partial(_reference_metrics, devices)
+    return metrics
+
+
+def _reference_metrics(
+    devices: RowDevices, rollout: Rollout, parts: int, messages: Sequence[str]
+) -> dict[str, float]:
+    return {"reference/padding": scored_padding(rollout, parts, devices)}

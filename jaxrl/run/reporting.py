@@ -8,21 +8,16 @@ a sequence of the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from jaxrl.algorithms.teachers import teacher_weights
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.data.feedback import with_feedback
-from jaxrl.models.packing import RowDevices
 from jaxrl.process.compilations import Compilations
 from jaxrl.profile.traces import Profile
-from jaxrl.roles.microbatch import scored_padding
 from jaxrl.run.context import RunContext
 from jaxrl.run.evaluation import evaluation_row
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
@@ -39,6 +34,10 @@ AGREEMENT = "distill/top1_agreement"
 """Metric that the actor also reports per sequence of the batch; printed with the samples."""
 
 
+ScorerMetrics = Callable[[Rollout, int, Sequence[str]], dict[str, float]]
+"""(rollout, parts in which a role scored it, messages of its rewards) -> the role's metrics."""
+
+
 @dataclass
 class Reporter:
     """Makes the row of each step, and hands it to everything that shows or keeps rows."""
@@ -53,8 +52,8 @@ class Reporter:
     timeline: Timeline
     checkpoints: CheckpointWriter
     profile: Profile
-    scorers: Mapping[str, RowDevices]
-    """Roles that score with a model, and their devices."""
+    scorers: Mapping[str, ScorerMetrics]
+    """Roles that score with a model on devices of the run."""
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
     first_step_at: float | None = None
@@ -92,12 +91,14 @@ class Reporter:
         self.context.on_step(row)
 
     def _before_training(self, futures: Futures) -> None:
-        """Writes row 0: the first weight sync, and the accuracy of student and teacher."""
+        """Writes row 0: the first weight sync, and the accuracy of the student and of other roles
+        that are evaluated."""
         row = self._syncs(0, futures) | self._evaluation(futures)
-        if "teacher" in futures:
-            samples = self.wait(futures["teacher"])
-            teacher = evaluation_row(self.job.held_out, samples, self.job.judge)
-            row["teacher/accuracy"] = teacher.get("eval/accuracy", float("nan"))
+        for role in {key.removeprefix("eval.") for key in futures if key.startswith("eval.")}:
+            if role != "rollout":
+                samples = self.wait(futures[f"eval.{role}"])
+                other = evaluation_row(self.job.held_out, samples, self.job.judge)
+                row[f"{role}/accuracy"] = other.get("eval/accuracy", float("nan"))
         self._written(self.metrics.write(0, row | self._work(futures)))
 
     def _step(self, step: int, futures: Futures) -> None:
@@ -124,8 +125,7 @@ class Reporter:
         """Metrics of sampling and scoring, with the times of the calls."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
-        read = rollout.policy_version < 0 and self.job.cache is not None
-        sampled = rollout.policy_version >= 0 or (self.job.config.distill.seq_kd and not read)
+        sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # by policy or teacher
         row = {
             "policy_version": float(rollout.policy_version),
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
@@ -151,15 +151,10 @@ class Reporter:
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
             if parts:
                 row[f"time/{name}_s"] = sum(part.times.seconds for part in parts)
-            if parts and role in self.scorers and not (role == "teacher" and read):
-                devices, seen, shares = self.scorers[role], rollout, None
-                if role == "teacher":
-                    seen, more = self._taught(rollout, futures, devices)
-                    shares = teacher_weights(self.job.config, rollout)
-                    row |= more
-                mixed = self.job.config.mixture is not None
-                padding = scored_padding(seen, len(parts), devices, shares, mixed)
-                row[f"{role}/padding"] = padding
+            if parts and role in self.scorers:
+                rewards = futures.get("score.reward")
+                messages = rewards.result().messages if rewards is not None else ()
+                row |= self.scorers[role](rollout, len(parts), messages)
         for key in ("score.reward", "score.grouper"):
             if key not in futures:
                 continue
@@ -169,29 +164,11 @@ class Reporter:
             row |= getattr(report, "metrics", {})
         return row
 
-    def _taught(
-        self, rollout: Rollout, futures: Futures, devices: RowDevices
-    ) -> tuple[Rollout, dict[str, float]]:
-        """The rollout as the teacher has read it, and the metrics of its prompts."""
-        config, row = self.job.config, {}
-        longest = config.teacher_prompt_tokens
-        if config.teacher_gets_feedback:
-            report = futures["score.reward"].result()
-            rollout, cut = with_feedback(rollout, report.messages, self.job.tokenizer, longest)
-            row["teacher/feedback_cut"] = float(cut)
-        lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
-        if lengths:
-            row["teacher/prompt_tokens_mean"] = float(np.mean(lengths))
-        if self.job.aligner is not None:
-            limits = longest, config.teacher_new_tokens
-            return self.job.aligner.read(rollout, *limits, devices.multiple), row
-        return as_the_teacher_reads(rollout, longest, devices.multiple), row
-
     def _work(self, futures: Futures) -> dict[str, float]:
         """Overhead of the calls of a row: seconds to build roles, bytes moved by offloading."""
         for key, future in futures.items():
             if future.times.made_s is not None:
-                role = _scored_by(key) or key.removesuffix(".load")
+                role = _scored_by(key) or key.rpartition(".")[2]
                 self._notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
         moves = [move for future in futures.values() for move in future.times.moves]
         if not moves:
@@ -203,37 +180,35 @@ class Reporter:
         }
 
     def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
-        """Metrics of the weight syncs to the rollout and to a teacher that follows the policy."""
-        row = self._sync(version, futures)
-        taken = self._value(futures, "teacher.load")
-        if taken is not None:
-            calls = (futures["teacher.publish"], futures["teacher.load"])
-            row["time/teacher_sync_s"] = sum(call.times.seconds for call in calls)
-            row["weights/teacher_sync_bytes"] = taken["weights/sync_bytes"]
+        """Metrics of the weight syncs to the rollout and to scorers that follow the policy: both
+        halves, what the actor sent and what the role took."""
+        row: dict[str, float] = {}
+        for role in [key.removeprefix("load.") for key in futures if key.startswith("load.")]:
+            taken = self._value(futures, f"load.{role}")
+            if taken is None:
+                continue
+            sent, loaded = futures[f"publish.{role}"].times, futures[f"load.{role}"].times
+            seconds, size = sent.seconds + loaded.seconds, taken["weights/sync_bytes"]
+            if role != "rollout":
+                row[f"time/{role}_sync_s"] = seconds
+                row[f"weights/{role}_sync_bytes"] = size
+                continue
+            speed = size / max(seconds, 1e-9) / 1e9
+            row |= taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
+            if sent.started is not None and loaded.finished is not None:
+                self._notify.to_log(f"weight sync {version}: start at {_clock(sent.started)}")
+                self._notify.to_log(
+                    f"weight sync {version}: end at {_clock(loaded.finished)}, {seconds:.3f} s,"
+                    f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
+                )
         return row
 
-    def _sync(self, version: int, futures: Futures) -> dict[str, float]:
-        """Both halves of a weight sync: what the actor sent, and what the rollout took."""
-        taken: dict[str, float] | None = self._value(futures, "sync")
-        if taken is None:
-            return {}
-        sent, loaded = futures["publish"].times, futures["sync"].times
-        seconds, size = sent.seconds + loaded.seconds, taken["weights/sync_bytes"]
-        speed = size / max(seconds, 1e-9) / 1e9
-        if sent.started is not None and loaded.finished is not None:
-            self._notify.to_log(f"weight sync {version}: start at {_clock(sent.started)}")
-            self._notify.to_log(
-                f"weight sync {version}: end at {_clock(loaded.finished)}, {seconds:.3f} s,"
-                f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
-            )
-        return taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
-
     def _evaluation(self, futures: Futures) -> dict[str, float]:
-        samples = self._value(futures, "eval")
+        samples = self._value(futures, "eval.rollout")
         if samples is None:
             return {}
         row = evaluation_row(self.job.held_out, samples, self.job.judge)
-        return row | {"time/evaluate_s": futures["eval"].times.seconds}
+        return row | {"time/evaluate_s": futures["eval.rollout"].times.seconds}
 
     def _value(self, futures: Futures, key: str) -> Any:
         """Waits for the value of a call. None if there was no such call, or if the run is ending

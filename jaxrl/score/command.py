@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -15,16 +16,28 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxrl.algorithms.protocols import TeacherRole
+from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.config.schema import Config
-from jaxrl.errors import user_path
+from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.process.streams import Output
 from jaxrl.run.launch import make_teacher
-from jaxrl.score.error import storage_error
-from jaxrl.score.folder import locked, open_folder, reported, size_of
-from jaxrl.score.scoring import Remaining, Scoring, prepare
-from jaxrl.teacher.cache import MANIFEST, ScoreCache, ScoreWriter, Stored, write_manifest
+from jaxrl.run.run_dir import LOCK, Lock
+from jaxrl.score.score_data import Remaining, Scoring, prepare, storage_error
+from jaxrl.teacher.cache import (
+    HEAD,
+    MANIFEST,
+    TEACHER,
+    ScoreCache,
+    ScoreManifest,
+    ScoreWriter,
+    Stored,
+    read_manifest,
+    shapes_of,
+    token_bytes,
+    write_manifest,
+)
 from jaxrl.telemetry.console import format_seconds
+from jaxrl.types import HiddenSignal
 
 EVERY_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -65,7 +78,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
 
 
 def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) -> None:
-    teacher = cast(TeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
+    teacher = cast(SamplingTeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
     if first:
         _begin(scoring, teacher, remaining.batches[:MEASURED], log)
     writer, left = ScoreWriter(scoring.folder), set(remaining.keys)
@@ -89,7 +102,9 @@ def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) ->
         ) from None
 
 
-def _begin(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int], log: Log) -> None:
+def _begin(
+    scoring: Scoring, teacher: SamplingTeacherRole, batches: Sequence[int], log: Log
+) -> None:
     """Writes all but the rows: head, description of the teacher, and the error of storage, which is
     measured on some of the batches."""
     config, manifest, head = scoring.config, scoring.manifest, None
@@ -107,11 +122,12 @@ def _begin(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int], log: 
     write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
 
 
-def _hidden(scoring: Scoring, teacher: TeacherRole, batches: Sequence[int]) -> np.ndarray:
+def _hidden(scoring: Scoring, teacher: SamplingTeacherRole, batches: Sequence[int]) -> np.ndarray:
     """[n, Dt] of the completions of some batches."""
     found = []
     for index in batches:
         rollout, signal = scoring.scored(teacher, index)
+        assert isinstance(signal, HiddenSignal)
         found.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
     return np.concatenate(found)[:MEASURED_TOKENS]
 
@@ -138,3 +154,108 @@ def _progress(rows: int, log: Log) -> Iterator[Callable[[int], None]]:
             log(f"{done}/{rows} rows ({done / rows:.0%}), {format_seconds(left)} left")
 
     yield advance
+
+
+GB = 1e9
+
+
+def open_folder(folder: Path, manifest: ScoreManifest) -> None:
+    """Makes the folder. Raises UserError where it holds anything but a part of these scores."""
+    if (folder / MANIFEST).exists():
+        there = read_manifest(folder, f"--out {folder}")
+        _check_same(folder, there, manifest)
+        return
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file: name a folder")
+    left = (LOCK, TEACHER, HEAD)  # by a command that was killed before it wrote the manifest
+    other = [path.name for path in folder.glob("*") if path.name not in left]
+    if other:
+        raise UserError(
+            f"--out {folder} holds {other[0]} and no {MANIFEST}: name a new folder, or one that"
+            " this command wrote"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
+
+
+def _check_same(folder: Path, there: ScoreManifest, now: ScoreManifest) -> None:
+    holds = f"--out {folder} holds scores"
+    if there.digest != now.digest:
+        raise UserError(
+            f"{holds} of {there.model}, whose files are not those of {now.model}: name another"
+            " folder"
+        )
+    pairs: dict[str, tuple[object, object]] = {
+        "teacher.dtype": (there.dtype, now.dtype),
+        "--dtype": (there.stored, now.stored),
+        "--samples": (there.samples, now.samples),
+    }
+    before, asked = there.options.decisive, now.options.decisive
+    pairs |= {f"distill.{key}": (before[key], asked.get(key)) for key in before}
+    for key, (old, new) in pairs.items():
+        if old == new:
+            continue
+        if key == "distill.vocab_size":
+            raise UserError(
+                f"{holds} over {old} tokens, and student and teacher share {new}: name another"
+                " folder"
+            )
+        raise UserError(f"{holds} with {key}={old}, not {new}: name another folder")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """No other process writes scores there meanwhile. Raises UserError where one does."""
+    try:
+        lock = Lock(folder)
+    except UserError as error:
+        raise UserError(str(error).replace("run_dir=", "--out ", 1)) from None
+    with closing(lock):
+        yield
+
+
+def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
+    """What is about to be written, in words.
+
+    Args:
+        first: the teacher's LM head is still to be written too.
+
+    Raises:
+        UserError: the disk has less room than that.
+    """
+    config, d = scoring.source.config, scoring.config.distill
+    each = token_bytes(shapes_of(scoring.manifest, config.d_model))
+    size = remaining.tokens * each
+    if first and d.signal == "hidden":
+        itemsize = jnp.dtype(scoring.config.teacher.compute_dtype).itemsize
+        size += config.vocab_size * config.d_model * itemsize
+    free = shutil.disk_usage(scoring.folder).free
+    most = "at most " if scoring.samples else ""
+    text = (
+        f"{remaining.rows} rows to score, {remaining.stored} stored already;"
+        f" {most}{remaining.tokens:,} tokens of {each:,} bytes, {most}{size / GB:.3g} GB to write,"
+        f" {free / GB:.3g} GB free"
+    )
+    if size > free and not scoring.samples:
+        smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
+        raise UserError(
+            f"--out {scoring.folder}: {text}: make room, name a folder on another disk, or take"
+            f" {smaller}"
+        )
+    return text
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """What a disk refuses ends the command; whole shards stay."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(folder).free
+        raise RunError(
+            f"--out {folder} cannot be written to: {error.strerror or error} ({free / GB:.3g} GB"
+            " are free there); the rows of whole shards are stored, and the same command resumes"
+            " once there is room"
+        ) from error

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from jaxrl.checkpoint.store import put_file
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake, frame
-from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal
+from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake
+from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1
 MANIFEST, TEACHER, HEAD = "manifest.json", "teacher", "head.safetensors"
@@ -177,10 +178,8 @@ def write_manifest(
 
 
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
-    aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    with path.open("wb") as file:
-        for piece in frame(aligned):
-            file.write(piece)
+    # Not `save_file`, whose error does not say what the disk refused.
+    path.write_bytes(save({name: np.ascontiguousarray(x) for name, x in tensors.items()}))
 
 
 class ScoreWriter:
@@ -359,7 +358,7 @@ class ScoreCache:
                 if name == "hidden" and self.manifest.stored == "int8":
                     value = dequantised(value, self._tokens("scale", at))
                 out[name][i, : len(value)] = value
-        return TeacherSignal(**out)
+        return signal_of(out)
 
     def samples(self, prompts: Sequence[Prompt], n: int) -> list[list[Completion]]:
         """The first n of the teacher's samples of each prompt, without their texts.

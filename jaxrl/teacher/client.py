@@ -26,7 +26,7 @@ from jaxrl.errors import RunError, UserError, short, shown
 from jaxrl.teacher import protocol
 from jaxrl.teacher.check import check_answer, check_head
 from jaxrl.teacher.protocol import JSON, PROTOCOL, TOKEN, Info, Options
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import Sequences, TeacherSignal, signal_of
 
 OVERHEAD = 1 << 14
 """Bytes of a request, or an answer, beside its tensors, at most."""
@@ -277,7 +277,7 @@ class TeacherClient:
             check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
-            return TeacherSignal(**tensors)
+            return signal_of(tensors)
 
         body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
         b, c = sequences.loss_mask.shape

@@ -26,7 +26,7 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import SampledSignal, Sequences, TeacherSignal, TopKSignal
 
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""
@@ -129,8 +129,8 @@ class CompletionsClient:
                     best_ids[row, j], best[row, j] = zip(*position.best[:k], strict=True)
                     tail[row, j] = tail_logprob([value for _, value in position.best[:k]])
         if not k:
-            return TeacherSignal(token_logprobs=token_logprobs)
-        return TeacherSignal(topk_ids=best_ids, topk_logprobs=best, tail_logprob=tail)
+            return SampledSignal(token_logprobs)
+        return TopKSignal(best_ids, best, tail)
 
     def positions(self, tokens: Sequence[int], k: int, vocab_size: int) -> list[Position]:
         """Asks about each token of a sequence but the first, which nothing predicts.

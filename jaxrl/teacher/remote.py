@@ -2,7 +2,7 @@
 
 `run.job` meets the servers before anything is written (`remote_info`, `check_remote`,
 `check_remote_prompts`); for the signal `hidden` the actor fetches the heads (`remote_head`); then
-`RemoteTeachers` takes the place of `roles.teacher.Teacher`, or of `roles.teachers.Teachers`.
+`RemoteTeachers` takes the place of a `LocalTeacher`, or of `RoutedTeachers`.
 
 Functions that take `name` mean one of `Config.served`.
 """
@@ -10,25 +10,27 @@ Functions that take `name` mean one of `Config.served`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial, reduce
 from types import MappingProxyType
 
 import jax
 import numpy as np
 
-from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.algorithms.signals import merged_signal
+from jaxrl.algorithms.teacher_weights import teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
+from jaxrl.losses.mixture import log_mixture
 from jaxrl.models.config import DecoderConfig
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import phase
 from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError, rows_at_once
 from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
 from jaxrl.teacher.protocol import Info, Options, find_token, vocab_hash
-from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
+from jaxrl.types import HiddenSignal, Prompt, Rollout, Sequences, TeacherSignal, TopKSignal
 
 AnyInfo = Info | CompletionsInfo
 AnyClient = TeacherClient | CompletionsClient
@@ -63,9 +65,11 @@ class RemoteTeachers:
         timeout = EARLIER * config.deadlines.score
         self._clients = [_client(config, name, timeout, infos.get(name)) for name in config.served]
 
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of some rows, as numpy arrays. Of
-        several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """Returns the teacher's signal for each completion position of some rows, as numpy arrays.
+        Of several teachers a row gets its own one's or, of a mixture, the mixture's; zeros where it
         has no teacher, as padding.
 
         Args:
@@ -88,7 +92,7 @@ class RemoteTeachers:
         return client.score(*given, self._config.distill, self._vocab_size)
 
     def _combined(self, given: RowInputs, weights: np.ndarray) -> TeacherSignal:
-        """What several teachers say of rows with these weights [n, K]."""
+        """Asks several teachers about rows with these weights [n, K], side by side."""
         asked = weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
 
@@ -99,31 +103,35 @@ class RemoteTeachers:
             return jax.tree.map(lambda x: _spread(x, mine), signal)
 
         with ThreadPoolExecutor(len(self._clients)) as pool:
-            found = list(pool.map(ask, self._clients, asked.T))
-        if self._config.distill.signal == "hidden":
-            return TeacherSignal(hidden=self._hidden(found))
-        signals = [signal for signal in found if signal is not None]
-        if self._config.mixture is None:
-            return jax.tree.map(_added, *signals)
-        shares = [weights[:, k] for k, signal in enumerate(found) if signal is not None]
-        ids = None if signals[0].topk_ids is None else given[1]
-        without = [replace(signal, topk_ids=None) for signal in signals]
-        return replace(jax.tree.map(partial(_mixed, shares), *without), topk_ids=ids)
-
-    def _hidden(self, found: list[TeacherSignal | None]) -> np.ndarray:
-        """Of a mixture those of all teachers, one after the other; else each row's own teacher's,
-        with zeros at the end of narrow ones."""
-        some = next(signal.hidden for signal in found if signal is not None)
+            answers = list(pool.map(ask, self._clients, asked.T))
         infos = [client.info for client in self._clients]
-        widths = [info.d_model for info in infos if isinstance(info, Info)]
-        each = [
-            np.zeros((*some.shape[:2], width), some.dtype) if signal is None else signal.hidden
-            for signal, width in zip(found, widths, strict=True)
-        ]
-        if self._config.mixture is not None:
-            return np.concatenate(each, -1)
-        wide = [(0, 0), (0, 0)]
-        return _added(*(np.pad(x, [*wide, (0, max(widths) - x.shape[-1])]) for x in each))
+        widths = [info.d_model if isinstance(info, Info) else 0 for info in infos]
+        signal: TeacherSignal | None = None
+        if self._config.mixture is None:
+            for answer, mine in zip(answers, asked.T, strict=True):
+                if answer is not None:
+                    signal = merged_signal(signal, answer, mine, max(widths))
+            assert signal is not None, "one teacher is asked at least"
+            return signal
+        some = next(answer for answer in answers if answer is not None)
+        if isinstance(some, HiddenSignal):  # of all teachers, one after the other
+            n, c, _ = some.hidden.shape
+            each = [
+                answer.hidden
+                if isinstance(answer, HiddenSignal)
+                else np.zeros((n, c, width), some.hidden.dtype)
+                for answer, width in zip(answers, widths, strict=True)
+            ]
+            return HiddenSignal(np.concatenate(each, -1))
+        shares = [weights[:, k] for k, answer in enumerate(answers) if answer is not None]
+
+        def mixed(*logprobs: np.ndarray) -> np.ndarray:
+            each = [share.reshape(-1, *[1] * (logprobs[0].ndim - 1)) for share in shares]
+            rows = np.any(shares, 0).reshape(each[0].shape)  # 0 in rows without a teacher
+            return np.where(rows, log_mixture(logprobs, each), 0).astype(np.float32)
+
+        signal = jax.tree.map(mixed, *filter(None, answers))
+        return replace(signal, topk_ids=given[1]) if isinstance(signal, TopKSignal) else signal
 
 
 def _part(n: int, part: int, parts: int) -> slice | None:
@@ -133,30 +141,14 @@ def _part(n: int, part: int, parts: int) -> slice | None:
 
 
 def _spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """The rows of `x` where `mine` [n] is True; elsewhere 0."""
+    """Returns [n, ...]: the rows of `x` where `mine` [n] is True, 0 elsewhere."""
     spread = np.zeros((len(mine), *x.shape[1:]), x.dtype)
     spread[mine] = x
     return spread
 
 
-def _added(*xs: np.ndarray) -> np.ndarray:
-    """Of arrays of which each row is 0 in all but one."""
-    return reduce(np.add, xs)
-
-
-def _mixed(shares: Sequence[np.ndarray], *logprobs: np.ndarray) -> np.ndarray:
-    """Log-probs [n, C, ...] in the arithmetic mixture of teachers by their shares [n], nats; 0 in
-    rows without a teacher."""
-    terms = []
-    for share, x in zip(shares, logprobs, strict=True):
-        with np.errstate(divide="ignore"):
-            terms.append(x + np.log(share).reshape(-1, *[1] * (x.ndim - 1)))
-    total = np.logaddexp.reduce(terms)
-    return np.where(np.isfinite(total), total, 0).astype(np.float32)
-
-
 def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
-    """The handshake with a served teacher. Raises UserError where nobody answers."""
+    """Asks a served teacher for the handshake. Raises UserError where nobody answers."""
     try:
         return _client(config, name, MEET_S).info
     except TeacherError as error:
@@ -164,7 +156,7 @@ def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
 
 
 def remote_head(config: Config, rows: int, info: AnyInfo, name: str = ONLY) -> np.ndarray:
-    """The teacher's LM head [rows, D], cut after `rows`, in the server's dtype.
+    """Fetches the teacher's LM head [rows, D], cut after `rows`, in the server's dtype.
 
     Args:
         info: of the handshake before the run; another teacher's head is refused.

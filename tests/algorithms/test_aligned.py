@@ -18,8 +18,8 @@ from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.losses.divergence import jsd
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.roles.scorer import Scorer
 from jaxrl.sharding.reshard import to_host
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.types import Aligned, Completion, Prompt, TrainBatch
 
 TEXTS = ("the year 1987", " the\n\nthe", "naïve 1998 19", "x")

@@ -31,7 +31,16 @@ from jaxrl.models.rules import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference
-from jaxrl.types import Completion, Embedded, Prompt, Sequences, TeacherSignal, Totals, TrainBatch
+from jaxrl.types import (
+    Completion,
+    Embedded,
+    HiddenSignal,
+    Prompt,
+    SampledSignal,
+    Sequences,
+    Totals,
+    TrainBatch,
+)
 
 MODEL = DecoderConfig("llama", 48, 16, 1, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 WIDTHS = {"max_prompt_tokens": 6, "max_new_tokens": 8}
@@ -48,9 +57,18 @@ DEGENERATE = 3
 B, C, D, V = 4, 5, 8, 24
 
 
-@cache
 def arrays():
     """hidden [B, C, D], head [V, D], what a micro-batch has, the teacher's head."""
+    return drawn()[:-1]
+
+
+def sampled_batch():
+    """What a micro-batch has, with the teacher's log-probs in place of its hidden states."""
+    return replace(drawn()[2], teacher=drawn()[-1])
+
+
+@cache
+def drawn():
     draw = np.random.default_rng(0)
 
     def normal(*shape, scale=1.0):
@@ -63,15 +81,16 @@ def arrays():
     hidden, kernel = normal(B, C, D), normal(V, D, scale=0.5)
     logits = hidden @ kernel.T
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 3:, None], -1)[..., 0]
+    states, told = normal(B, C, 6), logprobs + normal(B, C, scale=0.3)
     batch = TrainBatch(
         sequences,
-        TeacherSignal(hidden=normal(B, C, 6), token_logprobs=logprobs + normal(B, C, scale=0.3)),
+        HiddenSignal(hidden=states),
         logprobs + normal(B, C, scale=0.05),
         normal(B),
         logprobs + normal(B, C, scale=0.2),
         logprobs + normal(B, C, scale=0.05),
     )
-    return hidden, kernel, batch, normal(V, 6)
+    return hidden, kernel, batch, normal(V, 6), SampledSignal(token_logprobs=told)
 
 
 def mean_loss(cfg, hidden, kernel, batch, teacher_head):
@@ -97,6 +116,8 @@ def evaluated(algorithm, *overrides, batch=None, at=None):
     """The mean loss with its sums and maxima, and its gradient with respect to the hidden states
     and the head: `at` those, or at the batch's own."""
     *own, given, teacher_head = arrays()
+    if "distill.signal=sampled" in overrides:
+        given = sampled_batch()
     return compiled(algorithm, *overrides)(*(at or own), batch or given, teacher_head)
 
 
@@ -156,7 +177,7 @@ def test_the_whole_is_the_sum_of_its_terms_each_with_its_weight():
 def test_the_teacher_decides_the_joint_gradient():
     """And nothing of it where it has no weight."""
     hidden, _, batch, _ = arrays()
-    other = replace(batch, teacher=TeacherSignal(hidden=batch.teacher.hidden[::-1]))
+    other = replace(batch, teacher=HiddenSignal(hidden=batch.teacher.hidden[::-1]))
     joint = gradient("gspo", *ALL_TERMS), gradient("gspo", *ALL_TERMS, batch=other)
     assert differ(*joint, by=1e-3)
     assert_close(gradient("gspo"), gradient("gspo", batch=other), 0)
@@ -219,7 +240,7 @@ OPD = ["teacher.model=a", "distill.signal=sampled", "distill.jsd_beta=1", "polic
 
 def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
     """Token mean of (log Q - log P) grad log Q, and of the very loss that gkd has for it."""
-    *_, batch, _ = arrays()
+    batch = sampled_batch()
     batch = replace(batch, advantages=jnp.zeros(B), old_logprobs=None, sampler_logprobs=None)
     hidden, kernel, _, _ = arrays()
     mask, told = batch.sequences.loss_mask, batch.teacher.token_logprobs
@@ -238,10 +259,9 @@ def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
 
 def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
     """Its gap counts as 20 nats, whatever stands there, and is counted."""
-    *_, batch, _ = arrays()
-    told = []
+    batch, told = sampled_batch(), []
     for theirs in (-1e30, -np.inf, -9991.0):
-        teacher = TeacherSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
+        teacher = SampledSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
         broken = replace(batch, teacher=teacher)
         (_, (sums, _)), slope = evaluated("dapo", *OPD, batch=broken)
         told.append(slope)
@@ -249,7 +269,7 @@ def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
         assert total == 1 and count == batch.sequences.loss_mask.sum()
     start = batch.old_logprobs[0, 0]
     by_hand = batch.teacher.token_logprobs.at[0, 0].set(start - 20)
-    at_20 = replace(batch, teacher=TeacherSignal(token_logprobs=by_hand))
+    at_20 = replace(batch, teacher=SampledSignal(token_logprobs=by_hand))
     for each in told:
         assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
     assert told_sums("dapo", *OPD)[0]["policy/opd_clamped"][0] == 0
@@ -259,8 +279,8 @@ ENTROPY_AWARE = ["distill.entropy_aware=true", "distill.entropy_top_k=4"]
 
 
 def with_uncertain_teacher():
-    """The batch of `arrays`, with what the entropy-aware term asks: uncertain at some tokens."""
-    *_, batch, _ = arrays()
+    """`sampled_batch`, with what the entropy-aware term asks: uncertain at some tokens."""
+    batch = sampled_batch()
     draw = np.random.default_rng(8)
     logprobs = jax.nn.log_softmax(jnp.asarray(draw.standard_normal((B, C, V)), jnp.float32))
     best, ids = jax.lax.top_k(logprobs, 4)
@@ -583,7 +603,7 @@ def actor(cfg, mesh, tmp_path):
 @cache
 def teacher_signal():
     hidden = np.random.default_rng(1).standard_normal((rows(), 8, 24)).astype(np.float32)
-    return TeacherSignal(hidden=jnp.asarray(hidden))
+    return HiddenSignal(hidden=jnp.asarray(hidden))
 
 
 @cache
@@ -864,6 +884,7 @@ def test_masked_positions_may_hold_anything(monkeypatch, case):
     algorithm, *asked = POISONED[case]
     cfg = config(algorithm, *asked)
     hidden, kernel, batch, teacher_head = arrays()
+    batch = sampled_batch() if "distill.signal=sampled" in asked else batch
     mask = batch.sequences.loss_mask
     assert not mask.all()
     loss = method_of(cfg).make_loss(cfg, MODEL, make_mesh(1, 1, 1), V)

@@ -21,7 +21,7 @@ from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import make_plan
 from jaxrl.run.job import make_job
-from jaxrl.score.scoring import prepare
+from jaxrl.score.score_data import prepare
 from jaxrl.train import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

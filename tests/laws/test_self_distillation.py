@@ -19,7 +19,7 @@ from jaxrl.data.arithmetic import correction
 from jaxrl.data.batch import as_the_teacher_reads, make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import forward, logits
-from jaxrl.roles.scorer import Scorer
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 

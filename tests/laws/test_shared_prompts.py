@@ -23,7 +23,7 @@ from jaxrl.models.packing import held_tokens, pack, row_devices
 from jaxrl.roles import actor, microbatch
 from jaxrl.roles.microbatch import rows_of_groups, shared_group, shares
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.scorer import Scorer
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.train import train
 from jaxrl.types import Rollout, Sequences
 

@@ -32,14 +32,14 @@ from jaxrl.formats import hf, weights
 from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import Actor, Weights
 from jaxrl.roles.rollout import Sampler
-from jaxrl.roles.scorer import Scorer
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
 from jaxrl.sharding.parts import join_parts
 from jaxrl.sharding.reshard import reshard, to_host
 from jaxrl.sharding.shards import Piece, Shards
-from jaxrl.types import Prompt, TeacherSignal
+from jaxrl.teacher.local_teacher import Scorer
+from jaxrl.types import HiddenSignal, Prompt
 
 STUDENT, TEACHER = "qwen3", "smollm"
 VOCAB = 64
@@ -163,7 +163,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
     told["params"] = on_host(one.state.params)
 
     if signal == "hidden":
-        poison = TeacherSignal(np.full((4, drawn.logprobs.shape[1], 48), np.nan, np.float32))
+        poison = HiddenSignal(np.full((4, drawn.logprobs.shape[1], 48), np.nan, np.float32))
         report = one.update(drawn, {"teacher": [poison, None, poison]}, 2).metrics
         assert report["actor/skipped_updates"] == 1
         close(on_host(one.state.params), told["params"], 0)

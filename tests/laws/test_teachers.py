@@ -17,17 +17,17 @@ from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
-from jaxrl.algorithms.teachers import teacher_weights
+from jaxrl.algorithms.teacher_weights import teacher_weights
 from jaxrl.checkpoint.source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.divergence import log_softmax
 from jaxrl.models.parameters import head
-from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teachers import Teachers
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
+from jaxrl.teacher.local_teacher import Scorer
+from jaxrl.teacher.routed_teachers import RoutedTeachers
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
@@ -86,7 +86,7 @@ def role(made, mesh, families=FAMILIES):
     alone = Projection(made.distill, mesh, VOCAB)
     hidden = Projection(made.distill.model_copy(update={"signal": "hidden"}), mesh, VOCAB)
     each = alone if made.mixture is None else hidden
-    together = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
+    together = RoutedTeachers(made, projection, max(model.d_model for model, _ in models.values()))
     for name, model in models.items():
         together.add(name, Scorer(*model, each))
     scorers = [

@@ -28,7 +28,7 @@ from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.roles.optimizer import learning_rate
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.types import Rollout, Sequences, TeacherSignal, Totals, TrainBatch
+from jaxrl.types import HiddenSignal, Rollout, Sequences, TopKSignal, Totals, TrainBatch
 
 SIZES = 48, 16, 2, 4, 2, 4, 24
 MODEL = DecoderConfig("llama", *SIZES, tie_embeddings=True, eos_ids=(1,), final_softcap=0.1)
@@ -75,7 +75,7 @@ def batch(rows=12, poison=False):
     hidden = np.random.default_rng(1).standard_normal((n, 8, 24)).astype(np.float32)
     if poison:
         hidden[3, 0] = np.nan
-    return rollout, {"teacher": [TeacherSignal(hidden=jnp.asarray(hidden))]}
+    return rollout, {"teacher": [HiddenSignal(hidden=jnp.asarray(hidden))]}
 
 
 def actor(cfg, m, tmp_path, teacher=None, restore=None):
@@ -203,7 +203,7 @@ def topk_batch(poison):
     logprobs = np.log(rng.dirichlet(np.ones(9), (n, 8))).astype(np.float32)
     ids = np.argsort(rng.random((n, 8, 48)), -1)[..., :8].astype(np.int32)
     tail = np.where(poison, np.nan, logprobs[..., 8])
-    signal = TeacherSignal(topk_ids=ids, topk_logprobs=logprobs[..., :8], tail_logprob=tail)
+    signal = TopKSignal(topk_ids=ids, topk_logprobs=logprobs[..., :8], tail_logprob=tail)
     return rollout, {"teacher": [jax.tree.map(jnp.asarray, signal)]}
 
 
@@ -216,7 +216,7 @@ def test_the_teachers_head_is_that_of_the_version_before_the_update(ema, tmp_pat
         before = jax.device_get(one.state.params if ema == 0 else one.state.ema)
         rollout, scores = batch()
         hidden = scores["teacher"][0].hidden[..., : MODEL.d_model]
-        one.update(rollout, {"teacher": [TeacherSignal(hidden=hidden)]}, step)
+        one.update(rollout, {"teacher": [HiddenSignal(hidden=hidden)]}, step)
         kept = np.asarray(one._frozen["teacher_head"])
         assert kept.dtype == jnp.bfloat16
         np.testing.assert_array_equal(kept, np.asarray(head(before)).astype(kept.dtype))
@@ -457,7 +457,7 @@ def test_the_update_makes_no_array_of_the_global_batch(tmp_path):
             array(14, dtype="int32"), array(14, dtype="bool"), array(8, dtype="bool")
         )
         hidden = array(8, 24)
-        given = TrainBatch(sequences, TeacherSignal(hidden=hidden), array(8))
+        given = TrainBatch(sequences, HiddenSignal(hidden=hidden), array(8))
         index = one.programs.micro_batches(np.arange(rows), np.full(rows, 14), sequences, 1, rows)
         assert len(index) > 4
         return one.programs.update.lower(one.state, one._frozen, given, index, 1).compile()

@@ -19,7 +19,7 @@ from jaxrl.roles.microbatch import (
 )
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
-from jaxrl.types import Sequences, TeacherSignal, TrainBatch
+from jaxrl.types import HiddenSignal, Sequences, TrainBatch
 
 
 def lengths(n, seed=0):
@@ -145,7 +145,7 @@ def test_a_micro_batch_has_its_rows_bit_for_bit_in_any_order_on_any_mesh(axes):
     hidden = np.where(bits & 0x7F80 == 0x7F80, bits & 0xFF80, bits).view(jax.numpy.bfloat16)
     tokens, mask = rng.integers(-(2**31), 2**31, (24, 9), np.int64), rng.random((24, 9)) < 0.5
     sequences = Sequences(tokens.astype(np.int32), mask, mask[:, :5])
-    batch = TrainBatch(sequences, TeacherSignal(hidden=hidden), in_policy=mask[:, 0])
+    batch = TrainBatch(sequences, HiddenSignal(hidden=hidden), in_policy=mask[:, 0])
     rows = rng.permutation(24)[:12].astype(np.int32)
     rows[[2, 7]] = -1
     split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

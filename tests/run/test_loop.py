@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, name, log):
         self.name, self.log, self.version = name, log, None
 
-    def publish(self, version, dtype):
+    def publish(self, version):
         self.log.append(("publish", version))
         return version
 
@@ -66,7 +66,7 @@ class Rows:
             try:
                 told[kind] = self.wait(future)
             except Stopped:
-                if kind not in ("publish", "sync", "eval"):  # what a row may lack
+                if kind.partition(".")[0] not in ("publish", "load", "eval"):  # what a row may lack
                     raise
         self.rows.append((step, told))
 
@@ -126,7 +126,7 @@ def run(*overrides, held_out=("q",), checkpoints=None, stop=None, recorder=Recor
         calls.call,
         calls.wait,
         held_out,
-        evaluates_teacher=bool(held_out) and config.eval.teacher,
+        evaluated=("teacher",) if held_out and config.eval.teacher else (),
     )
     trained = Loop(sources, calls, rows, checkpoints).run()
     assert checkpoints.begun is not None  # waits for those that were not cancelled
@@ -158,7 +158,7 @@ def test_a_teacher_that_follows_scores_batch_i_with_version_i(schedule, sampled,
     log, rows = run(*follows, f"distill.on_policy_fraction={sampled}", recorder=Follower)
     scored = [entry[1:] for entry in log if entry[0] == "teacher.score"]
     assert [version for _, version in scored] == list(range(5))
-    assert [step for step, futures in rows if "teacher.load" in futures] == list(range(5))
+    assert [step for step, futures in rows if "load.teacher" in futures] == list(range(5))
     frozen, _ = run(*follows, "teacher.ema=1", recorder=Follower)
     assert {entry[2] for entry in frozen if entry[0] == "teacher.score"} == {None}
 
@@ -167,9 +167,9 @@ def test_a_teacher_that_follows_scores_batch_i_with_version_i(schedule, sampled,
 def test_evaluations_see_exactly_their_version(schedule):
     log, rows = run(f"schedule={schedule}")
     assert [e[1] for e in log if e[0] == "rollout.sample"] == [0, 2, 4, 5]
-    assert [step for step, futures in rows if "eval" in futures] == [0, 2, 4, 5]
+    assert [step for step, futures in rows if "eval.rollout" in futures] == [0, 2, 4, 5]
     assert len([e for e in log if e[0] == "teacher.sample"]) == 1
-    assert "teacher" in rows[0][1]
+    assert "eval.teacher" in rows[0][1]
 
 
 def test_without_held_out_prompts_nothing_is_evaluated():
@@ -315,7 +315,7 @@ def test_a_generation_that_the_checkpoint_does_not_hold_is_not_waited_for(every)
 def test_an_evaluation_is_not_waited_for_and_its_row_is_written():
     saves = Saves(every=9)
     _, rows = run("eval.every=2", checkpoints=saves, stop=Stop("sample", 2, trained=2))
-    assert [step for step, _ in rows] == [0, 1, 2] and "eval" not in rows[-1][1]
+    assert [step for step, _ in rows] == [0, 1, 2] and "eval.rollout" not in rows[-1][1]
     assert saves.begun[-1][0] == 2
 
 

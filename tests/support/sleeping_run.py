@@ -36,7 +36,7 @@ class Sleeper:
     def update(self, rollout: Any, scores: Any, step: int) -> None:
         self._work("update")
 
-    def publish(self, version: int, dtype: str) -> None:
+    def publish(self, version: int) -> None:
         self._work("publish")
 
     def load(self, weights: Any) -> None:

@@ -28,13 +28,11 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import DATA, make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
-from jaxrl.roles.scorer import Scorer
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.command import score
-from jaxrl.score.error import storage_error
-from jaxrl.score.scoring import Scoring
+from jaxrl.score.score_data import Scoring, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
@@ -49,10 +47,11 @@ from jaxrl.teacher.cache import (
     shard_files,
     write_manifest,
 )
-from jaxrl.teacher.cached import CachedTeacher
+from jaxrl.teacher.cached_teacher import CachedTeacher
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics
-from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+from jaxrl.types import Completion, HiddenSignal, Prompt, Rollout, SampledSignal, TeacherSignal
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -141,7 +140,8 @@ def test_what_is_read_is_bit_for_bit_what_the_scorer_says(
     teacher = CachedTeacher(config(distill), cache, V)
     found = teacher.score(rollout)
     assert found is not None
-    for field in fields(TeacherSignal):
+    assert type(found) is type(live)
+    for field in fields(live):
         mine, other = getattr(found, field.name), getattr(live, field.name)
         assert (mine is None) == (other is None), field.name
         if other is not None:
@@ -156,7 +156,7 @@ def test_rows_are_found_whatever_batch_they_are_in_and_no_others(
     tiny: Any, rollout: Rollout, tmp_path: Path
 ) -> None:
     distill = DISTILLS["sampled"]
-    live = TeacherSignal(token_logprobs=-np.random.default_rng(0).random((8, 16), np.float32))
+    live = SampledSignal(token_logprobs=-np.random.default_rng(0).random((8, 16), np.float32))
     cache = stored(tmp_path / "c", tiny, rollout, live, manifest(tiny, distill))
     teacher = CachedTeacher(config(distill), cache, V)
     order = [6, 0, 3]
@@ -609,7 +609,7 @@ def test_a_damaged_shard_is_named(caches: dict[str, Path], tmp_path: Path) -> No
 def test_bfloat16_lies_on_disk_as_it_is(tiny: Any, rollout: Rollout, tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(8, 16, tiny[0].d_model)).astype(jnp.bfloat16)
     about = manifest(tiny, DISTILLS["hidden"], dtype="bfloat16", stored="bfloat16")
-    cache = stored(tmp_path / "c", tiny, rollout, TeacherSignal(hidden=values), about)
+    cache = stored(tmp_path / "c", tiny, rollout, HiddenSignal(hidden=values), about)
     found = CachedTeacher(config(DISTILLS["hidden"], "bfloat16"), cache, V).score(rollout)
     assert found is not None and found.hidden.dtype == jnp.bfloat16
     real = rollout.sequences.loss_mask

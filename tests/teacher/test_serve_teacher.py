@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
-from jaxrl.roles.scorer import Scorer
 from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     TOKEN,
@@ -62,7 +63,14 @@ from jaxrl.teacher.remote import (
 )
 from jaxrl.teacher.server import Limits, TeacherServer
 from jaxrl.teacher.service import ScoringService, rows_of
-from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal
+from jaxrl.types import (
+    HiddenSignal,
+    Prompt,
+    Rollout,
+    SampledSignal,
+    Sequences,
+    TeacherSignal,
+)
 
 V, K = 64, 4
 DISTILLS = {
@@ -183,7 +191,8 @@ def assert_equal(
 ) -> None:
     assert ours is not None
     some = 0
-    for field in fields(TeacherSignal):
+    assert type(ours) is type(theirs)
+    for field in fields(theirs):
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
         assert (mine is None) == (other is None), field.name
         if other is not None:
@@ -568,7 +577,7 @@ class Failing(Ready):
             raise Gone
         self.computed += 1
         b, c = request.sequences.loss_mask.shape
-        return TeacherSignal(token_logprobs=np.zeros((b, c), np.float32))
+        return SampledSignal(token_logprobs=np.zeros((b, c), np.float32))
 
 
 def test_a_request_that_fails_inside_is_told_and_the_server_lives(
@@ -654,7 +663,7 @@ def test_an_answer_for_other_rows_is_refused(server: TeacherServer, rollout: Rol
     class Short(Failing):
         def score(self, request: Any, wanted: Any) -> TeacherSignal:
             self.calls += 1
-            return TeacherSignal(token_logprobs=np.zeros((3, 7), np.float32))
+            return SampledSignal(token_logprobs=np.zeros((3, 7), np.float32))
 
     short = Short(server.services[""].info)
     with serving(short) as half:
@@ -713,7 +722,7 @@ def test_an_answer_that_no_teacher_can_give_is_refused(
     def tell(change: Callable[[dict[str, Any]], None]) -> None:
         tensors = {k: x for k, x in vars(expected(DISTILLS[signal])).items() if x is not None}
         change(tensors)
-        service.score = lambda *_: TeacherSignal(**tensors)  # type: ignore[method-assign]
+        service.score = lambda *_: SimpleNamespace(**tensors)  # type: ignore[method-assign, return-value]
 
     def unread(tensors: dict[str, Any]) -> None:
         for name, x in tensors.items():
@@ -920,7 +929,7 @@ def test_an_answer_that_nobody_takes_holds_no_turn_for_long(
     service: ScoringService, rollout: Rollout
 ) -> None:
     big = Failing(service.info)
-    big.score = lambda *_: TeacherSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
+    big.score = lambda *_: HiddenSignal(hidden=np.zeros((6, 7, 400_000), np.float32))  # type: ignore[method-assign]
     with serving(big, threads=1, idle_s=0.3, answer_s=1000) as server:
         body = good(service.info, rollout)
         head = f"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -1057,7 +1066,7 @@ def test_a_completions_server_tells_what_the_scorer_tells(
             told = RemoteTeachers(asked, V).score(rollout)
             assert told is not None
             theirs = expected(distill)
-            for field in fields(TeacherSignal):
+            for field in fields(theirs):
                 mine, other = getattr(told, field.name), getattr(theirs, field.name)
                 assert (mine is None) == (other is None)
                 if other is not None:
@@ -1086,7 +1095,7 @@ def test_two_completions_servers_are_mixed(
         infos = {name: remote_info(asked, name) for name in teachers}
         role = RemoteTeachers(asked, V, infos)
         told = role.score(replace(rollout, prompts=tuple(shared)))
-        assert told is not None and told.topk_ids is None and min(one.requests, other.requests) > 5
+        assert isinstance(told, SampledSignal) and min(one.requests, other.requests) > 5
     wanted = expected(SAMPLED).token_logprobs
     np.testing.assert_allclose(told.token_logprobs[real], wanted[real], atol=1e-5)
     np.testing.assert_allclose(told.token_logprobs[~real], 0, atol=1e-6)

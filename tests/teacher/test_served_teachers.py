@@ -31,17 +31,17 @@ from jaxrl.config.cli import run
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
-from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teachers import Teachers
 from jaxrl.run.inputs import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.client import TeacherError
+from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import TOKEN
 from jaxrl.teacher.remote import RemoteTeachers, check_together, remote_info
+from jaxrl.teacher.routed_teachers import RoutedTeachers
 from jaxrl.teacher.server import Limits, TeacherServer, server_tls
 from jaxrl.teacher.service import ScoringService
 from jaxrl.train import train
-from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal
+from jaxrl.types import Completion, Prompt, Rollout, SampledSignal, TeacherSignal
 
 NAMES = ("math", "code", "chat")
 FAMILY = "qwen2"
@@ -115,7 +115,7 @@ def batch(columns: Sequence[Any]) -> Rollout:
     return replace(rollout, student_topk=ids)
 
 
-def local(made: Config) -> Teachers:
+def local(made: Config) -> RoutedTeachers:
     mesh = make_mesh(1, 1, 1)
     projection = Projection.of(made, mesh, VOCAB)
     each = (
@@ -124,7 +124,7 @@ def local(made: Config) -> Teachers:
         else made.distill.model_copy(update={"signal": "hidden"})
     )
     models = {name: tiny_model(FAMILY, mesh, seed=i) for i, name in enumerate(NAMES)}
-    role = Teachers(made, projection, max(model.d_model for model, _ in models.values()))
+    role = RoutedTeachers(made, projection, max(model.d_model for model, _ in models.values()))
     for name, model in models.items():
         role.add(name, Scorer(*model, Projection(each, mesh, VOCAB)))
     return role
@@ -242,7 +242,7 @@ class Lying:
 def test_the_one_that_lies_is_named(
     services: dict[str, ScoringService], lie: np.ndarray, word: str
 ) -> None:
-    lying = Lying(services["code"], TeacherSignal(token_logprobs=lie))
+    lying = Lying(services["code"], SampledSignal(token_logprobs=lie))
     with serving(services | {"code": lying}) as server:
         made = config(served(server), "sampled", "data.teacher_key=kind")
         teachers = RemoteTeachers(made, VOCAB, {})

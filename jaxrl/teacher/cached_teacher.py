@@ -9,9 +9,10 @@ from itertools import islice
 import jax
 import numpy as np
 
-from jaxrl.algorithms.protocols import TeacherRole
+from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.parts import part_rows
 from jaxrl.teacher.cache import ScoreCache
@@ -31,18 +32,20 @@ class CachedTeacher:
         config: Config,
         cache: ScoreCache,
         vocab_size: int,
-        teacher: TeacherRole | None = None,
+        teacher: SamplingTeacherRole | None = None,
     ):
         self._cache, self._live = cache, teacher
         self._dtype = config.teacher.compute_dtype
         options = Options.of(config.distill, vocab_size)
         self._fields = tuple(options.tensors(self._dtype, cache.config.d_model))
 
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
-        """The teacher's signal for each completion position of a slice of the rows; read signals
-        are numpy arrays."""
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """Returns the teacher's signal for each completion position of a slice of the rows; read
+        signals are numpy arrays."""
         if self._live is not None and rollout.policy_version >= 0:
-            return self._live.score(rollout, part, parts)
+            return self._live.score(rollout, part, parts, rewards)
         rows = part_rows(len(rollout.group_ids), part, parts, 1)
         if rows is None:
             return None

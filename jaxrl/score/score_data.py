@@ -13,15 +13,19 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.protocols import TeacherRole
+from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.digest import digest_model
 from jaxrl.checkpoint.source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
 from jaxrl.errors import UserError
+from jaxrl.losses.layout import inverse, softcaps_of
+from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -37,11 +41,13 @@ from jaxrl.teacher.cache import (
     ScoreCache,
     ScoredRow,
     ScoreManifest,
+    StorageError,
     Stored,
+    dequantised,
     in_storage,
 )
 from jaxrl.teacher.protocol import Options
-from jaxrl.types import Rollout, TeacherSignal
+from jaxrl.types import HiddenSignal, Rollout, TeacherSignal
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class Scoring:
             tokens += each * longest if self.samples else len(prompt.completion or ())
         return Remaining(tuple(batches), keys, each * len(keys), tokens, each * len(stored))
 
-    def scored(self, teacher: TeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
+    def scored(self, teacher: SamplingTeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
         """The completions of a batch, and their scores on the host."""
         config, prompts = self.config, self.job.train.batch(index)
         if self.samples:
@@ -179,3 +185,44 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     scoring = Scoring(config, make_job(config), source, mesh, axes["teacher"], folder, stored)
     about = f"{source.name}: {source.config.n_params:,} parameters, {own}, on {axes['teacher']}"
     return scoring, [*on_hub, about, *filter(None, [seen.note])]
+
+
+def storage_error(
+    hidden: np.ndarray,
+    stored: Stored,
+    head: np.ndarray,
+    distill: DistillConfig,
+    softcap: float | None = None,
+) -> StorageError:
+    """KL(P || P') of next-token distributions P of hidden states [n, D] and P' of what the disk
+    holds of them, over the head [V, D], in nats.
+
+    Args:
+        softcap: `DecoderConfig.final_softcap` of the teacher.
+    """
+    arrays = in_storage(HiddenSignal(hidden), stored)
+    kept = arrays["hidden"]
+    back = dequantised(kept, arrays["scale"]) if stored == "int8" else kept
+    back = back.astype(hidden.dtype)
+    chunk = distill.chunk_tokens
+    model = jnp.asarray(head), inverse(distill.distill_temperature), softcaps_of(softcap)
+    each = [
+        np.asarray(_kl(hidden[i : i + chunk], back[i : i + chunk], *model))
+        for i in range(0, len(hidden), chunk)
+    ]
+    nats = np.concatenate(each).astype(np.float64)
+    return StorageError(mean=float(nats.mean()), most=float(nats.max()), tokens=len(nats))
+
+
+@jax.jit
+def _kl(
+    p: jax.Array,
+    q: jax.Array,
+    head: jax.Array,
+    scale: jax.Array,
+    softcaps: tuple[jax.Array | None, ...],
+) -> jax.Array:
+    """[n] nats, float32."""
+    whole = VocabShard(0, len(head), len(head), padded=False)
+    log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, *softcaps)) for x in (p, q))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)

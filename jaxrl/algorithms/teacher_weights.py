@@ -15,8 +15,8 @@ from jaxrl.types import Prompt, Rollout, TrainBatch
 
 
 def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
-    """[B, K] float32: the share of each of `config.teachers` in the distribution from which a row
-    learns. Rows sum to 1; padding rows are 0. None where there is one teacher."""
+    """Returns [B, K] float32: the share of each of `config.teachers` in the distribution from which
+    a row learns. Rows sum to 1; padding rows are 0. None where there is one teacher."""
     if not config.teachers:
         return None
     weights = np.zeros((len(rollout.group_ids), len(config.teachers)), np.float32)
@@ -28,8 +28,8 @@ def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
 def with_weights(
     config: Config, rollout: Rollout, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The training batch of a rollout with the weights of several teachers, and the tokens that
-    learn from each."""
+    """Returns the training batch of a rollout with the weights of several teachers, and the tokens
+    that learn from each."""
     weights = teacher_weights(config, rollout)
     if weights is None or batch.teacher is None:
         return batch, {}
@@ -38,11 +38,11 @@ def with_weights(
     each = zip(config.teachers, tokens, strict=True)
     metrics = {f"distill/{name}/tokens": float(count) for name, count in each}
     shares = np.repeat(weights[:, None], mask.shape[1], 1)
-    return replace(batch, teacher=replace(batch.teacher, weights=shares)), metrics
+    return replace(batch, teacher_weights=shares), metrics
 
 
 def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tuple[float, ...]:
-    """The share of each of `config.teachers` for one row of data.
+    """Returns the share of each of `config.teachers` for one row of data.
 
     Args:
         columns: of the row.
@@ -79,7 +79,7 @@ def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tu
 
 
 def by_teacher(config: Config, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Name -> positions of the prompts that learn from this teacher alone."""
+    """Returns name -> positions of the prompts that learn from this teacher alone."""
     names = tuple(config.teachers)
     chosen = [names[int(np.argmax(_prompt_weights(config, prompt)))] for prompt in prompts]
     return {name: [i for i, c in enumerate(chosen) if c == name] for name in names}

@@ -1,4 +1,4 @@
-"""Several teachers in one role. They take turns on its devices, and answer as one."""
+"""Several teachers on the devices of one role. They take turns, and answer as one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.signals import Projection, mixture_signal
-from jaxrl.algorithms.teachers import by_teacher, teacher_weights
+from jaxrl.algorithms.signals import Projection, merged_signal, mixture_signal
+from jaxrl.algorithms.teacher_weights import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.models.packing import room_of, row_devices
@@ -22,19 +21,27 @@ from jaxrl.models.parameters import head
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_part
 from jaxrl.roles.rollout import Sampler
-from jaxrl.roles.scorer import Scorer
-from jaxrl.roles.teacher import AddFeedback, informed, keep_weights
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Array, Completion, Prompt, Rollout, Sequences, TeacherSignal, Tree
+from jaxrl.teacher.local_teacher import AddFeedback, Scorer, informed, keep_weights
+from jaxrl.types import (
+    Array,
+    Completion,
+    HiddenSignal,
+    Prompt,
+    Rollout,
+    Sequences,
+    TeacherSignal,
+    Tree,
+)
 
 COMBINE = "combine"
 """The turn in which a mixture is made of all teachers' hidden states."""
 
 
-class Teachers:
+class RoutedTeachers:
     """The role `teacher` with several models. Where frozen weights are offloaded, those of one
     teacher at a time are on the devices."""
 
@@ -49,7 +56,7 @@ class Teachers:
         Args:
             projection: of the run.
             width: of the widest teacher's hidden states.
-            add_feedback: as of `Teacher`.
+            add_feedback: as of `LocalTeacher`.
         """
         self._config, self._projection, self._add_feedback = config, projection, add_feedback
         self._scorers: dict[str, Scorer] = {}
@@ -65,8 +72,8 @@ class Teachers:
         return mixture_program(self._projection, softcaps)
 
     def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
-        """The next teacher, in the order of `config.teachers`. Where frozen weights are offloaded,
-        its weights are on the host while it has no turn.
+        """Adds the next teacher, in the order of `config.teachers`. Where frozen weights are
+        offloaded, its weights are on the host while it has no turn.
 
         Args:
             scorer: of a mixture's teacher, it sends hidden states.
@@ -83,7 +90,8 @@ class Teachers:
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
-        """As of `Teacher`. A row gets its teacher's signal or, of a mixture, the mixture's."""
+        """Scores as `LocalTeacher` does. A row gets its teacher's signal, or that of the
+        mixture."""
         longest = self._config.teacher_prompt_tokens
         rollout = informed(rollout, rewards, self._add_feedback)
         rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
@@ -98,7 +106,7 @@ class Teachers:
             return self._mixed(given, weights[given.rows])
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """Each prompt's completions are by its own teacher."""
+        """Samples completions of each prompt by its own teacher, to train on."""
 
         def ask(sampler: Sampler, mine: Sequence[Prompt]) -> list[list[Completion]]:
             return sampler.completions(mine, step)
@@ -107,7 +115,7 @@ class Teachers:
         return any_sampler.make_batch(prompts, self._sampled("generate", prompts, ask))
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        """Each prompt's completions are by its own teacher."""
+        """Samples completions of each prompt by its own teacher, to evaluate."""
         return self._sampled("sample", prompts, Sampler.sample)
 
     def _sampled(
@@ -116,7 +124,7 @@ class Teachers:
         prompts: Sequence[Prompt],
         ask: Callable[[Sampler, Sequence[Prompt]], list[list[Completion]]],
     ) -> list[list[Completion]]:
-        """What each prompt's own teacher answers."""
+        """Asks each prompt's own teacher."""
         sampled: dict[int, list[Completion]] = {}
         for name, mine in by_teacher(self._config, prompts).items():
             if mine:
@@ -130,7 +138,7 @@ class Teachers:
         return phase(name)
 
     def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
-        """Every row's own teacher computes it alone."""
+        """Computes each row by its own teacher alone."""
         found: TeacherSignal | None = None
         scorers = list(self._scorers.items())
         for k, own in own_parts(given, weights, self._devices, mixed=False).items():
@@ -146,12 +154,14 @@ class Teachers:
         return found
 
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
-        """Every teacher computes the rows in which it has a share."""
+        """Computes by every teacher the rows in which it has a share, and mixes."""
         hidden: list[jax.Array] = []
         each = own_parts(given, weights, self._devices, mixed=True).values()
         for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
             with self._turn("score", name):
-                hidden.append(scorer.run(own).hidden)
+                signal = scorer.run(own)
+                assert isinstance(signal, HiddenSignal)
+                hidden.append(signal.hidden)
                 current().put("teacher.signal", hidden)
         heads = None
         if self._combines:
@@ -170,8 +180,8 @@ class Teachers:
 
 
 def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Wrapped:
-    """Jitted: (hidden states of each teacher, their heads, weights [B, K], sequences, the student's
-    top-k ids or None) -> the signal of the mixture.
+    """Returns the jitted (hidden states of each teacher, their heads, weights [B, K], sequences,
+    the student's top-k ids or None) -> the signal of the mixture.
 
     Args:
         softcaps: `DecoderConfig.final_softcap` of each teacher.
@@ -180,8 +190,6 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
     def combine(
         hidden: tuple[Array, ...], heads: Tree, weights: Array, sequences: Sequences, ids: Array
     ) -> TeacherSignal:
-        if projection.distill.signal == "hidden":
-            return TeacherSignal(hidden=jnp.concatenate(hidden, -1))
         return mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
@@ -189,8 +197,8 @@ def mixture_program(projection: Projection, softcaps: Sequence[float | None]) ->
 
 
 def merge_program(projection: Projection, width: int) -> Wrapped:
-    """Jitted: (the signal so far or None, a teacher's signal, its rows [B] bool) -> the signal with
-    that teacher's in its rows.
+    """Returns the jitted (the signal so far or None, a teacher's signal, its rows [B] bool) -> the
+    signal with that teacher's in its rows.
 
     Args:
         width: of the widest teacher's hidden states; narrower ones get zeros at their end.
@@ -199,14 +207,7 @@ def merge_program(projection: Projection, width: int) -> Wrapped:
     def merge(
         so_far: TeacherSignal | None, signal: TeacherSignal, mine: jax.Array
     ) -> TeacherSignal:
-        if signal.hidden is not None:
-            more = [(0, 0), (0, 0), (0, width - signal.hidden.shape[-1])]
-            signal = replace(signal, hidden=jnp.pad(signal.hidden, more))
-
-        def choose(old: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return signal if so_far is None else jax.tree.map(choose, so_far, signal)
+        return merged_signal(so_far, signal, mine, width)
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(merge, out_shardings=rows)
