@@ -40,12 +40,12 @@ __all__ = ["Config", "Result", "dry_run", "evaluate", "export", "generate", "loa
 
 
 def __dir__() -> list[str]:
-    """The public names, whether or not they are imported yet."""
+    """Returns the public names, whether or not they are imported yet."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: `--help` need not load jax."""
+    """Returns the public names, imported when first asked for: `--help` need not load jax."""
     if name in _MODULES:
         return import_module(f"jaxrl.{name}")
     if name in _NAMES:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 
 def script() -> NoReturn:
-    """The command `jaxrl`."""
+    """Runs the command `jaxrl`."""
     cli.leave(cli.run(main))
 
 

@@ -22,32 +22,33 @@ class UserError(ValueError):
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice spelt most like ``name``, or None when none is close."""
+    """Returns the choice spelt most like ``name``, or None when none is close."""
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def near(name: str, choices: Iterable[str]) -> str:
-    """`` (did you mean X?)`` for the choice closest to ``name``; empty when none is close."""
+    """Returns `` (did you mean X?)`` for the choice closest to ``name``; empty when none is
+    close."""
     choice = closest(name, choices)
     return "" if choice is None else f" (did you mean {choice}?)"
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> UserError:
-    """The error for a name outside a fixed set. Names the most similar one, or else lists the
-    set."""
+    """Returns the error for a name outside a fixed set. Names the most similar one, or else lists
+    the set."""
     names = sorted(choices)
     hint = near(name, names) or f": one of {', '.join(names)}"
     return UserError(f"unknown {kind} {name!r}{hint}")
 
 
 def short(text: str, most: int = 80) -> str:
-    """A text of the user's for a message, cut to so many characters."""
+    """Cuts a text of the user's to at most `most` characters, for a message."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def shown(value: object) -> str:
-    """A value of the user's for a message, with its type."""
+    """Returns a value of the user's for a message, with its type."""
     return f"{short(repr(value))} ({type(value).__name__})"
 
 

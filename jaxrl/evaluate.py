@@ -32,8 +32,8 @@ def evaluate(
     samples: PathLike | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> JsonObject:
-    """The accuracy of a checkpoint on `data.eval`, as `eval.*` says: what a run with the same keys
-    reports of the same weights.
+    """Measures the accuracy of a checkpoint on `data.eval`, as `eval.*` says: what a run with the
+    same keys reports for the same weights.
 
     Of a config only the keys about evaluation count, and never its placement.
 

@@ -101,7 +101,7 @@ def _ending(source: ModelSource) -> ModelSource:
 
 
 def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:
-    """k of n layers, evenly spaced (halves round up), the first and the last among them."""
+    """Returns k of n layers, evenly spaced (halves round up), the first and the last among them."""
     if not 2 <= k <= n_layers:
         raise UserError(f"--layers {k}: the model has {n_layers} layers; keep 2 to {n_layers}")
     return tuple((2 * i * (n_layers - 1) + k - 1) // (2 * (k - 1)) for i in range(k))

@@ -33,7 +33,7 @@ def generate(
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] | None = None,
 ) -> list[list[Completion]]:
-    """n completions of each prompt.
+    """Samples n completions of each prompt.
 
     The same arguments give the same completions; sample j of prompt i depends on (seed, i, j) and
     on what it reads, not on the other prompts.

@@ -38,16 +38,17 @@ class Result:
 
     @cached_property
     def metrics(self) -> list[JsonObject]:
-        """The rows of `metrics.jsonl`, read on first access."""
+        """Returns the rows of `metrics.jsonl`, read on first access."""
         return read_metrics(self.run_dir)
 
     @property
     def final_eval(self) -> float | None:
-        """Accuracy of the last weights on the held-out prompts; None without an evaluation."""
+        """Returns the accuracy of the last weights on the held-out prompts, or None without an
+        evaluation."""
         return self.metrics[-1].get("eval/accuracy")
 
     def curves(self) -> Figure:
-        """Its metrics as `python -m jaxrl.telemetry.plot` draws them (extra `plot`)."""
+        """Draws the run's metrics as `python -m jaxrl.telemetry.plot` draws them (extra `plot`)."""
         from jaxrl.telemetry.plot import draw
 
         return draw({self.run_dir.name: self.metrics})

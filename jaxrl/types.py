@@ -70,7 +70,7 @@ class Prompt:
 
     @property
     def to_sample(self) -> Prompt:
-        """The prompt whose `tokens` are sampled from."""
+        """Returns the prompt whose `tokens` are sampled from."""
         if self.sampling_tokens is None:
             return self
         return replace(self, tokens=self.sampling_tokens, sampling_tokens=None)
@@ -105,7 +105,7 @@ class Completion:
 
     @property
     def sampled(self) -> np.ndarray:
-        """[len(tokens)] bool: tokens that the model wrote."""
+        """Returns which tokens the model wrote, as [len(tokens)] bool."""
         if not self.turns:
             return np.ones(len(self.tokens), bool)
         lengths = [turn.tokens for turn in self.turns]
@@ -314,7 +314,7 @@ class TrainBatch:
 
     @property
     def policy_mask(self) -> Array:
-        """[B, C] bool: tokens of the policy loss."""
+        """Returns which tokens count for the policy loss, as [B, C] bool."""
         mask = self.sequences.loss_mask
         return mask if self.in_policy is None else mask & self.in_policy[..., None]
 

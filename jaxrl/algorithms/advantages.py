@@ -28,7 +28,8 @@ TOLERANCE = 1e-6
 def group_advantages(
     rewards: Rewards, group_ids: Int[np.ndarray, " B"], *, scale_by_std: bool = True
 ) -> Float[np.ndarray, " B"]:
-    """A = (R - mean) / (std + 1e-6) within each group; without the division if not `scale_by_std`.
+    """Computes A = (R - mean) / (std + 1e-6) within each group; without the division if not
+    `scale_by_std`.
 
     The std has ddof = 1 (GRPO, arXiv 2402.03300; without std: Dr. GRPO, 2503.20783). 0 for a group
     of one, for a group whose std is below 1e-6, for a reward of None or NaN, and for padding.
@@ -46,7 +47,7 @@ def within(
     ids: Int[np.ndarray, " B"],
     scale_ids: Int[np.ndarray, " B"] | None,
 ) -> Float[np.ndarray, " B"]:
-    """(R - mean over the rows of one id) / (std over the rows of one scale id + 1e-6).
+    """Returns (R - mean over the rows of one id) / (std over the rows of one scale id + 1e-6).
 
     Args:
         values: rewards, NaN where there is none.
@@ -70,7 +71,8 @@ def within(
 
 
 def _centred(values: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each value less the mean of its group, and the std of its group (0 for a group of one)."""
+    """Returns each value less the mean of its group, and the std of its group (0 for a group of
+    one)."""
     _, group = np.unique(ids, return_inverse=True)
     size = np.bincount(group)
     mean = np.bincount(group, values) / size
@@ -140,8 +142,8 @@ def turn_advantages(
     discount: float = 1.0,
     scale_by_std: bool = True,
 ) -> list[np.ndarray]:
-    """Advantages of the turns of episodes: process supervision of GRPO (arXiv 2402.03300, section
-    4.1.3), with a discount.
+    """Computes the advantages of the turns of episodes: process supervision of GRPO (arXiv
+    2402.03300, section 4.1.3), with a discount.
 
     Each reward is centred and scaled with the mean and std of all turns of its group. A turn's
     advantage is the discounted sum of these normalised rewards, from that turn to the end: sum over
@@ -208,7 +210,8 @@ def opd_advantages(
     *,
     coef: float = 1.0,
 ) -> Float[Array, "B T"]:
-    """A_t = A - coef clamp(log Q(y_t) - log P(y_t), +-20): on-policy distillation as an advantage.
+    """Computes A_t = A - coef clamp(log Q(y_t) - log P(y_t), +-20): on-policy distillation as an
+    advantage.
 
     With A = 0 and where nothing is clamped, the sampled reverse KL(student || teacher).
     The result is per token, so that of the losses with sequence ratios only gspo_token accepts it.

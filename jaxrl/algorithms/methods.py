@@ -75,7 +75,7 @@ class Method:
 
 
 def method_of(config: Config) -> Method:
-    """The `Method` of the configured algorithm. Raises UserError if its type is wrong."""
+    """Returns the `Method` of the configured algorithm. Raises UserError if its type is wrong."""
     own = config.spec.method
     if own is None:
         return METHODS[config.spec.learns_from]
@@ -88,14 +88,14 @@ def method_of(config: Config) -> Method:
 
 
 def sampled_share(config: Config) -> float:
-    """Share of the training batches that the rollout is expected to sample."""
+    """Returns the share of the training batches that the rollout is expected to sample."""
     if not method_of(config).samples_policy(config):
         return 0.0
     return 1.0 if config.learns_from_rewards else config.distill.on_policy_fraction
 
 
 def needed_roles(config: Config) -> tuple[str, ...]:
-    """Names of the roles that the run needs."""
+    """Returns the names of the roles that the run needs."""
     return ("actor", "rollout", *method_of(config).scorers(config))
 
 
@@ -116,7 +116,7 @@ def _teacher_scores(config: Config) -> Prepare:
 
 
 def rewarded_scorers(config: Config) -> tuple[str, ...]:
-    """The scoring roles of an algorithm that learns from rewards."""
+    """Returns the scoring roles of an algorithm that learns from rewards."""
     asked = {
         "teacher": config.learns_from_teacher,
         "reference": config.needs_reference,
@@ -127,16 +127,15 @@ def rewarded_scorers(config: Config) -> tuple[str, ...]:
 
 
 def on_policy(config: Config, index: int) -> bool:
-    """GKD's seeded coin flip (lambda = `distill.on_policy_fraction`): whether batch `index` holds
-    the student's samples.
-    """
+    """Flips GKD's seeded coin (lambda = `distill.on_policy_fraction`): returns whether batch
+    `index` holds the student's samples."""
     coin = np.random.default_rng((config.seed, 0xC017, index)).random()
     return bool(coin < config.distill.on_policy_fraction)
 
 
 def holds_samples(config: Config, index: int) -> bool:
-    """Whether batch `index` holds samples, of the policy or the teacher, and not completions of the
-    data."""
+    """Returns whether batch `index` holds samples, from the policy or the teacher, rather than
+    completions of the data."""
     method = method_of(config)
     if not method.reads_completions(config):
         return True
@@ -144,8 +143,8 @@ def holds_samples(config: Config, index: int) -> bool:
 
 
 def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
-    """The student's samples or, depending on the coin flip, the teacher's (seq_kd) or the data's
-    completions."""
+    """Returns the student's samples or, depending on the coin flip, the teacher's samples (seq_kd)
+    or the completions of the data."""
     if on_policy(sources.config, index):
         return sources.student_samples(index)
     if sources.config.distill.seq_kd:
@@ -154,7 +153,8 @@ def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
 
 
 def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """Divergence between teacher and student at the completion tokens (GKD, arXiv 2306.13649)."""
+    """Returns the loss function: the divergence between teacher and student at the completion
+    tokens (GKD, arXiv 2306.13649)."""
     projection = Projection.of(config, mesh, vocab_size, model)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
@@ -168,7 +168,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """Negative log-likelihood of the completion tokens."""
+    """Returns the loss function: the negative log-likelihood of the completion tokens."""
     options: Keywords = {"chunk": config.distill.chunk_tokens, "mesh": mesh}
     options["softcap"] = model.final_softcap
 
@@ -191,10 +191,9 @@ def _hidden(
     batch: TrainBatch,
     totals: Totals,
 ) -> tuple[Packing, jax.Array, jax.Array, Sums]:
-    """The packing, the hidden states [X, m, D] of the completions in it (X streams of m scored
-    tokens) and the LM head [V, D], both in the compute dtype; and the metrics of experts, where
-    there are any.
-    """
+    """Returns the packing, the hidden states [X, m, D] of the completions in it (X streams of m
+    scored tokens) and the LM head [V, D], both in the compute dtype; and the metrics of the
+    experts, if there are any."""
     packing, hidden, routed = _forward(config, model, mesh, params, batch)
     sums = {} if routed is None else _expert_sums(model, packing, routed, totals)
     return packing, hidden, head(params).astype(config.actor.dtype), sums
@@ -203,7 +202,7 @@ def _hidden(
 def _forward(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> tuple[Packing, jax.Array, Routed | None]:
-    """The packing, the hidden states of its completions, and what the routers did."""
+    """Returns the packing, the hidden states of its completions, and what the routers did."""
     packing = pack(batch.sequences, mesh)
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
@@ -224,8 +223,8 @@ def tokens_to_balance(
 
 
 def _expert_sums(model: DecoderConfig, packing: Packing, routed: Routed, totals: Totals) -> Sums:
-    """The metrics of a mixture of experts: entropy and load of the routers, means over tokens and
-    layers; and the loss that balances the experts, which alone has a gradient."""
+    """Computes the metrics of a mixture of experts: entropy and load of the routers, as means over
+    tokens and layers; and the loss that balances the experts, the only one with a gradient."""
     experts, real = model.experts, packing.real
     assert experts is not None
     load = expert_load(experts, routed.ids, real)
@@ -240,7 +239,7 @@ def _expert_sums(model: DecoderConfig, packing: Packing, routed: Routed, totals:
 
 
 def _balanced(config: Config, pair: SumCount, of_experts: Sums, totals: Totals) -> SumCount:
-    """The loss of a micro-batch with its part of the term that balances experts.
+    """Adds to the loss of a micro-batch its part of the term that balances experts.
 
     The actor divides by the tokens of all micro-batches, and the parts add up to the term itself
     (`balance_loss`), because f is that of the whole minibatch: how it is cut changes nothing.
@@ -254,8 +253,8 @@ def _balanced(config: Config, pair: SumCount, of_experts: Sums, totals: Totals) 
 
 
 def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """The policy loss, plus the terms to which the config gives a weight (KL, entropy,
-    divergence)."""
+    """Returns the loss function: the policy loss, plus the terms to which the config gives a weight
+    (KL, entropy, divergence)."""
     objective = policy_objective(config, model, mesh, vocab_size)
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
@@ -267,8 +266,8 @@ def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: 
 
 
 def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:
-    """The student's samples. With dynamic_sampling=refill, other prompts replace those whose
-    completions all have the same reward; their rewards are then known early."""
+    """Returns the student's samples. With dynamic_sampling=refill, other prompts replace those
+    whose completions all have the same reward; the rewards of the batch are then known early."""
     if sources.config.dynamic_sampling != "refill":
         return sources.student_samples(index)
     rollout, rewards = refilled(sources, index)

@@ -49,7 +49,8 @@ Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals],
 
 
 def configured(config: Config) -> Objective:
-    """The algorithm's own objective, with what `policy.*` changes of it. Raises ValueError."""
+    """Returns the algorithm's own objective, with the changes that `policy.*` makes to it. Raises
+    ValueError."""
     p, loss = config.policy, config.spec.loss
     if loss is None:
         raise ValueError(f"algorithm={config.algorithm} has no policy loss")
@@ -84,9 +85,8 @@ def configured(config: Config) -> Objective:
 
 
 def configured_correction(config: Config) -> Correction:
-    """The off-policy correction that `policy.correction*` and the schedule describe. Raises
-    ValueError.
-    """
+    """Returns the off-policy correction that `policy.correction*` and the schedule describe. Raises
+    ValueError."""
     p = config.policy
     return make_correction(
         config.correction,
@@ -98,7 +98,7 @@ def configured_correction(config: Config) -> Correction:
 
 
 def objective_notes(config: Config) -> list[str]:
-    """What a reader of the config should know."""
+    """Returns what a reader of the config should know."""
     notes = ratio_notes(configured(config), config.updates_per_batch, config.policy.bypass)
     own = config.spec.minibatches
     if config.actor.minibatches is None and config.minibatches < own:
@@ -119,7 +119,7 @@ def objective_notes(config: Config) -> list[str]:
 
 
 def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Evaluate:
-    """The loss of a micro-batch, given its hidden states."""
+    """Returns the function that computes the loss of a micro-batch, given its hidden states."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
     projection = Projection.of(config, mesh, vocab_size, model)
     options: Keywords = {
@@ -189,7 +189,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
 
 
 def by_row(packing: Packing, metrics: Sums) -> Sums:
-    """The metrics; those of each token [X, m] become those of each row [B]."""
+    """Returns the metrics, with those of each token [X, m] summed into those of each row [B]."""
 
     def added(x: jax.Array) -> jax.Array:
         return packing.unpack(x).sum(-1) if x.ndim else x
@@ -198,7 +198,7 @@ def by_row(packing: Packing, metrics: Sums) -> Sums:
 
 
 def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:
-    """A micro-batch's share of the mean that the aggregation stands for."""
+    """Returns a micro-batch's share of the mean that the aggregation stands for."""
     by_token = aggregation is token_mean
     return total / (totals.policy_tokens if by_token else totals.policy_sequences)
 
@@ -206,7 +206,8 @@ def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Arr
 def policy_metrics(
     sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
 ) -> dict[str, float]:
-    """The figures of a batch; the gap between learner and sampler from its sums."""
+    """Returns the metrics of a batch; computes the gap between learner and sampler from its
+    sums."""
     plain = {name.removeprefix("policy/"): pair for name, pair in sums.items()}
     gap = {k: pair for k, pair in plain.items() if k.startswith(("mismatch_", "correction_"))}
     rest = {k: pair for k, pair in sums.items() if k.removeprefix("policy/") not in gap}

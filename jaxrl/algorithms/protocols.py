@@ -72,10 +72,10 @@ class SamplingRole(Protocol):
     """Samples completions."""
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """`group_size` completions of each prompt, to train on."""
+        """Samples `group_size` completions of each prompt, to train on."""
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        """`eval.samples` completions of each prompt, to evaluate."""
+        """Samples `eval.samples` completions of each prompt, to evaluate."""
 
 
 class SamplingTeacherRole(TeacherRole, SamplingRole, Protocol):
@@ -97,15 +97,15 @@ class RolloutRole(SamplingRole, ReceivingRole, Protocol):
     """Samples with the policy's weights."""
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
-        """As in `SamplingRole`; each attempt uses different random numbers."""
+        """Generates as in `SamplingRole`; each attempt uses different random numbers."""
 
 
 class ReferenceRole(Protocol):
     """Scores completions with a frozen copy of the policy before training."""
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
-        """[rows, C] float32 log-probs, in nats, for the `part`-th of `parts` slices of rows; None
-        if it is empty."""
+        """Returns [rows, C] float32 log-probs, in nats, for the `part`-th of `parts` slices of
+        rows; None if the slice is empty."""
 
 
 class RewardRole(Protocol):
@@ -139,7 +139,7 @@ class RoleCalls:
 
 
 def role_calls(config: Config) -> dict[str, RoleCalls]:
-    """Role -> how it is called."""
+    """Maps each role to how it is called."""
     teacher: Any = SamplingTeacherRole if config.teacher_models else TeacherRole
     follows = config.teacher_follows
     return {
@@ -160,12 +160,12 @@ def role_calls(config: Config) -> dict[str, RoleCalls]:
 
 
 def protocols(config: Config) -> dict[str, type]:
-    """Role -> its Protocol."""
+    """Returns a mapping from each role to its Protocol."""
     return {role: calls.protocol for role, calls in role_calls(config).items()}
 
 
 def deadline_of(config: Config, method: str) -> float:
-    """Deadline of a call of the method, in seconds."""
+    """Returns the deadline of a call of the method, in seconds."""
     d = config.deadlines
     return {
         "update": d.update,

@@ -40,7 +40,7 @@ class _Group:
 
 
 def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
-    """The batch, and its rewards; waits for both.
+    """Returns the batch and its rewards; waits for both.
 
     Sampled at most `policy.max_refills` times more than once; what is still missing then is filled
     with prompts that teach nothing, the first ones of the batch.
@@ -86,7 +86,7 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
 def _groups(
     config: Config, rollout: Rollout, report: RewardReport
 ) -> tuple[list[_Group], list[_Group]]:
-    """Those that teach something, and the others."""
+    """Splits the groups into those that teach something and the others."""
     keep = selected(config, rollout, report).keep
     sides: tuple[list[_Group], list[_Group]] = ([], [])
     ids = rollout.group_ids[: len(rollout.completions)]
@@ -97,8 +97,8 @@ def _groups(
 
 
 def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None:
-    """[B, C, K] what the policy ranked highest, at the width of the batch; None where the teacher's
-    signal does not ask for it."""
+    """Returns [B, C, K], the tokens that the policy ranked highest, at the width of the batch; None
+    where the teacher's signal does not ask for them."""
     found = [(group.rollout.student_topk, group.rows) for group in groups]
     if found[0][0] is None:
         return None
@@ -109,7 +109,8 @@ def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None
 
 
 def _metrics(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
-    """Of all that was sampled, what is replaced included; failures and seconds are added up."""
+    """Computes the metrics of all that was sampled, including what was replaced; failures and
+    seconds are added up."""
     stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
     added = [name for name in reports[0].metrics if name not in stats]
     sums = {name: sum(report.metrics[name] for report in reports) for name in added}
@@ -122,7 +123,7 @@ def _merged(
     batch: Rollout,
     metrics: Mapping[str, float],
 ) -> RewardReport:
-    """The rewards of the batch."""
+    """Merges the rewards of the batch into one report."""
     b = len(batch.group_ids)
     return RewardReport(
         _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
@@ -135,7 +136,7 @@ def _merged(
 
 
 def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
-    """Name -> that reward of all completions."""
+    """Returns a mapping from the name of each reward to that reward of all completions."""
 
     def one(name: str) -> np.ndarray:
         return _joined(groups, lambda report: report.per_reward[name])
@@ -144,11 +145,12 @@ def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
 
 
 def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:
-    """[n] something of all completions of the groups."""
+    """Returns [n], the array that `of` takes from a report, joined over all completions of the
+    groups."""
     return np.concatenate([of(group.report)[group.rows] for group in groups])
 
 
 def _padded(values: np.ndarray, rows: int, fill: float) -> np.ndarray:
-    """Values of the completions, and of the padding rows after them."""
+    """Returns the values of the completions, followed by those of the padding rows."""
     extra = [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1)
     return np.pad(values, extra, constant_values=fill)

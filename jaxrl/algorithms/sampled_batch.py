@@ -31,7 +31,7 @@ KL = "kl"
 
 
 def prepare_rewarded(config: Config) -> Prepare:
-    """How a batch of rewarded completions becomes a training batch.
+    """Returns the function that makes a training batch of a batch of rewarded completions.
 
     A completion without a reward is in no statistic and has advantage 0. A truncated one may be
     left out, as `reward.truncated` says: its reward still counts for the others of its prompt. What
@@ -156,7 +156,7 @@ def _weights(config: Config, report: RewardReport) -> dict[str, float]:
 
 
 def _has_other_rewards(config: Config) -> bool:
-    """Whether something beside the environment gives a reward that counts."""
+    """Returns whether something besides the environment gives a reward that counts."""
     reward = config.rewards
     return any(reward.weights_of_functions) or (bool(reward.model) and reward.model_weight != 0)
 
@@ -214,17 +214,16 @@ def _scales_by_std(config: Config) -> bool:
 
 
 def _similarity(config: Config) -> GrouperConfig:
-    """The options of similarity groups. If the algorithm does not divide by a standard deviation,
-    nothing is divided here either."""
+    """Returns the options of similarity groups. If the algorithm does not divide by a standard
+    deviation, nothing is divided here either."""
     if _scales_by_std(config):
         return config.grouper
     return config.grouper.model_copy(update={"std_scope": "none"})
 
 
 def _reward_kl(config: Config, rollout: Rollout, reference: Tree) -> np.ndarray:
-    """[B] nats of KL(policy || reference) that each completion's reward loses, per unit of the
-    coefficient.
-    """
+    """Returns [B], the nats of KL(policy || reference) that each completion's reward loses, per
+    unit of the coefficient."""
     per_token = kl_in_reward(
         jnp.asarray(rollout.logprobs),
         jnp.asarray(reference),

@@ -53,14 +53,14 @@ class Schedule:
     def after(
         cls, trained: int, in_flight: int, steps: int, staleness: int, scores_ahead: bool = True
     ) -> Schedule:
-        """The schedule once `trained` batches are trained and published, and the `in_flight` after
-        them generated.
-        """
+        """Returns the schedule once `trained` batches have been trained and published, and the
+        `in_flight` batches after them generated."""
         generated = trained + in_flight
         return cls(steps, staleness, generated, trained, trained, trained, scores_ahead)
 
     def next(self) -> Action | None:
-        """The next action, counted as done; None once every batch is trained and published."""
+        """Returns the next action, counting it as done; None once every batch is trained and
+        published."""
         # `published` exceeds the right side only in a run that resumes beyond its former last step.
         ready_to_generate = self.published >= max(0, self.generated - self.staleness)
         if self.generated < self.steps and ready_to_generate:

@@ -99,7 +99,7 @@ class Projection:
 
     @property
     def of_student(self) -> Keywords:
-        """`options` with what is the student's own."""
+        """Returns `options` together with those that are the student's own."""
         return self.options | {"softcap": self.softcap}
 
     @property
@@ -115,8 +115,8 @@ def completion_hidden(
     mesh: Mesh,
     **options: Any,
 ) -> Float[Array, "X m D"]:
-    """The hidden states that predict the tokens of the completions. This is the only place that
-    shifts by one token. Options as of `forward_packed`."""
+    """Computes the hidden states that predict the tokens of the completions. This is the only place
+    that shifts by one token. The options are those of `forward_packed`."""
     hidden = forward_packed(model, params, packing, mesh=mesh, **options)
     return packing.predicting(hidden, mesh)
 
@@ -130,7 +130,8 @@ def completion_logprobs(
     temperature: float,
     chunk: int,
 ) -> Float[Array, "B C"]:
-    """float32, nats: of each completion token, at the temperature of sampling."""
+    """Computes the log-prob of each completion token in float32, in nats, at the temperature of
+    sampling."""
     packing = pack(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
     tokens = packing.pack(completion_tokens(sequences))
@@ -142,12 +143,12 @@ def completion_logprobs(
 
 
 def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
-    """The tokens of the completions."""
+    """Returns the tokens of the completions."""
     return sequences.tokens[:, sequences.tokens.shape[1] - sequences.loss_mask.shape[1] :]
 
 
 def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
-    """What the losses of single tokens read of a batch, as streams [X, m, ...]."""
+    """Returns what the losses of single tokens read from a batch, as streams [X, m, ...]."""
     return TrainBatch(
         packed_completions(packing, batch.sequences),
         jax.tree.map(packing.pack, batch.teacher),
@@ -157,7 +158,7 @@ def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
 
 
 def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
-    """The completions as streams [X, m], without their prompts."""
+    """Returns the completions as streams [X, m], without their prompts."""
     trained = packing.pack(sequences.loss_mask)
     return Sequences(packing.pack(completion_tokens(sequences)), trained, trained)
 
@@ -425,7 +426,8 @@ def entropy_aware_loss(
 def policy_topk(
     p: Projection, model: DecoderConfig, params: Params, sequences: Sequences
 ) -> Int[Array, "B C K"]:
-    """The policy's most probable tokens, for which the signal `student_topk` sends log-probs."""
+    """Returns the policy's most probable tokens, for which the signal `student_topk` sends
+    log-probs."""
     packing = pack(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
     options = p.options | {"v": p.vocab_size, "softcap": model.final_softcap}

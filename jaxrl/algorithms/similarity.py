@@ -43,7 +43,7 @@ def canonical_order(texts: Sequence[str | bytes]) -> Int[np.ndarray, " N"]:
 
 
 def similarities(embeddings: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N N"]:
-    """Cosine similarities: symmetric, 1 on the diagonal, and 1 where 1 - s < 1e-6."""
+    """Computes the cosine similarities: symmetric, 1 on the diagonal, and 1 where 1 - s < 1e-6."""
     e = np.asarray(embeddings, np.float64)
     if not np.isfinite(e).all():
         row = int(np.flatnonzero(~np.isfinite(e).all(1))[0])
@@ -66,7 +66,8 @@ def cluster(
     texts: Sequence[str] | None = None,
     **options: float,
 ) -> Int[np.ndarray, " N"]:
-    """Cluster numbers of the samples of one prompt: 0, 1, ... in order of first appearance.
+    """Returns the cluster numbers of the samples of one prompt: 0, 1, ... in order of first
+    appearance.
 
     Args:
         embeddings: rows of length 1 (they are scaled to it).
@@ -88,7 +89,8 @@ def cluster(
 def agglomerative_silhouette(
     similarity: Float[np.ndarray, "N N"], *, max_clusters: int = 7, min_silhouette: float = 0.1
 ) -> Int[np.ndarray, " N"]:
-    """Average linkage (UPGMA), cut into the 2 ... min(max_clusters, N - 1) of best silhouette.
+    """Clusters by average linkage (UPGMA), cut into the 2 ... min(max_clusters, N - 1) clusters of
+    best silhouette.
 
     Ties go to fewer clusters. One cluster for N <= 2, where nothing differs, and where the best
     silhouette is below `min_silhouette`.
@@ -106,7 +108,8 @@ def agglomerative_silhouette(
 
 
 def _average_linkage(distance: Float[np.ndarray, "N N"]) -> dict[int, np.ndarray]:
-    """Number of clusters -> labels. Merges the closest two, the first pair among equals."""
+    """Returns a mapping from the number of clusters to the labels. Merges the closest two, the
+    first pair among equals."""
     n = len(distance)
     d = distance.copy()
     np.fill_diagonal(d, np.inf)
@@ -124,7 +127,8 @@ def _average_linkage(distance: Float[np.ndarray, "N N"]) -> dict[int, np.ndarray
 
 
 def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]) -> float:
-    """Mean of (b - a) / max(a, b): a to the own cluster, b to the nearest other; 0 for a singleton.
+    """Returns the mean of (b - a) / max(a, b): a is the distance to the sample's own cluster, b to
+    the nearest other cluster; 0 for a singleton.
 
     Rousseeuw 1987. Needs 2 to N - 1 clusters.
     """
@@ -144,7 +148,8 @@ def silhouette(distance: Float[np.ndarray, "N N"], labels: Int[np.ndarray, " N"]
 def connected_components(
     similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95
 ) -> Int[np.ndarray, " N"]:
-    """One cluster for all that a chain of similarities >= tau connects (DARLING, 2509.02534)."""
+    """Puts into one cluster all that a chain of similarities >= tau connects (DARLING,
+    2509.02534)."""
     linked = similarity >= tau
     labels = np.arange(len(linked))
     while True:
@@ -155,8 +160,8 @@ def connected_components(
 
 
 def leader(similarity: Float[np.ndarray, "N N"], *, tau: float = 0.95) -> Int[np.ndarray, " N"]:
-    """Each sample joins the first leader that it is at least tau similar to, or becomes one (GiGPO,
-    arXiv 2505.10978)."""
+    """Assigns each sample to the first leader that it is at least tau similar to, or makes it one
+    (GiGPO, arXiv 2505.10978)."""
     labels = np.arange(len(similarity))
     leaders: list[int] = []
     for i in range(len(similarity)):
@@ -176,7 +181,7 @@ METHODS: Mapping[str, Callable[..., np.ndarray]] = {
 
 
 def _renumbered(labels: np.ndarray) -> np.ndarray:
-    """0, 1, ... in order of first appearance."""
+    """Renumbers the labels 0, 1, ... in order of first appearance."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     rank = np.empty(len(first), int)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -245,7 +250,8 @@ def similarity_advantages(
 def _one_prompt(
     rows: np.ndarray, embeddings: np.ndarray, texts: Sequence[str | None] | None, o: GrouperConfig
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A prompt's rows in canonical order, their clusters 0, 1, ..., their similarities."""
+    """Returns a prompt's rows in canonical order, their clusters 0, 1, ..., and their
+    similarities."""
     members = rows.tolist()
     answered = np.array([texts is None or texts[i] is not None for i in members])
     keys: list[str | bytes]
@@ -265,14 +271,14 @@ def _one_prompt(
 
 
 def _settings(o: GrouperConfig) -> dict[str, float]:
-    """The keyword arguments of a clustering method."""
+    """Returns the keyword arguments of a clustering method."""
     if o.method == "agglomerative_silhouette":
         return {"max_clusters": o.max_clusters, "min_silhouette": o.min_silhouette}
     return {"tau": o.tau}
 
 
 def _first_of(labels: np.ndarray) -> np.ndarray:
-    """The index of the first member of each one's cluster."""
+    """Returns the index of the first member of each sample's cluster."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     return first[inverse]
 
@@ -291,8 +297,8 @@ def _of_cluster(
 
 
 def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig) -> Array:
-    """alpha times the cluster's advantage and 1 - alpha the prompt's (Stratified GRPO, arXiv
-    2510.06214)."""
+    """Returns alpha times the cluster's advantage plus 1 - alpha times the prompt's (Stratified
+    GRPO, arXiv 2510.06214)."""
     inside = _of_cluster(values, labels, prompts, o)
     return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
 
@@ -300,7 +306,7 @@ def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Group
 def _size_weight(
     values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
 ) -> Array:
-    """|c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
+    """Returns |c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
     return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
 
@@ -308,7 +314,7 @@ def _size_weight(
 def _distinct(
     values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig
 ) -> Array:
-    """R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
+    """Returns R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
     _not_negative(values, "distinct")
     size = np.bincount(labels)[labels]
     others = np.maximum(len(labels) - 1, 1)
@@ -316,7 +322,7 @@ def _distinct(
 
 
 def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
-    """R / sum_j s_ij with j = i in the sum (DRA-GRPO, arXiv 2505.09655).
+    """Returns R / sum_j s_ij with j = i in the sum (DRA-GRPO, arXiv 2505.09655).
 
     Opposite embeddings may not bring the sum below 0.1.
     """
@@ -325,8 +331,8 @@ def _smi(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: Grou
 
 
 def _mmr(values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig) -> Array:
-    """lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score first
-    (maximal marginal relevance, arXiv 2601.09085).
+    """Returns lambda R_i - (1 - lambda) max(0, max_j s_ij) over the j picked before i, best score
+    first (maximal marginal relevance, arXiv 2601.09085).
 
     Rows are in canonical order: the first among equals is picked.
     """

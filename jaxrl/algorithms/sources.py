@@ -50,9 +50,8 @@ class Sources:
     """Roles beside the rollout whose accuracy is measured, before the first step."""
 
     def student_samples(self, index: int, attempt: int = 0) -> Future[Rollout]:
-        """Completions of batch `index` by the policy; a further attempt samples other prompts, with
-        random numbers of its own.
-        """
+        """Samples the completions of batch `index` from the policy; a further attempt samples other
+        prompts, with random numbers of its own."""
         prompts = self.prompts(index + attempt * REFILL_OFFSET)
         return self.call("rollout", RolloutRole.generate, prompts, step=index, attempt=attempt)
 
@@ -70,7 +69,8 @@ class Sources:
         return done_future(packed)
 
     def held_out_samples(self, role: str) -> Future[list[list[Completion]]]:
-        """Completions of the held-out prompts, by the policy (`rollout`) or the teacher."""
+        """Samples completions of the held-out prompts, from the policy (`rollout`) or the
+        teacher."""
         return self.call(role, SamplingRole.sample, self.held_out)
 
     def rewards(self, rollout: Future[Rollout]) -> Future[RewardReport]:

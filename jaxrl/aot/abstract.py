@@ -59,14 +59,13 @@ class Program:
         return self.lower().compile(compiler_options=options)
 
     def planned(self, account: Account) -> int | None:
-        """Bytes of its role on one device while it runs, as the plan has them; None where the plan
-        does not count it apart, because a larger program of the role covers it.
-        """
+        """Returns the bytes of its role on one device while it runs, as the plan has them; None
+        where the plan does not count it apart, because a larger program of the role covers it."""
         more = [size for phase, size in account.phases().items() if phase in self.phases]
         return account.resident + max(more) if more else None
 
     def held(self, compiled: Any, total: int | None = None) -> int:
-        """Bytes that its role holds on one device while the compiled program runs.
+        """Returns the bytes that its role holds on one device while the compiled program runs.
 
         Args:
             total: arguments, results and temporaries as the compiler of a TPU reports them
@@ -86,7 +85,7 @@ def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.S
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes on one device of a pytree of abstract arrays with shardings."""
+    """Returns the bytes on one device of a pytree of abstract arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -119,14 +118,16 @@ class AbstractRun:
         }
 
     def apart(self, *roles: str) -> bool:
-        """Whether roles are in several processes, so that what one sends goes through the host."""
+        """Returns whether roles are in several processes, so that what one sends goes through the
+        host."""
         if self.setting.inputs.together(*roles):
             return False
         devices = [d for role in roles for d in self.meshes[role].devices.flat]
         return self.config.launcher == "ray" or len({d.process_index for d in devices}) > 1
 
     def rows(self, role: str) -> NamedSharding:
-        """Sharding of the rows of a batch over the axes `data` and `fsdp` of a role's mesh."""
+        """Returns the sharding of the rows of a batch over the axes `data` and `fsdp` of a role's
+        mesh."""
         return NamedSharding(self.meshes[role], PartitionSpec(ROWS))
 
     def everywhere(self, role: str) -> NamedSharding:
@@ -135,7 +136,8 @@ class AbstractRun:
     def params(
         self, role: str, model: DecoderConfig, dtype: Any = None, layout: Layout | None = None
     ) -> Params:
-        """Weights of a model, in the dtype and layout of the role unless others are given."""
+        """Returns the weights of a model, in the dtype and layout of the role unless others are
+        given."""
         dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
         layout = layout or self.setting.layout(role)
         abstract = abstract_params(model, jnp.dtype(dtype), layout)
@@ -153,7 +155,8 @@ class AbstractRun:
         )
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
-        """The teacher's signal for so many rows, as abstract arrays on the mesh of a role."""
+        """Returns the teacher's signal for so many rows, as abstract arrays on the mesh of a
+        role."""
         c, m, at = self.config, self.setting, self.rows(role)
         if "teacher" not in self.meshes:  # the signal is read from disk
             width = 0 if m.teacher is None else m.teacher.d_model
@@ -181,26 +184,26 @@ class AbstractRun:
         return Outcomes(*(shaped((n,), jnp.int32, at) for n in counts))
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
-        """(rows of one of `parts` slices of the batch over all devices of a role, number of rows
-        that share a prompt)."""
+        """Returns the rows of one of `parts` slices of the batch over all devices of a role, and
+        the number of rows that share a prompt."""
         run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
         return run.rows * axes.rows, 1 if run.shared is None else run.shared[0]
 
     @property
     def teachers(self) -> list[tuple[str, DecoderConfig]]:
-        """Name and model of each teacher."""
+        """Returns the name and model of each teacher."""
         models = self.setting.inputs.teachers
         return list(zip(self.config.teachers or ("",), models, strict=True))
 
     @property
     def teacher_bytes(self) -> dict[str, int]:
-        """Name -> bytes of the weights of each teacher on one device."""
+        """Maps the name of each teacher to the bytes of its weights on one device."""
         return {name: local_bytes(self.params("teacher", model)) for name, model in self.teachers}
 
     def score(
         self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
     ) -> tuple[Any, tuple[Any, ...]]:
-        """A teacher's program and its arguments.
+        """Returns a teacher's program and its arguments.
 
         Args:
             sends: it sends hidden states, of which a mixture is made.

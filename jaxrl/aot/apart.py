@@ -78,7 +78,7 @@ def _kill(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
 
 
 def answer() -> None:
-    """The other process: runs the call that it reads from stdin, and writes what that yields to
+    """Runs, as the other process, the call that it reads from stdin, and writes what that yields to
     stdout. It ends when its stdin does, which the other side keeps open while it lives."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed must not come between

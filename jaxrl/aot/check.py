@@ -109,9 +109,9 @@ class Report:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Pool -> peak bytes of its fullest device: the maximum over its compiled programs, each
-        with the bytes that other roles hold there meanwhile. The plan's peak if nothing was
-        compiled."""
+        """Maps each pool to the peak bytes of its fullest device: the maximum over its compiled
+        programs, each with the bytes that other roles hold there meanwhile. The plan's peak if
+        nothing was compiled."""
         found = {}
         for pool in self.plan.pools:
             if not pool.pool.devices:
@@ -126,7 +126,8 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """A message for each program that does not compile, and for each pool that does not fit."""
+        """Returns a message for each program that does not compile, and for each pool that does not
+        fit."""
         found = [
             f"{program.role}: {program.name} does not compile for {self.target.name}:"
             f" {program.error}"
@@ -142,7 +143,7 @@ class Report:
         return found
 
     def text(self) -> str:
-        """The plan, the table of programs and the notes below it, as they are printed."""
+        """Returns the plan, the table of programs and the notes below it, as they are printed."""
         lines = [*table_lines(_table(self)), *_notes(self)]
         if self.search:
             lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", _suggestion(self)]
@@ -152,7 +153,8 @@ class Report:
         return "\n".join(parts)
 
     def json(self) -> str:
-        """One JSON object (docs/accelerators.md lists its keys); sizes are bytes on one device."""
+        """Returns one JSON object (docs/accelerators.md lists its keys); sizes are bytes on one
+        device."""
         programs = []
         for program in self.programs:
             found = program.found
@@ -200,7 +202,7 @@ class Report:
 
 
 def plan_for(config: Config, target: Machine) -> Plan:
-    """The plan of a run on a machine that is not present.
+    """Returns the plan of a run on a machine that is not present.
 
     Raises:
         UserError: the mesh needs more devices than the machine has, or does not suit the models.
@@ -263,8 +265,8 @@ def check(
 
 
 def traffic(report: Report) -> dict[str, Traffic]:
-    """Role -> what its updates or scores send from a device in a step; those of a launch of decode
-    steps are in a loop whose length only the run knows."""
+    """Maps each role to what its updates or scores send from a device in a step; those of a launch
+    of decode steps are in a loop whose length only the run knows."""
     counted = counted_bytes(report.plan.config, report.plan.inputs, report.plan.axes)
     found = {}
     for role, count in counted.items():
@@ -303,7 +305,7 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
 def _rows(
     config: Config, target: str, progress: Callable[[str], None], ended: threading.Event, turn: int
 ) -> list[Checked]:
-    """The programs of a turn (`compiled_programs`), compiled in another process; if that crashes, a
+    """Compiles the programs of a turn (`compiled_programs`) in another process; if that crashes, a
     new one compiles the rest. Once `ended` is set, the process is killed."""
     rows: list[Checked] = []
     while True:
@@ -324,8 +326,8 @@ def _rows(
 
 
 def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iterator[Checked]:
-    """In turn 0 the longest programs of a run, in turn 1 the others, but for those that are done;
-    each twice: before and after its compilation."""
+    """Yields, in turn 0, the longest programs of a run, in turn 1 the others, but for those that
+    are done; each twice: before and after its compilation."""
     prepare()
     there = machine(target)
     plan = plan_for(config, there)
@@ -339,7 +341,7 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
 
 
 def _expected(program: Program, plan: Plan) -> Checked:
-    """What the plan says of a program."""
+    """Returns what the plan says of a program."""
     account, where = plan.accounts[program.role], plan.placement.roles
     devices = where[program.role].devices
     moment = f"{program.role}: {(*program.phases, program.name)[0]}"
@@ -380,8 +382,8 @@ def _compiled(program: Program, expected: Checked, plan: Plan) -> Checked:
 
 
 def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None, int]:
-    """(the compiled program, what a decode launch on a GPU launches in its loops, bytes that the
-    role holds on one device while the program runs).
+    """Returns the compiled program, what a decode launch on a GPU launches in its loops, and the
+    bytes that the role holds on one device while the program runs.
 
     Raises whatever the compiler of the target does.
     """
@@ -466,7 +468,8 @@ def _notes(report: Report) -> Iterator[str]:
 
 
 def _collectives(found: Compiled) -> str:
-    """As in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those below 0.1 MB."""
+    """Describes collectives, as in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those
+    below 0.1 MB."""
     parts = []
     for kind, each in found.collectives.items():
         if each.bytes < MB / 10:
@@ -481,7 +484,7 @@ def _size(n: int) -> str:
 
 
 def _suggestion(report: Report) -> str:
-    """The line below the candidates."""
+    """Returns the line below the candidates."""
     if (best := report.suggested) is not None:
         words = " ".join(f"{key}={shown(value)}" for key, value in best.changes)
         return f"suggested, and compiled below: {words}"

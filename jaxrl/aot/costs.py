@@ -80,7 +80,7 @@ class Links:
     """Hosts."""
 
     def of(self, devices: Iterable[int], host_size: int) -> float:
-        """The slowest link among these devices, which are numbered host after host."""
+        """Returns the slowest link among these devices, which are numbered host after host."""
         hosts = {device // host_size for device in devices}
         return self.inside if len(hosts) == 1 else self.between
 
@@ -94,7 +94,7 @@ def stage_costs(
     host_size: int,
     compiled: Mapping[str, Traffic] = MappingProxyType({}),
 ) -> dict[Stage, float]:
-    """(role, method) -> seconds a step, of the roles whose model is known.
+    """Predicts (role, method) -> seconds a step, of the roles whose model is known.
 
     Args:
         config: with dtypes.
@@ -134,27 +134,27 @@ def stage_costs(
 
 
 def counted_bytes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> dict[str, float]:
-    """Role -> bytes that its collectives are counted to send from a device in a step."""
+    """Counts, for each role, the bytes that its collectives send from a device in a step."""
     m = Setting(config, inputs, axes)
     return {role: sum(_COLLECTIVES[role](m).values()) for role in axes if role in _COLLECTIVES}
 
 
 def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
-    """Of one part of the work, on `n` devices."""
+    """Returns the seconds of one part of the work, on `n` devices."""
     products = work.flops / (n * ceilings.flops * PRODUCTS)
     return max(products, work.bytes / (n * ceilings.bandwidth * MEMORY))
 
 
 def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
-    """That so many decode steps spend between kernels, and in the latency of `tensor`'s
-    collectives."""
+    """Returns the seconds that so many decode steps spend between kernels, and in the latency of
+    `tensor`'s collectives."""
     layers = model.n_layers
     latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
     return steps * (layers * KERNELS * LAUNCH_S + latency)
 
 
 def _sync(m: Setting, role: str, links: Links, host_size: int) -> float:
-    """Seconds of sending the weights from the actor's devices to a role's."""
+    """Returns the seconds of sending the weights from the actor's devices to a role's."""
     if m.on_actors_mesh(role):
         return 0.0
     size = trained_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
@@ -164,16 +164,17 @@ def _sync(m: Setting, role: str, links: Links, host_size: int) -> float:
 
 
 def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
-    """Bytes that `tensor` sends on a device in a forward pass over the tokens of that device."""
+    """Returns the bytes that `tensor` sends on a device in a forward pass over the tokens of that
+    device."""
     tensor = m.axes[role].tensor
     size = tokens * model.d_model * ITEMSIZE[m.config.roles[role].compute_dtype]
     return 2 * model.n_layers * size * 2 * (tensor - 1) / tensor
 
 
 def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
-    """Bytes that `context` and `expert` send from a device in a forward pass over the tokens of
-    that device. Of `context`: queries and results each to one other device, and so keys and values
-    where it divides them."""
+    """Returns the bytes that `context` and `expert` send from a device in a forward pass over the
+    tokens of that device. Of `context`: queries and results each to one other device, and so keys
+    and values where it divides them."""
     axes, item = m.axes[role], ITEMSIZE[m.config.roles[role].compute_dtype]
     moved = 0.0
     for one, n in model.shapes.items():
@@ -188,7 +189,7 @@ def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> floa
 
 
 def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
-    """Bytes that `fsdp` brings to a device in one pass over the layers."""
+    """Returns the bytes that `fsdp` brings to a device in one pass over the layers."""
     axes = m.axes[role]
     whole = layer_bytes(model, axes.gathered, m.config.roles[role].compute_dtype)
     return whole * (axes.weights - 1) / axes.weights

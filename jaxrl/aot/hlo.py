@@ -53,8 +53,8 @@ class Collective:
     write as many bytes: adding up a scalar hides nothing."""
 
     def sent(self, kind: str, devices: int) -> float:
-        """Bytes that a device sends, where `devices` take part: each has its own share already, and
-        an all-reduce is a scatter and a gather."""
+        """Returns the bytes that a device sends, where `devices` take part: each has its own share
+        already, and an all-reduce is a scatter and a gather."""
         if kind == "collective-permute":
             return self.bytes
         return self.bytes * (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
@@ -72,7 +72,7 @@ class Compiled:
 
 
 def read(text: str) -> Compiled:
-    """What an optimized program's `as_text()` says."""
+    """Parses an optimized program's `as_text()`."""
     computations = dict(_computations(text))
     trips = _trips(computations)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -112,7 +112,8 @@ def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def _trips(computations: dict[str, list[Instruction]]) -> dict[str, int]:
-    """How often each computation runs in a call of the program; a loop of unknown length once."""
+    """Returns how often each computation runs in a call of the program; a loop of unknown length
+    once."""
     times: dict[str, int] = defaultdict(int)
 
     def visit(name: str, n: int) -> None:
@@ -132,7 +133,7 @@ def _trips(computations: dict[str, list[Instruction]]) -> dict[str, int]:
 
 
 def _beside(start: Instruction, after: list[Instruction]) -> Iterator[Instruction]:
-    """What stands between the start of a collective and its end."""
+    """Yields what stands between the start of a collective and its end."""
     for line in after:
         if line.kind.endswith("-done") and re.search(rf"%?{re.escape(start.name)}\b", line.rest):
             return
@@ -142,8 +143,8 @@ def _beside(start: Instruction, after: list[Instruction]) -> Iterator[Instructio
 def _work(
     line: Instruction, computations: dict[str, list[Instruction]], held: dict[str, int]
 ) -> float:
-    """Bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion that holds
-    one; 0 for what writes a slice of its result in place, and for what is no work."""
+    """Returns the bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion
+    that holds one; 0 for what writes a slice of its result in place, and for what is no work."""
     inside = [
         each.kind for name in CALLED.findall(line.rest) for each in computations.get(name, ())
     ]
@@ -153,8 +154,8 @@ def _work(
 
 
 def _larger(line: Instruction, held: dict[str, int]) -> int:
-    """Bytes of the larger of operands and results of a collective; XLA combines several into one,
-    and the result of one that starts may have its operands too.
+    """Returns the bytes of the larger of operands and results of a collective; XLA combines several
+    into one, and the result of one that starts may have its operands too.
 
     Args:
         held: name of an instruction of the same computation -> bytes of its result.
@@ -165,7 +166,7 @@ def _larger(line: Instruction, held: dict[str, int]) -> int:
 
 
 def _arrays(shapes: str) -> Iterator[int]:
-    """Bytes of each array in the text of a shape."""
+    """Yields the bytes of each array in the text of a shape."""
     for bits, dims in ARRAY.findall(shapes):
         yield int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
 
@@ -187,7 +188,7 @@ class Graphs:
 
 
 def read_thunks(text: str) -> Graphs:
-    """What XLA's dump `thunk_sequence_after_thunk_passes` says: one line a thunk, indented by the
+    """Parses XLA's dump `thunk_sequence_after_thunk_passes`: one line a thunk, indented by the
     loops, conditions and graphs that it is in."""
     above: list[tuple[int, str]] = []
     graphs = inside = outside = 0
@@ -212,9 +213,9 @@ TOTAL = re.compile(r"Total bytes: (\d+)")
 
 
 def read_total(report: str) -> int:
-    """Bytes of a TPU program's arguments, results and temporaries in a device's HBM, by what XLA's
-    dump `memory-usage-report` says of each memory space, the HBM first. The compiler refuses a
-    program for which they are too many."""
+    """Returns the bytes of a TPU program's arguments, results and temporaries in a device's HBM, by
+    what XLA's dump `memory-usage-report` says of each memory space, the HBM first. The compiler
+    refuses a program for which they are too many."""
     found = TOTAL.search(report)
     assert found is not None
     return int(found[1])

@@ -123,7 +123,7 @@ class Machine:
 
 
 def machine(name: str) -> Machine:
-    """The machine of a target's name: `h200x8`, `h200x16` (two hosts), `tpu-v5e:2x4`.
+    """Returns the machine of a target's name: `h200x8`, `h200x16` (two hosts), `tpu-v5e:2x4`.
 
     Raises:
         UserError: no such target; or its compiler is not installed, or jax has started.
@@ -156,8 +156,8 @@ def _gpus(name: str, chip: Gpu, count: int) -> Machine:
 
 
 def _target_config(chip: Gpu) -> str:
-    """XLA's `GpuTargetConfigProto`. Without a driver's version no command buffers (CUDA graphs) are
-    made."""
+    """Returns XLA's `GpuTargetConfigProto`. Without a driver's version no command buffers (CUDA
+    graphs) are made."""
     major, minor = chip.capability
     feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""\

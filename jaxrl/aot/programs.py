@@ -35,7 +35,7 @@ from jaxrl.types import AlignedSignal, TeacherSignal, TrainBatch
 
 
 def actor(run: AbstractRun) -> Iterator[Program]:
-    """The update, the log-probs before it, and the weights for the rollout."""
+    """Yields the update, the log-probs before it, and the weights for the rollout."""
     c, m, mesh = run.config, run.setting, run.meshes["actor"]
     loss = method_of(c).make_loss(c, run.student, mesh, m.vocab)
     programs = ActorPrograms(c, run.student, mesh, loss)
@@ -114,7 +114,7 @@ def actor(run: AbstractRun) -> Iterator[Program]:
 def _before_updates(
     run: AbstractRun, programs: ActorPrograms, signal: TeacherSignal | None, own: int
 ) -> Iterator[Program]:
-    """What the actor computes at the start of a run, and of a batch before its first update.
+    """Yields what the actor computes at the start of a run, and of a batch before its first update.
 
     Args:
         own: bytes of its state and of what its loss reads.
@@ -150,7 +150,7 @@ def _before_updates(
 
 
 def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator[Program]:
-    """How a batch's signal comes from the teacher to the actor."""
+    """Yields the programs that bring a batch's signal from the teacher to the actor."""
     section, at = run.config.teacher, run.rows("teacher")
     parts = section.num_microbatches
     size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)
@@ -170,7 +170,8 @@ def _signal_moves(run: AbstractRun, signal: TeacherSignal, own: int) -> Iterator
 def _published(
     run: AbstractRun, programs: ActorPrograms, given: Params, role: str, own: int
 ) -> Iterator[Program]:
-    """How weights of the actor come to another role: their conversion, and their way."""
+    """Yields the programs that bring weights of the actor to another role: conversion and
+    transfer."""
     dtype, layout = jnp.dtype(run.config.roles[role].compute_dtype), run.setting.layout(role)
     phase, name = (
         ("publish", "convert") if role == "rollout" else (TO_TEACHER, "convert for the teacher")
@@ -195,8 +196,8 @@ def _moves(
     targets: Sequence[NamedSharding],
     held: tuple[int, int],
 ) -> Iterator[Program]:
-    """The programs by which arrays go from a role to another of the same process; of several that
-    cut, or join, the one with the largest pieces.
+    """Yields the programs by which arrays go from a role to another of the same process; of several
+    that cut, or join, the one with the largest pieces.
 
     Args:
         held: bytes on a device of each of the roles beside these arrays.
@@ -233,7 +234,7 @@ def rollout(run: AbstractRun) -> Iterator[Program]:
 
 
 def teacher(run: AbstractRun) -> Iterator[Program]:
-    """Scoring by each teacher, what makes one signal of several, and sampling."""
+    """Yields scoring by each teacher, what makes one signal of several, and sampling."""
     c, m = run.config, run.setting
     parts = c.teacher.num_microbatches
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
@@ -260,7 +261,7 @@ def teacher(run: AbstractRun) -> Iterator[Program]:
 
 
 def _merging(run: AbstractRun, rows: int, parts: int) -> Program:
-    """What puts a teacher's rows among those of the teachers before it."""
+    """Returns the program that puts a teacher's rows among those of the teachers before it."""
     signal, mine = run.signal("teacher", rows), shaped((rows,), bool, run.rows("teacher"))
     projection = Projection.of(run.config, run.meshes["teacher"], run.setting.vocab)
     jitted = merge_program(projection, max(run.setting.teacher_widths))
@@ -270,7 +271,8 @@ def _merging(run: AbstractRun, rows: int, parts: int) -> Program:
 
 
 def _mixture(run: AbstractRun, rows: int, parts: int) -> Program:
-    """What makes the signal of a mixture from the hidden states of each teacher."""
+    """Returns the program that makes the signal of a mixture from the hidden states of each
+    teacher."""
     c, m, mesh, at = run.config, run.setting, run.meshes["teacher"], run.rows("teacher")
     dtype, models = c.teacher.compute_dtype, [model for _, model in run.teachers]
     shape = (rows, m.new_tokens)
@@ -302,7 +304,7 @@ def reference(run: AbstractRun) -> Iterator[Program]:
 
 
 def reward(run: AbstractRun) -> Iterator[Program]:
-    """The reward model, if there is one, on a full batch of the longest sequences."""
+    """Yields the reward model, if there is one, on a full batch of the longest sequences."""
     c, model = run.config.rewards, run.setting.inputs.reward
     if model is None:
         return
@@ -315,7 +317,7 @@ def reward(run: AbstractRun) -> Iterator[Program]:
 
 
 def grouper(run: AbstractRun) -> Iterator[Program]:
-    """The encoder of similarity groups on a full batch of the longest texts."""
+    """Yields the encoder of similarity groups on a full batch of the longest texts."""
     c, model, mesh = run.config.grouper, run.setting.inputs.grouper, run.meshes["grouper"]
     if model is None:
         return
@@ -330,7 +332,7 @@ def grouper(run: AbstractRun) -> Iterator[Program]:
 def _batch(
     run: AbstractRun, role: str, longest: int, batch_tokens: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Abstract tokens and mask of a full batch of the longest texts."""
+    """Returns the abstract tokens and mask of a full batch of the longest texts."""
     axes, at = run.setting.axes[role], run.rows(role)
     width = width_of(longest, longest)
     shape = (rows_of(width, batch_tokens) * axes.rows, width)

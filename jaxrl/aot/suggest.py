@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def words(self) -> list[str]:
-        """As they are written on a command line."""
+        """Writes the changes as on a command line."""
         return [f"{key}={shown(value)}" for key, value in self.changes]
 
 
@@ -81,7 +81,7 @@ class Search:
         self.now = self.judge(self.config, self.inputs)
 
     def judge(self, config: Config, inputs: PlanInputs) -> Candidate:
-        """What is predicted for a config on a placement; the plan chooses axes that are not set.
+        """Predicts a step of a config on a placement; the plan chooses axes that are not set.
 
         Raises:
             UserError: axes that do not divide a role's devices or its model's heads.
@@ -106,7 +106,7 @@ class Search:
         return tuple((key, after[key]) for key in after if after[key] != before.get(key))
 
     def best(self) -> list[Candidate]:
-        """The fastest found for each placement that fits, the fastest first."""
+        """Returns the fastest found for each placement that fits, the fastest first."""
         found = [self._improved(self.now)]
         for spec in splits(self.inputs.placement):
             try:
@@ -118,8 +118,8 @@ class Search:
         return [self._as_configured(each) for each in fitting]
 
     def _as_configured(self, found: Candidate) -> Candidate:
-        """The same with the axes as the run's config has them, or leaves them to the plan, where
-        these are the same axes."""
+        """Returns the same with the axes as the run's config has them, or leaves them to the plan,
+        where these are the same axes."""
         config, inputs = found.config, found.inputs
         for role in self.inputs.roles:
             own = _with_axes(config, role, self.config.roles[role].parallel.model_dump())
@@ -129,7 +129,7 @@ class Search:
         return replace(found, config=config, changes=self._changes(config))
 
     def _placed(self, spec: str) -> Candidate:
-        """The run on another mesh, each role with the first choice of `_axes`.
+        """Returns the run on another mesh, each role with the first choice of `_axes`.
 
         Raises:
             UserError: the mesh suits the models or the hosts badly.
@@ -174,7 +174,7 @@ def _better(tried: Candidate, best: Candidate) -> bool:
 
 
 def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
-    """For each key: the configs with its values."""
+    """Yields, for each key, the configs with its values."""
     config = at.config
     for role in roles:
         if role not in ("reward", "grouper"):  # their seconds are not predicted
@@ -212,7 +212,8 @@ def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, i
 
 
 def _straddles(devices: Sequence[int], host_size: int) -> bool:
-    """Whether a pool's devices, numbered host after host, are on more hosts than it needs."""
+    """Returns whether a pool's devices, numbered host after host, are on more hosts than it
+    needs."""
     return len({i // host_size for i in devices}) > -(-len(devices) // host_size)
 
 
@@ -221,7 +222,7 @@ def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Con
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:
-    """Lines: the run as it is and the best candidates, with the seconds of each stage."""
+    """Returns lines: the run as it is and the best candidates, with the seconds of each stage."""
     lines = ["predicted seconds of a step", *(f"  {line}" for line in ASSUMED)]
     lines.append(_line("as it is", now))
     for candidate in found[:SHOWN]:

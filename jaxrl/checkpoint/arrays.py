@@ -37,7 +37,7 @@ class Saving:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Until everything is on disk. Raises what went wrong."""
+        """Waits until everything is on disk. Raises what went wrong."""
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:

@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
-    """What changed and matters, a line each.
+    """Returns the changes that matter, one per line.
 
     Args:
         old: the mapping in the run directory's `config.yaml`.
@@ -71,7 +71,7 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
 
 
 def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
-    """Several teachers without the places where they are served."""
+    """Returns the config of several teachers without the places where they are served."""
     try:
         each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
     except (ValidationError, TypeError, AttributeError) as error:  # the others: no mapping
@@ -94,7 +94,8 @@ def _at(mapping: object, path: str) -> Any:
 
 
 def _apart(value: object, other: object) -> object:
-    """Of a mapping, the keys whose values differ from another one's."""
+    """Returns the keys of a mapping whose values differ from those of another one, with their
+    values."""
     if not isinstance(value, dict) or not isinstance(other, dict):
         return value
     return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}

@@ -50,7 +50,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
 
 
 def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, int]) -> Rollout:
-    """The batch of `prompts` that `save_rollout` wrote.
+    """Loads the batch of `prompts` that `save_rollout` wrote.
 
     Args:
         packing: `pad_id`, widths and `row_multiple` of `make_rollout`.
@@ -100,7 +100,8 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
 
 
 def _begun(rollout: Rollout) -> list[JsonObject] | None:
-    """The prompts of episodes, as their environments began them; None of other completions."""
+    """Returns the prompts of episodes, as their environments began them; None for other
+    completions."""
     if not any(completion.turns for completion in rollout.completions):
         return None
     one_each = {prompt.id: prompt for prompt in rollout.prompts}.values()

@@ -77,7 +77,8 @@ def rollout_file(index: int) -> str:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in the folder `path`, its files not yet looked at. Raises Damaged."""
+    """Reads the checkpoint in the folder `path`, without looking at its files yet. Raises
+    Damaged."""
     try:
         raw = parse_json(read_file(path / MANIFEST))
         if raw["format"] != FORMAT:
@@ -112,12 +113,12 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def _steps(run_dir: Path) -> list[Path]:
-    """What has the name of a checkpoint."""
+    """Returns the paths that have the name of a checkpoint."""
     return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
 
 
 def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
-    """The newest usable checkpoint; None where the run has not written any.
+    """Finds the newest usable checkpoint; None where the run has not written any.
 
     Where it is damaged the one before is looked at; if that is usable, the damaged one is reported
     and moved aside as `STEP.damaged`.
@@ -189,7 +190,7 @@ def judge(path: Path, accuracy: float | None) -> None:
 
 
 def _write(path: Path, manifest: Manifest) -> None:
-    """The manifest, in one rename; on the disk when this returns."""
+    """Writes the manifest, in one rename; it is on the disk when this returns."""
     text = json.dumps(asdict(manifest), indent=1)
     put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
 
@@ -234,7 +235,8 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 
 def _unread(file: Path, error: OSError) -> UserError:
-    """A file that is not there is damage; a disk that does not answer now may answer later."""
+    """Returns the error for a file that cannot be read: one that is not there is damage; a disk
+    that does not answer now may answer later."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return Damaged(f"{file}: {error.strerror}")
     return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")

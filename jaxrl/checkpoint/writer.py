@@ -101,12 +101,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def due(self, step: int) -> bool:
-        """Whether batch `step` - 1, trained just now, is followed by a checkpoint."""
+        """Returns whether a checkpoint follows batch `step` - 1, which has just been trained."""
         every = self.config.checkpoint.every
         return step == self.config.steps or (every > 0 and step % every == 0)
 
     def folder(self, step: int) -> Path:
-        """Where a new checkpoint goes."""
+        """Returns where a new checkpoint goes."""
         self._removed = self._check()
         return self._folder(step)
 
@@ -120,7 +120,7 @@ class CheckpointWriter:
         rollouts: Mapping[int, PendingResult[Rollout]],
         schedule: JsonObject,
     ) -> None:
-        """The actor has been asked to save what it is after `step` batches."""
+        """Notes that the actor has been asked to save what it is after `step` batches."""
         now = time.monotonic()
         pending = Pending(step, now, saved, rollouts, schedule, self._removed)
         if self._row.get("step") == step:  # a run that was asked to end: the row came first
@@ -129,7 +129,7 @@ class CheckpointWriter:
             self._pending[step] = pending
 
     def row(self, row: Row) -> None:
-        """The row of a step has been written."""
+        """Notes that the row of a step has been written."""
         self._row = row
         pending = self._pending.pop(row["step"], None)
         if pending is not None:
@@ -143,12 +143,12 @@ class CheckpointWriter:
                 )
 
     def forget_removed(self) -> None:
-        """Where the newest checkpoint was removed: there is none any more."""
+        """Forgets the newest checkpoint if it was removed: there is none any more."""
         if self.newest is not None and not (self._folder(self.newest) / store.MANIFEST).exists():
             self.newest = None
 
     def written(self) -> list[Written]:
-        """The checkpoints finished since the last time this was asked."""
+        """Returns the checkpoints finished since the last call."""
         done = []
         while self._written:
             done.append(self._written.pop(0))
@@ -230,7 +230,7 @@ class CheckpointWriter:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages on which the numbers of a run depend."""
+    """Returns the versions of the packages on which the numbers of a run depend."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -242,6 +242,7 @@ def _version(name: str) -> str:
 
 
 def free_gb(path: Path) -> float:
-    """Free space on the disk of `path`, in units of 1e9 bytes; it may have been removed."""
+    """Returns the free space on the disk of `path`, in units of 1e9 bytes; `path` may have been
+    removed."""
     path = next(place for place in (path, *path.absolute().parents) if place.exists())
     return shutil.disk_usage(path).free / 1e9

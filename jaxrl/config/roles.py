@@ -151,7 +151,7 @@ class RoleConfig(Section):
 
     @property
     def compute_dtype(self) -> DType:
-        """`dtype`, which `Config.with_dtypes` has set for the devices at hand."""
+        """Returns `dtype`, which `Config.with_dtypes` has set for the devices at hand."""
         assert self.dtype is not None, "Config.with_dtypes fills it"
         return self.dtype
 
@@ -304,7 +304,8 @@ class NamedTeacherConfig(Section):
 
 
 def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
-    """Of the keys that say where a teacher is served."""
+    """Yields an error message for each rule broken by the keys that say where a teacher is
+    served."""
     if one.address is None:
         if one.api != "jaxrl":
             yield f"api={one.api} needs a server: set address"
@@ -322,7 +323,7 @@ def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
 
 
 def _is_server(url: str) -> bool:
-    """Whether this is http(s)://host:port, perhaps with a path, and nothing else."""
+    """Returns whether this is http(s)://host:port, perhaps with a path, and nothing else."""
     if not url.isascii() or not url.isprintable() or " " in url:
         return False
     try:
@@ -514,5 +515,5 @@ class RewardConfig(FrozenConfig):
 
     @property
     def weights_of_functions(self) -> tuple[float, ...]:
-        """One for each function."""
+        """Returns one weight for each function."""
         return (1.0,) * len(self.functions) if self.weights is None else self.weights

@@ -10,7 +10,7 @@ from jaxrl.config.section import POLICY
 
 
 def rules(c: RunConfig) -> Iterator[str]:
-    """An error message for each condition that the config breaks."""
+    """Yields an error message for each condition that the config breaks."""
     yield from _with_ca_file(c)
     if c.learns_from_teacher:
         yield from _with_teacher(c)

@@ -145,19 +145,19 @@ class RunConfig(Section):
 
     @property
     def run_path(self) -> Path:
-        """Folder of the run."""
+        """Returns the folder of the run."""
         path = Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
         user_path(path)  # refuses a name that no folder can have
         return path
 
     @property
     def roles(self) -> dict[str, RoleConfig]:
-        """Role -> its section."""
+        """Returns a mapping from each role to its section."""
         return {role: getattr(self, role) for role in ROLES}
 
     def with_dtypes(self, own: DType) -> Self:
-        """A copy in which `own`, the dtype for the devices at hand, replaces every role's null
-        dtype."""
+        """Returns a copy in which `own`, the dtype for the devices at hand, replaces every role's
+        null dtype."""
         unset = {role: section for role, section in self.roles.items() if section.dtype is None}
         filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
         return self.model_copy(update=filled)
@@ -170,7 +170,7 @@ class RunConfig(Section):
 
     @property
     def spec(self) -> AlgorithmSpec:
-        """The algorithm's entry in the table of algorithms."""
+        """Returns the algorithm's entry in the table of algorithms."""
         return find_algorithm(self.algorithm)
 
     @property
@@ -179,51 +179,55 @@ class RunConfig(Section):
 
     @property
     def learns_from_teacher(self) -> bool:
-        """Whether a teacher scores the completions."""
+        """Returns whether a teacher scores the completions."""
         if self.spec.learns_from == "teacher":
             return True
         return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
 
     @property
     def teacher_models(self) -> dict[str, str]:
-        """Name -> model of each teacher that runs here; `teacher` where it is the only one."""
+        """Returns a mapping from the name of each teacher that runs here to its model; the name is
+        `teacher` where it is the only one."""
         if self.teacher_model is not None:
             return {"teacher": self.teacher_model}
         return {name: one.model for name, one in self.teachers.items() if one.model is not None}
 
     @property
     def served(self) -> dict[str, TeacherConfig | NamedTeacherConfig]:
-        """Name -> section of each teacher that is served outside the run; `teacher` where it is the
-        only one."""
+        """Returns a mapping from the name of each teacher that is served outside the run to its
+        section; the name is `teacher` where it is the only one."""
         if not self.teachers:
             return {} if self.teacher.address is None else {"teacher": self.teacher}
         return {name: one for name, one in self.teachers.items() if one.address is not None}
 
     def teacher_key(self, name: str, key: str = "model") -> str:
-        """A key of the teacher that `teacher_models` or `served` has by this name."""
+        """Returns the config key of the teacher that has this name in `teacher_models` or
+        `served`."""
         return f"teachers.{name}.{key}" if self.teachers else f"teacher.{key}"
 
     @property
     def mixture(self) -> MixtureKind | None:
-        """How several teachers are one; None where each row has one teacher."""
+        """Returns how several teachers are combined into one; None where each row has one
+        teacher."""
         if self.distill.mixture is not None or self.data.teacher_key is not None:
             return self.distill.mixture
         return "arithmetic" if len(self.teachers) > 1 else None
 
     @property
     def teacher_model(self) -> str | None:
-        """The model whose weights the teacher has at the start of a run."""
+        """Returns the model whose weights the teacher has at the start of a run."""
         own = self.teacher.model == POLICY
         return self.student.model if own else self.teacher.model
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether adapters are trained in place of all weights."""
+        """Returns whether adapters are trained instead of all weights."""
         return self.student.lora.rank is not None
 
     @property
     def base_dtype(self) -> DType:
-        """Dtype of the actor's frozen base weights, but for those that are quantised."""
+        """Returns the dtype of the actor's frozen base weights, except for those that are
+        quantised."""
         dtype = self.student.base_dtype
         if dtype == "float32" or dtype == "bfloat16":
             return dtype
@@ -231,43 +235,45 @@ class RunConfig(Section):
 
     @property
     def quantised(self) -> Quantisation | None:
-        """How the kernels under adapters are held; None: as all other weights."""
+        """Returns how the kernels under adapters are held; None if like all other weights."""
         dtype = self.student.base_dtype
         return dtype if dtype == "int8" or dtype == "nf4" else None
 
     @property
     def teacher_follows(self) -> bool:
-        """Whether the teacher's weights come from the actor: the policy, or its moving average."""
+        """Returns whether the teacher's weights come from the actor: the policy, or its moving
+        average."""
         own = self.teacher.model == POLICY and self.teacher.ema < 1
         return self.learns_from_teacher and own
 
     @property
     def teacher_gets_feedback(self) -> bool:
-        """Whether `teacher.prompt` tells the teacher about the completion that it scores, so that
-        it scores after the reward functions."""
+        """Returns whether `teacher.prompt` tells the teacher about the completion that it scores,
+        so that it scores after the reward functions."""
         late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
         return self.learns_from_rewards and bool(late)
 
     @property
     def keeps_ema(self) -> bool:
-        """Whether the actor keeps a moving average of the policy's weights, in float32."""
+        """Returns whether the actor keeps a moving average of the policy's weights, in float32."""
         return self.teacher_follows and self.teacher.ema > 0
 
     @property
     def offloads_follower(self) -> bool:
-        """Whether the weights of a teacher that follows the policy are offloaded while it is idle:
-        where those are that it may share with the actor."""
+        """Returns whether the weights of a teacher that follows the policy are offloaded while it
+        is idle: they are where the weights that it may share with the actor are."""
         return self.offload.optimizer if self.keeps_ema else self.offload.params
 
     @property
     def teacher_prompt_tokens(self) -> int:
-        """Longest prompt that the teacher reads, in its tokens."""
+        """Returns the length of the longest prompt that the teacher reads, in its tokens."""
         more = 2 if self.teacher.tokenizer == "own" else 1
         return self.teacher.max_prompt_tokens or more * self.max_prompt_tokens
 
     @property
     def teacher_new_tokens(self) -> int:
-        """Longest completion that the teacher reads or samples, in its tokens."""
+        """Returns the length of the longest completion that the teacher reads or samples, in its
+        tokens."""
         more = 2 if self.teacher.tokenizer == "own" else 1
         return self.teacher.max_new_tokens or more * self.max_new_tokens
 
@@ -278,9 +284,8 @@ class RunConfig(Section):
 
     @property
     def minibatches(self) -> int:
-        """Optimizer updates per pass over a batch. If `actor.minibatches` is null: the algorithm's
-        number, or the next smaller one that divides `batch_size`.
-        """
+        """Returns the number of optimizer updates per pass over a batch. If `actor.minibatches` is
+        null: the algorithm's number, or the next smaller one that divides `batch_size`."""
         if self.actor.minibatches is not None:
             return self.actor.minibatches
         own = range(self.spec.minibatches, 0, -1)
@@ -299,7 +304,7 @@ class RunConfig(Section):
 
     @property
     def correction(self) -> tuple[str, ...]:
-        """Names of the off-policy corrections."""
+        """Returns the names of the off-policy corrections."""
         if self.policy.correction is not None:
             return self.policy.correction
         lags = self.schedule != "serial" and not self.policy.bypass
@@ -307,7 +312,8 @@ class RunConfig(Section):
 
     @property
     def rewards(self) -> RewardConfig:
-        """`reward`, with the algorithm's penalty of long completions where the config sets none."""
+        """Returns `reward`, with the algorithm's penalty for long completions where the config sets
+        none."""
         if self.reward.overlong_buffer is not None:
             return self.reward
         own = int(self.max_new_tokens * self.spec.overlong_share)
@@ -315,7 +321,7 @@ class RunConfig(Section):
 
     @property
     def dynamic_sampling(self) -> str:
-        """`off`, `drop` or `refill`."""
+        """Returns `off`, `drop` or `refill`."""
         asked = self.policy.dynamic_sampling
         if asked is not None or not self.spec.dynamic_sampling:
             return asked or "off"

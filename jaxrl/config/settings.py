@@ -169,7 +169,7 @@ class SamplingConfig(Section):
 
     @property
     def truncated(self) -> bool:
-        """True when some token of positive probability can never be sampled."""
+        """Returns whether some token of positive probability can never be sampled."""
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -615,6 +615,6 @@ class ProfileConfig(Section):
 
     @property
     def range(self) -> range:
-        """The steps, none where there is nothing to profile."""
+        """Returns the steps to profile, none where there is nothing to profile."""
         first, _, stop = (self.steps or "1:1").partition(":")
         return range(int(first), int(stop))

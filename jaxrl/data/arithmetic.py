@@ -47,7 +47,7 @@ class Arithmetic:
             )
 
     def example(self, index: int, split: Split = "train") -> Example:
-        """Example `index` of `split`; the two splits have no expression in common.
+        """Returns example `index` of `split`; the two splits have no expression in common.
 
         Its completion is the remaining expressions joined by ``=``, the answer last.
         """
@@ -79,7 +79,8 @@ class Arithmetic:
 
 
 def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
-    """The expression, what remains of it, the answer; None if a result is not in 0 to `largest`."""
+    """Returns the expression, what remains of it after each step, and the answer; None if a result
+    is not in 0 to `largest`."""
     numbers, pending = list(numbers), list(operators)
     steps = [_render(numbers, pending)]
     while pending:
@@ -93,21 +94,21 @@ def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
 
 
 def split_of(expression: str) -> Split:
-    """Which split owns an expression: a property of its text, whatever the seed."""
+    """Returns which split owns an expression: a property of its text, whatever the seed."""
     digest = hashlib.blake2b(expression.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "little") % HELD_OUT == 0 else "train"
 
 
 def score(completion: str, answer: str) -> float:
-    """1.0 if what follows the last ``=`` of a completion (all of it without one) is the answer."""
+    """Returns 1.0 if what follows the last ``=`` of a completion (all of it without one) is the
+    answer."""
     last = completion.rsplit("=", 1)[-1].strip()
     return float(re.fullmatch(r"-?\d+", last) is not None and int(last) == int(answer))
 
 
 def correction(prompt: str, completion: str) -> str:
-    """What is wrong with a worked solution: its first wrong step and what that should have been, as
-    in `37+48-56=85-56`; "" where every step is right, and for what is no sum.
-    """
+    """Returns what is wrong with a worked solution: its first wrong step and what that should have
+    been, as in `37+48-56=85-56`; "" where every step is right, and for what is not a sum."""
     expression = re.fullmatch(r"(\d+(?:[-+*]\d+)+)=", prompt)
     if expression is None:
         return ""

@@ -25,7 +25,8 @@ DATA = -1
 
 
 def width_of(n: int, limit: int, multiple: int = 2) -> int:
-    """The smallest width of 32, 48, 64, 96, 128, 192, ... that holds n, rounded up to `multiple`.
+    """Returns the smallest width among 32, 48, 64, 96, 128, 192, ... that holds n, rounded up to
+    `multiple`.
 
     Args:
         n: tokens to hold.
@@ -38,7 +39,7 @@ def width_of(n: int, limit: int, multiple: int = 2) -> int:
 
 
 def width_for(rows: Sequence[Sequence[int]], limit: int, multiple: int) -> int:
-    """`width_of` the longest of the rows of tokens."""
+    """Returns `width_of` of the longest of the rows of tokens."""
     return width_of(max(map(len, rows), default=0), limit, multiple)
 
 
@@ -134,7 +135,8 @@ def make_rollout(
 
 
 def _experts(sequences: Sequences, completions: Sequence[Completion]) -> np.ndarray | None:
-    """[B, T, L, k] what the completions recorded, -1 elsewhere; None where they recorded none."""
+    """Returns [B, T, L, k], the experts that the completions recorded, -1 elsewhere; None where
+    they recorded none."""
     recorded = [completion.experts for completion in completions]
     first = recorded[0] if recorded else None
     if first is None:
@@ -150,8 +152,8 @@ def _experts(sequences: Sequences, completions: Sequence[Completion]) -> np.ndar
 def as_the_teacher_reads(
     rollout: Rollout, max_prompt_tokens: int, width_multiple: int = 2
 ) -> Rollout:
-    """The rollout with the teacher's prompts before the same completions; as it is where the
-    teacher reads the student's prompts.
+    """Returns the rollout with the teacher's prompts before the same completions; unchanged where
+    the teacher reads the student's prompts.
 
     Args:
         max_prompt_tokens: limit of the teacher's prompts, whose width is a bucket of it.
@@ -215,7 +217,7 @@ def _data_completion(
 def right_padded(
     values: Sequence[np.ndarray], shape: tuple[int, int], dtype: DTypeLike, fill: int = 0
 ) -> np.ndarray:
-    """[rows, width, ...], `fill` where there is no value."""
+    """Returns [rows, width, ...], with `fill` where there is no value."""
     rest = values[0].shape[1:] if values else ()
     padded = np.full((*shape, *rest), fill, dtype)
     for row, value in zip(padded, values, strict=False):

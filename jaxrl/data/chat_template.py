@@ -51,7 +51,7 @@ def dated(tokenizer: Any, day: str | None) -> Any:
 
 
 def today() -> str:
-    """The date as `dated` takes it."""
+    """Returns today's date in the form that `dated` takes."""
     return date.today().isoformat()
 
 
@@ -83,7 +83,7 @@ class Split:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether chat messages can be rendered."""
+    """Returns whether chat messages can be rendered."""
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
@@ -186,7 +186,8 @@ class _Chat:
         """The generation prompt of the first turn that is learned; None: the template has none."""
 
     def start(self, at: int) -> int:
-        """Index in the text at which what the assistant writes in its message `at` begins."""
+        """Finds the index in the text at which what the assistant writes in its message `at`
+        begins."""
         prompt = self._tried(self.messages[:at], True)
         if self.generation_prompt is None:
             self.generation_prompt = prompt
@@ -213,9 +214,10 @@ class _Chat:
         return begins
 
     def _behind(self, at: int, prompt: str, tail: str, low: int, high: int) -> tuple[int, str]:
-        """Where message `at` begins, whose words begin at `high`, behind the words of a message,
-        which end at `low`: behind the last place that has the `tail` with which a prompt generates,
-        or else the longest head of it. Also returns the rest of the tail, which the text lacks."""
+        """Finds where message `at` begins, whose words begin at `high`, after the words of an
+        earlier message, which end at `low`: after the last place that has the `tail` with which a
+        prompt starts generation, or else the longest head of it. Also returns the rest of the tail,
+        which the text lacks."""
         if not tail:  # a turn without a header: what it follows
             for length in range(min(len(prompt), _LONGEST_HEADER), 0, -1):
                 place = self.text.rfind(prompt[-length:], max(0, low - length), high)
@@ -234,13 +236,14 @@ class _Chat:
         return self._headless(at, low, high), tail
 
     def _headless(self, at: int, low: int, high: int) -> int:
-        """Where a turn begins that has not the header of a generation prompt: where a plain turn
-        would have other text, at most at its words."""
+        """Finds where a turn begins that lacks the header of a generation prompt: where a plain
+        turn would have other text, at the latest at its words."""
         plain = len(os.path.commonprefix([self.text, *self._probed(at)]))
         return self._whole_tokens(plain if low <= plain < high else high)
 
     def _parting(self, at: int, prompt: str, unwritten: str, begins: int) -> str:
-        """What the user should know of a turn that does not follow its generation prompt."""
+        """Returns what the user should know about a turn that does not follow its generation
+        prompt."""
         if unwritten:
             return (
                 f"message {at}: the chat template's generation prompt goes on with"
@@ -256,8 +259,8 @@ class _Chat:
         )
 
     def spans(self, at: int, start: int, limit: int) -> list[tuple[int, int]]:
-        """The parts of the text that are message `at`: one, or two where the template writes what
-        the message says beside its tool calls behind the tools' answers (Gemma 4).
+        """Returns the parts of the text that are message `at`: one, or two where the template
+        writes what the message says besides its tool calls after the tools' answers (Gemma 4).
 
         Args:
             limit: where the next turn of the assistant begins, or the text ends.
@@ -279,7 +282,8 @@ class _Chat:
         return [(start, self._end(at, start, limit))]
 
     def _content(self, at: int) -> tuple[int, int] | None:
-        """Where the content of a message begins and ends in the text; None: it is not there."""
+        """Returns where the content of a message begins and ends in the text; None if it is not
+        there."""
         probes = self._probed(at, whole=True)
         if not probes or probes[0] == probes[1]:
             return None
@@ -288,8 +292,8 @@ class _Chat:
         return begins, len(self.text) - len(os.path.commonprefix(reverse))
 
     def _end(self, at: int, start: int, limit: int) -> int:
-        """Index in the text at which message `at` ends, the token that ends the turn included where
-        the template has one.
+        """Finds the index in the text at which message `at` ends, including the token that ends the
+        turn where the template has one.
 
         Args:
             limit: where the next turn of the assistant begins.
@@ -326,8 +330,9 @@ class _Chat:
         raise UserError(f"message {at}: {_NO_BORDERS}")
 
     def _same_places(self, at: int, alone: str | None) -> Iterator[tuple[int, int]]:
-        """Places of the text and of the chat that ends with message `at`, from which on both have
-        the same: the beginning, or, where that chat has other text before, the end of the words."""
+        """Yields pairs of places, in the text and in the chat that ends with message `at`, from
+        which on both are the same: the beginning, or, where that chat has other text before, the
+        end of the words."""
         if alone is None:
             return
         yield 0, 0
@@ -338,8 +343,8 @@ class _Chat:
             yield ours[1], theirs[1]
 
     def _words(self, at: int) -> tuple[int, int] | None:
-        """Where the words of a message (thoughts, content, arguments of calls) begin and end in the
-        text; None: they make no difference to it."""
+        """Returns where the words of a message (thoughts, content, arguments of calls) begin and
+        end in the text; None if they make no difference to it."""
         if at not in self._found_words:
             self._found_words[at] = self._sought_words(at)
         return self._found_words[at]
@@ -375,7 +380,8 @@ class _Chat:
         return text
 
     def _whole_tokens(self, at: int) -> int:
-        """The index, or where the added token begins in whose middle it is."""
+        """Returns the index, or, if it is in the middle of an added token, where that token
+        begins."""
         for token in self.added:
             begin = self.text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
             if 0 <= begin < at:
@@ -383,8 +389,8 @@ class _Chat:
         return at
 
     def _probed(self, at: int, whole: bool = False) -> list[str]:
-        """The chat's text with other contents in message `at`, as a plain turn if possible and not
-        `whole`."""
+        """Returns the chat's text with other contents in message `at`, as a plain turn if possible
+        and not `whole`."""
         plain = [] if whole else [{"role": self.messages[at]["role"]}]
         for keep in (*plain, self.messages[at]):
             before, after = self.messages[:at], self.messages[at + 1 :]
@@ -394,7 +400,7 @@ class _Chat:
         return []
 
     def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
-        """The text of messages; None where the template refuses them."""
+        """Renders the text of messages; returns None where the template refuses them."""
         try:
             return _rendered(self.tokenizer, messages, generation, self.tools)[0]
         except UserError:
@@ -402,16 +408,16 @@ class _Chat:
 
 
 def without_end(tokenizer: Any, text: str, end: str) -> str:
-    """The text that a template puts after a turn, without the tokens that the turn ended with:
-    `end` and what comes before it."""
+    """Returns the text that a template puts after a turn, without the tokens that the turn ended
+    with: `end` and what comes before it."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     stop = _run_end(added, text, 0, (end,)) if end else None
     return text[stop:] if stop is not None and text[:stop].endswith(end) else text
 
 
 def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> int | None:
-    """Index behind the first of `ends` in the run of added tokens that begins here, or else behind
-    the first token of the run; None where there is none."""
+    """Returns the index after the first of `ends` in the run of added tokens that begins here, or
+    else after the first token of the run; None where there is none."""
     first = None
     while (token := _token_at((*ends, *added), text, at)) is not None:
         at = text.index(token, at) + len(token)
@@ -422,7 +428,8 @@ def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> i
 
 
 def _token_at(added: Sequence[str], text: str, at: int) -> str | None:
-    """The longest added token that stands here, line breaks and spaces before it left out."""
+    """Returns the longest added token that stands here, leaving out line breaks and spaces before
+    it."""
     rest = text[at:].lstrip()
     return max((one for one in added if one and rest.startswith(one)), key=len, default=None)
 
@@ -430,8 +437,8 @@ def _token_at(added: Sequence[str], text: str, at: int) -> str | None:
 def _marked(
     marks: Sequence[tuple[int, int]], start: int, end: int, chat: _Chat
 ) -> list[tuple[int, int]]:
-    """The parts of a turn that are marked, joined where they touch. The tokens after the last one
-    belong to it: a turn that is learned is learned with its end."""
+    """Returns the parts of a turn that are marked, joined where they touch. The tokens after the
+    last part belong to it: a turn that is learned is learned with its end."""
     spans: list[tuple[int, int]] = []
     for begin, stop in marks:
         empty = begin == stop and start <= begin <= end  # a turn that says nothing, and ends
@@ -528,7 +535,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
 
 
 def _thoughts(message: Message) -> list[tuple[str, str]]:
-    """(field, thought) of what a message says in thoughts."""
+    """Returns (field, thought) for each thought in a message."""
     field = next((name for name in THOUGHTS if message.get(name)), None)
     found = [] if field is None else [(field, str(message[field]).strip())]
     before, end, _ = (message.get("content") or "").partition("</think>")
@@ -537,7 +544,7 @@ def _thoughts(message: Message) -> list[tuple[str, str]]:
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
-    """Whether the text is another one without these fields of a message."""
+    """Returns whether the text differs without these fields of a message."""
     message = chat.messages[at]
     bare = {name: value for name, value in message.items() if name not in fields}
     changed = [*chat.messages[:at], bare, *chat.messages[at + 1 :]]
@@ -545,20 +552,20 @@ def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
 
 
 def _shows_content(chat: _Chat, at: int) -> bool:
-    """Whether the content of a message makes a difference to the text."""
+    """Returns whether the content of a message makes a difference to the text."""
     content = (chat.messages[at].get("content") or "").strip()
     return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
 
 
 def _shows_end(chat: _Chat, at: int) -> bool:
-    """Whether the text is another one where a message says more."""
+    """Returns whether the text differs when a message says more."""
     message = chat.messages[at]
     longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
     return chat._tried([*chat.messages[:at], longer, *chat.messages[at + 1 :]], False) != chat.text
 
 
 def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
-    """Whether the template shows tools in the prompt that messages make."""
+    """Returns whether the template shows tools in the prompt that messages make."""
     text = render(tokenizer, messages, True, tools)
     names = [(tool.get("function") or tool).get("name") for tool in tools]
     if all(isinstance(name, str) and name in text for name in names):
@@ -615,18 +622,18 @@ def _call(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _other(text: str) -> str:
-    """A text that has another first and last character."""
+    """Returns a text that has another first and last character."""
     ends = (text[0].upper(), text[-1].upper())
     return next(one for one in (*_PROBES, "X") if one not in ends)
 
 
 def _other_arguments(value: str, arguments: Any) -> Any:
-    """Arguments in the form of these, with another name and value."""
+    """Returns arguments in the form of these, with another name and value."""
     return _as_text({value: value}) if isinstance(arguments, str) else {value: value}
 
 
 def _filled(arguments: Any) -> Any:
-    """A call without arguments has none: `{}`."""
+    """Returns the arguments of a call, `{}` for a call without any."""
     empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
     return {} if empty else arguments
 
@@ -648,7 +655,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _printed_by_python(text: str, messages: Sequence[Message]) -> bool:
-    """Whether arguments stand in the text as Python prints them, which is not JSON."""
+    """Returns whether arguments appear in the text as Python prints them, which is not JSON."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, Mapping) else {}
@@ -665,7 +672,8 @@ def _rendered(
     generation: bool,
     tools: Sequence[JsonObject],
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The template's text of messages, and the parts of it that the template marks."""
+    """Renders the template's text of messages, and returns it with the parts of it that the
+    template marks."""
     if tokenizer is None:
         raise UserError(
             "chat messages cannot be read: the model folder has no tokenizer; give token ids"
@@ -701,7 +709,7 @@ def _rendered(
 
 
 def _as_templates_read(message: Message) -> JsonObject:
-    """A message with its thoughts under the names that templates read, nulls left out, as
+    """Returns a message with its thoughts under the names that templates read, nulls left out, as
     `apply_chat_template` of transformers gives it."""
     turn = {name: value for name, value in message.items() if value is not None}
     found = [turn[name] for name in THOUGHTS if name in turn]
@@ -713,7 +721,7 @@ def _as_templates_read(message: Message) -> JsonObject:
 
 
 def _strftime(day: str, form: str) -> str:
-    """What `strftime_now` of templates gives: a date, at midnight."""
+    """Formats a date, at midnight: what `strftime_now` of templates returns."""
     if len(form) > _LONGEST_FORM:
         raise ValueError(f"a date in a form of {len(form)} characters")
     return datetime.fromisoformat(day).strftime(form)

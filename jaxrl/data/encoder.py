@@ -57,7 +57,7 @@ class TeacherPrompt:
     """The teacher's; None: it is the student's."""
 
     def of(self, example: Example) -> Example:
-        """The row with the teacher's prompt. Raises UserError where it lacks a field."""
+        """Returns the row with the teacher's prompt. Raises UserError if the row lacks a field."""
         if self.template is None:
             return example
         names = template.names(self.template)
@@ -82,7 +82,7 @@ class TeacherPrompt:
 
 
 def _texts(example: Example) -> dict[str, str]:
-    """What a template may name: the fields of a row that are not null, as text."""
+    """Returns what a template may name: the fields of a row that are not null, as text."""
     fields = {**example.columns, "answer": example.answer, "completion": example.completion}
     if isinstance(example.prompt, str):
         fields["prompt"] = example.prompt
@@ -93,7 +93,7 @@ def _texts(example: Example) -> dict[str, str]:
 
 
 def _as_text(value: object) -> str:
-    """Text as it is; lists and objects as JSON."""
+    """Returns text as it is; lists and objects as JSON."""
     if isinstance(value, list | tuple | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
     return str(value)
@@ -150,13 +150,14 @@ class PromptEncoder:
 
     @property
     def teacher_limit(self) -> str:
-        """What else a row that is left out may exceed, for messages."""
+        """Returns the other limit that a row that is left out may exceed, for messages."""
         return "" if self.teacher is None else f", or for the teacher {self.teacher.max_tokens}"
 
     def prompt_of(
         self, example: Example, tokenizer: Tokenizer | None = None
     ) -> str | tuple[Message, ...]:
-        """What is tokenised: text, or messages, with all that stands before the row's own.
+        """Returns what is tokenised: text, or messages, with everything that comes before the row's
+        own.
 
         Args:
             tokenizer: None: the student's.
@@ -175,7 +176,7 @@ class PromptEncoder:
         return (*system, *self._turns_before, *prompt)
 
     def fit(self, example: Example, may_cut: bool = True) -> Fit:
-        """Whether the prompt is short enough, as it is or cut.
+        """Returns whether the prompt is short enough, as it is or cut.
 
         Args:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
@@ -191,7 +192,7 @@ class PromptEncoder:
         return "cut" if short else "too long"
 
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
-        """The prompt with its completion; None where the prompt is too long."""
+        """Encodes the prompt with its completion; returns None where the prompt is too long."""
         prompt = self.prompt_of(example)
         tokens = encode_prompt(self.tokenizer, prompt, example.tools)
         if len(tokens) > self.max_prompt_tokens:
@@ -237,11 +238,11 @@ class PromptEncoder:
 
     @cached_property
     def lacks_rows(self) -> bool:
-        """Whether the tokenizer has tokens that the embedding has no row for."""
+        """Returns whether the tokenizer has tokens that the embedding has no row for."""
         return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
-        """Those of its prompt; without what is only known later."""
+        """Returns the tokens of the teacher's prompt, without what is only known later."""
         if self.teacher is None:
             return None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
@@ -259,7 +260,8 @@ class PromptEncoder:
         return len(tokens) <= self.max_prompt_tokens
 
     def _cut(self, example: Example) -> Example:
-        """Without the fewest characters that must go, of a prompt that fits when cut."""
+        """Returns the example without the fewest characters that must go, for a prompt that fits
+        when cut."""
         last = len(_longest_text(example).rstrip()) - 1
         start = bisect_left(
             range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
@@ -267,7 +269,7 @@ class PromptEncoder:
         return _without(example, start)
 
     def _completion(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
-        """The prompt with the completion that the row has."""
+        """Encodes the prompt with the completion that the row has."""
         own = self.tokenizer.eos_token_id
         eos_ids = self.eos_ids or (() if own is None else (own,))
         completion: str | tuple[Message, ...] = example.turns
@@ -292,8 +294,8 @@ class PromptEncoder:
     def _turn_by_turn(
         self, example: Example, prompt: str | tuple[Message, ...], eos_ids: tuple[int, ...]
     ) -> Encoded:
-        """The tokens of a chat that the template does not take as a whole, as an episode has them:
-        what follows a turn is rendered behind that turn alone."""
+        """Encodes a chat that the template does not take as a whole, as an episode does: what
+        follows a turn is rendered after that turn alone."""
         first, *turns = example.turns
         found = encode_completion(self.tokenizer, prompt, (first,), eos_ids, example.tools)
         tokens, parts, heard = found.completion, [*found.turns], list[Message]()
@@ -362,7 +364,7 @@ class PromptEncoder:
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
-    """The first `rows` rows of a source, each with its completion."""
+    """Returns the first `rows` rows of a source, each with its completion."""
     if rows > len(source):
         raise UserError(
             f"data.few_shot: {source.name} has {len(source)} rows, data.few_shot_rows asks for"
@@ -383,14 +385,16 @@ def _user(text: str) -> tuple[Message, ...]:
 
 
 def _longest_text(example: Example) -> str:
-    """The text that a cut shortens: a text prompt, a chat's longest user message, else ""."""
+    """Returns the text that a cut shortens: a text prompt, a chat's longest user message, else
+    ""."""
     if isinstance(example.prompt, str):
         return example.prompt
     return max((m["content"] for m in example.prompt if m["role"] == "user"), key=len, default="")
 
 
 def _without(example: Example, start: int) -> Example:
-    """The example whose longest text begins at character `start` of what it was."""
+    """Returns the example with its longest text cut to begin at character `start` of what it
+    was."""
     longest = _longest_text(example)
     if isinstance(example.prompt, str):
         return replace(example, prompt=longest[start:])

@@ -55,22 +55,24 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """As given in `data.train` or `data.eval`."""
+        """Returns the name as given in `data.train` or `data.eval`."""
 
     @property
     def procedural(self) -> bool:
-        """Rows are made on demand: their number is nominal, and reading them all is not cheap."""
+        """Returns whether rows are made on demand: their number is then nominal, and reading them
+        all is not cheap."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the fields that rows of a file have; () for a procedural task."""
+        """Returns the names of the fields that the rows of a file have; () for a procedural
+        task."""
 
     def where(self, index: int) -> str:
-        """The place of a row, for error messages."""
+        """Returns the place of a row, for error messages."""
 
     def digest(self) -> str:
-        """Hex hash of what decides the rows: the bytes of files, wherever they lie, or the settings
-        of a task and its first row."""
+        """Returns a hex hash of what decides the rows: the bytes of files, wherever they lie, or
+        the settings of a task and its first row."""
 
     def __len__(self) -> int: ...
 

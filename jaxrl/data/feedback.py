@@ -20,7 +20,8 @@ _PLACE = re.compile(f"\0({'|'.join(LATE)})\0")
 def with_feedback(
     rollout: Rollout, messages: Sequence[str], tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[Rollout, int]:
-    """The rollout with a prompt of the teacher for each completion, and how many were cut.
+    """Returns the rollout with a teacher's prompt for each completion, and how many of these
+    prompts were cut.
 
     Args:
         messages: of the reward functions, one for each completion.
@@ -38,7 +39,7 @@ def with_feedback(
 
 
 def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
-    """A prompt with texts in place of `PLACES`."""
+    """Fills a prompt with texts in place of `PLACES`."""
     chat = as_messages(prompt)
     if chat is not None:
         return tuple({**turn, "content": _replaced(turn["content"], texts)} for turn in chat)
@@ -47,15 +48,15 @@ def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
 
 
 def _replaced(text: str, texts: Mapping[str, str]) -> str:
-    """In one pass, so that nothing within a text is replaced."""
+    """Replaces the places in one pass, so that nothing within a text is replaced."""
     return _PLACE.sub(lambda place: texts[place[1]], text)
 
 
 def _fitted(
     prompt: Prompt, texts: Mapping[str, str], tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[tuple[int, ...], bool]:
-    """The tokens, and whether all of the texts are in them. The longest texts keep equally many
-    characters, as many as fit."""
+    """Returns the tokens, and whether they hold all of the texts. The longest texts keep equally
+    many characters, as many as fit."""
     assert prompt.teacher_prompt is not None
 
     def tokens(most: int) -> tuple[int, ...]:

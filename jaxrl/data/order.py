@@ -69,7 +69,8 @@ class Mixture:
         return self._passes[source].row(block * self._counts[source] + int(draws[place]))
 
     def _sources_and_draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block: the source, and how many of its draws come before."""
+        """Returns the source of each place of a block, and how many draws of that source come
+        before."""
         sources = np.repeat(np.arange(len(self._counts)), self._counts)
         if self._shuffle:
             order = np.random.default_rng((self._seed, _BLOCKS, block)).permutation(len(sources))
@@ -84,9 +85,8 @@ class Mixture:
 
 
 def apportion(weights: Sequence[float]) -> tuple[int, ...]:
-    """Places of each source in a block: exact in the shortest block, if 1000 places are enough;
-    else of 1000, rounded by largest remainders.
-    """
+    """Returns the number of places of each source in a block: exact in the shortest block, if 1000
+    places are enough; else out of 1000, rounded by largest remainders."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     block = min(lcm(*(share.denominator for share in shares)), LONGEST_BLOCK)

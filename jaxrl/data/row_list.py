@@ -85,7 +85,8 @@ class RowList:
 
 
 def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
-    """The rows of a `.json` file: an array of objects, one object a line, or one over several."""
+    """Opens the rows of a `.json` file: an array of objects, one object per line, or a single one
+    over several lines."""
     data = _read(path, label)
     if data.removeprefix(BOM).lstrip()[:1] != b"[":
         try:
@@ -107,8 +108,8 @@ def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
 
 
 def open_csv(path: Path, keys: Keys, label: str) -> RowList:
-    """The rows of a `.csv` file, whose first line names the fields. Every value is text, and an
-    empty one is null."""
+    """Opens the rows of a `.csv` file, whose first line names the fields. Every value is text, and
+    an empty one is null."""
     data = _read(path, label)
     rows: list[Any] = []
     lines: list[int] = []

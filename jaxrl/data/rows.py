@@ -42,7 +42,7 @@ class Keys:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All that are not None."""
+        """Returns all keys that are not None."""
         names = (self.prompt, self.messages, self.completion, self.answer, self.tools)
         return tuple(name for name in names if name is not None)
 
@@ -70,7 +70,8 @@ _OTHER_ROLES = {
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
-    """A row, of values that JSON has (`plain`), as an example; `where` begins error messages."""
+    """Converts a row, made of values that JSON has (`plain`), to an example; `where` begins error
+    messages."""
     prompt, turns = _prompt(row, keys, where)
     text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
     known = {keys.prompt, keys.messages, keys.completion, keys.answer}
@@ -85,8 +86,9 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
 
 
 def find(row: Mapping[str, object], name: str | None) -> Any:
-    """The value that a name has in a row: of the field of this name, or else along its dots through
-    objects and lists (or their JSON text), as in `answers.0.text`. None where there is none."""
+    """Finds the value that a name has in a row: that of the field of this name, or else the one
+    found by following its dots through objects and lists (or their JSON text), as in
+    `answers.0.text`. Returns None where there is none."""
     if name is None or name in row:
         return None if name is None else row[name]
     for at in range(len(name) - 1, 0, -1):
@@ -101,7 +103,8 @@ def find(row: Mapping[str, object], name: str | None) -> Any:
 
 
 def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
-    """Names of the fields of a row, and of those beside one that a name with dots leads to."""
+    """Yields the names of the fields of a row, and of those next to one that a name with dots leads
+    to."""
     yield from row
     for key in keys.named:
         parent = key.rpartition(".")[0]
@@ -112,7 +115,7 @@ def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
 
 
 def column_of(name: str | None, columns: Iterable[str]) -> str | None:
-    """The column of a table in which `find` looks for a name first."""
+    """Returns the column of a table in which `find` looks for a name first."""
     there = set(columns)
     while name and name not in there:
         name = name.rpartition(".")[0]
@@ -128,7 +131,7 @@ def check_names(columns: Iterable[str], where: str) -> None:
 
 
 def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserError:
-    """The error about a row or a file (`what`) that has neither kind of prompt."""
+    """Returns the error for a row or a file (`what`) that has neither kind of prompt."""
     names = list(names)
     asked = [name for name in (keys.prompt, keys.messages) if name is not None]
     hint = next(filter(None, (near(name, names) for name in asked)), "")
@@ -142,12 +145,12 @@ def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserEr
 
 
 def listed(names: Iterable[str]) -> str:
-    """`` `a`, `b` ``."""
+    """Returns the names as `` `a`, `b` ``."""
     return ", ".join(f"`{name}`" for name in names) or "no field"
 
 
 def kind(value: object) -> str:
-    """What a value is, for error messages."""
+    """Returns what kind of value this is, for error messages."""
     kinds = {
         dict: "an object",
         list: "a list",
@@ -162,7 +165,7 @@ def kind(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value of a table or of Python, such as a row, as JSON would have it.
+    """Converts a value of a table or of Python, such as a row, to what JSON would have.
 
     NaN and what pandas has for a missing value are None. Dates and times are their ISO text, a
     timestamp at midnight that of its date (which `datasets` makes of a column of dates). Arrays
@@ -190,12 +193,12 @@ def plain(value: Any) -> Any:
 
 
 def parse_row_json(text: str) -> Any:
-    """The value of a JSON text, in which NaN, which JSON does not have, is null."""
+    """Parses the value of a JSON text; NaN, which JSON does not have, becomes null."""
     return json.loads(text, parse_constant=lambda name: None if name == "NaN" else float(name))
 
 
 def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
-    """A value without its objects' null fields, which a table cannot tell from absent ones.
+    """Returns a value without its objects' null fields, which a table cannot tell from absent ones.
 
     Args:
         but: names of fields that stay.
@@ -212,7 +215,7 @@ def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """The list or object that a text is the JSON of; any other value as it is."""
+    """Parses a text that is the JSON of a list or an object; returns any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
             return parse_row_json(value)
@@ -220,7 +223,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _chat(value: Any) -> Any:
-    """The messages that a text is the JSON of, or the one message; any other value as it is."""
+    """Parses a text that is the JSON of messages, or of a single one; returns any other value as it
+    is."""
     parsed = _parsed(value)
     turns = parsed if isinstance(parsed, list) else [parsed]
     is_chat = bool(turns) and all(
@@ -238,7 +242,7 @@ def _chat(value: Any) -> Any:
 def _prompt(
     row: Mapping[str, object], keys: Keys, where: str
 ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
-    """The prompt, and the turns of the completion where the row has it as messages."""
+    """Returns the prompt, and the turns of the completion where the row has it as messages."""
     given, chat = _chat(find(row, keys.prompt)), _parsed(find(row, keys.messages))
     if keys.prompt == keys.messages and given is not None:
         given, chat = (given, None) if isinstance(given, str) else (None, given)
@@ -309,7 +313,7 @@ def _check_weights(turns: Iterable[Message], keys: Keys, where: str) -> None:
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
-    """The messages of a chat, or a single one, as chat templates take them."""
+    """Returns the messages of a chat, or a single one, in the form that chat templates take."""
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
         raise UserError(f"{where}: `{name}` must be a list of messages, it is {kind(chat)}")
@@ -317,7 +321,7 @@ def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]
 
 
 def _message(given: object, place: str) -> Message:
-    """A message with all its fields that are not null; its content is text."""
+    """Returns a message with all its fields that are not null; its content is text."""
     parsed = _parsed(given)
     message = _fields(parsed) if isinstance(parsed, dict) else {}
     if "role" not in message and {"from", "value"} <= message.keys():
@@ -359,7 +363,7 @@ def _message(given: object, place: str) -> Message:
 
 
 def _fields(value: Any) -> Any:
-    """The fields of a message or a call that are not null, in its `function` too."""
+    """Returns the fields of a message or a call that are not null, also within its `function`."""
     if not isinstance(value, dict):
         return value
     kept = {name: one for name, one in value.items() if one is not None}
@@ -367,7 +371,7 @@ def _fields(value: Any) -> Any:
 
 
 def _joined(parts: list[Any], place: str) -> str:
-    """The text of content that is a list of parts."""
+    """Joins the text of content that is a list of parts."""
     texts = []
     for number, part in enumerate(parts):
         of = part.get("type") if isinstance(part, dict) else None
@@ -383,7 +387,7 @@ def _joined(parts: list[Any], place: str) -> str:
 
 
 def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObject, ...]:
-    """The JSON schemas of a row, a list or its text; null is as good as none."""
+    """Returns the JSON schemas of a row, given as a list or its text; null is as good as none."""
     given = _parsed(find(row, keys.tools))
     if given is None:
         return ()
@@ -397,7 +401,7 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
 
 
 def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:
-    """A text field; null is as good as absent."""
+    """Returns a text field; null is as good as absent."""
     value = find(row, name)
     if value is not None and not isinstance(value, str):
         raise UserError(
@@ -409,8 +413,9 @@ def _field(row: Mapping[str, object], name: str | None, where: str) -> str | Non
 
 
 def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
-    """The text of the reference answer; blank text is as good as none. A whole number is written
-    without a point, for a table may have made it a float for the sake of other rows."""
+    """Returns the text of the reference answer; blank text is as good as none. A whole number is
+    written without a decimal point, for a table may have made it a float for the sake of other
+    rows."""
     value = find(row, keys.answer)
     if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
@@ -436,7 +441,8 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
 
 
 def _check_text(text: str, where: str) -> None:
-    """JSON can spell half of a character (`\\ud83d`), which no tokenizer takes."""
+    """Checks that a text has no half of a character (`\\ud83d`), which JSON can spell and no
+    tokenizer takes."""
     if text.isascii():
         return
     try:

@@ -53,19 +53,19 @@ class Source:
         return part[row]
 
     def locate(self, index: int) -> tuple[Part, int]:
-        """The part that holds row `index`, and the row's number there."""
+        """Finds the part that holds row `index`, and the row's number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)}")
         number = bisect.bisect_right(self._ends, index)
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
     def where(self, index: int) -> str:
-        """The file of row `index`, and its place there, for error messages."""
+        """Returns the file of row `index`, and its place there, for error messages."""
         part, row = self.locate(index)
         return part.where(row)
 
     def digest(self) -> str:
-        """Hex hash of what decides the rows."""
+        """Returns a hex hash of what decides the rows."""
         return hashlib.sha256(" ".join(p.digest() for p in self.parts).encode()).hexdigest()
 
 
@@ -76,7 +76,7 @@ def open_source(
     keys: Keys = KEYS,
     label: str | None = None,
 ) -> Source:
-    """Open what `data.train` or `data.eval` names; each of the list becomes one part.
+    """Opens what `data.train` or `data.eval` names; each item of a list becomes one part.
 
     Args:
         spec: one or a list of: a `.jsonl`, `.parquet`, `.json` or `.csv` file; a pattern such as
@@ -108,7 +108,7 @@ def open_source(
 
 
 def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source:
-    """The rows of a Python program as a source: they mean what they would in a file.
+    """Makes a source of the rows of a Python program: they mean what they would in a file.
 
     Args:
         rows: a list of mappings, a `datasets.Dataset`, a `pyarrow.Table`, or a `DataFrame` of
@@ -214,7 +214,8 @@ class _Opener:
 
 
 def _split_options(spec: str) -> tuple[str, str]:
-    """`PATH:key=value,...` taken apart, unless there is a file of the whole name."""
+    """Splits `PATH:key=value,...` into path and options, unless there is a file of the whole
+    name."""
     path, colon, options = spec.rpartition(":")
     if not colon or user_path(spec).exists():
         return spec, ""
@@ -222,7 +223,8 @@ def _split_options(spec: str) -> tuple[str, str]:
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
-    """The data files right in a folder by split, or all of them as "" where no name says one."""
+    """Finds the data files directly in a folder, by split, or all of them under "" where no name
+    gives a split."""
     try:
         there = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:

@@ -86,13 +86,13 @@ class PromptStream:
 
     @property
     def noted(self) -> Mapping[str, str]:
-        """What the chat template does with rows that the user should know, by kind: of each the
-        first row that was encoded."""
+        """Returns what the user should know about how the chat template treats rows, by kind; each
+        note is about the first row of its kind that was encoded."""
         return self._encoder.noted
 
     @property
     def teacher_limit(self) -> str:
-        """What else a prompt that is left out may exceed."""
+        """Returns the other limit that a prompt that is left out may exceed."""
         return self._encoder.teacher_limit
 
     @property
@@ -102,10 +102,10 @@ class PromptStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256, in hex, of what decides the prompts: the contents of the parts wherever they lie,
-        the settings of order and encoding, the template, and which rows are usable. Two streams of
-        one fingerprint have the same batches, given the same tokenizer.
-        """
+        """Returns the sha256, in hex, of what decides the prompts: the contents of the parts
+        wherever they lie, the settings of order and encoding, the template, and which rows are
+        usable. Two streams with the same fingerprint have the same batches, given the same
+        tokenizer."""
         encoder = self._encoder
         settings: tuple[object, ...] = (
             [part.digest() for part in self._source.parts],
@@ -122,7 +122,7 @@ class PromptStream:
         return digest.hexdigest()
 
     def batch(self, index: int) -> list[Prompt]:
-        """The prompts of batch `index`; their ids are their positions in the whole order.
+        """Returns the prompts of batch `index`; their ids are their positions in the whole order.
 
         A refill (`REFILL_OFFSET`) has no row that its batch or an earlier refill of it has, as long
         as there are others: two groups of one prompt teach the same. Else some come again.
@@ -131,7 +131,8 @@ class PromptStream:
         return [self._prompt(position) for position in self._positions(number, refills)]
 
     def _positions(self, index: int, refills: int) -> list[int]:
-        """Of the prompts of the last of so many refills; of the batch itself for 0."""
+        """Returns the positions of the prompts of the last of `refills` refills; those of the batch
+        itself for 0."""
         size = self._batch_size
         taken = list(range(index * size, (index + 1) * size))
         seen = {self._order.row(position) for position in taken}
@@ -151,8 +152,8 @@ class PromptStream:
         return taken
 
     def rows(self, batches: Iterable[int]) -> Iterator[tuple[int, Prompt]]:
-        """The batch and the prompt of every row that these batches hold, each row where it comes
-        first; ends once all rows have come."""
+        """Yields the batch and the prompt of every row that these batches hold, each row where it
+        first appears; ends once all rows have appeared."""
         seen: set[int] = set()
         for index in batches:
             for position in range(index * self._batch_size, (index + 1) * self._batch_size):
@@ -165,7 +166,7 @@ class PromptStream:
 
     @property
     def procedural(self) -> bool:
-        """Whether a part makes its rows on demand, so that their number is nominal."""
+        """Returns whether a part makes its rows on demand, so that their number is nominal."""
         return any(part.procedural for part in self._source.parts)
 
     def check_completions(self, remedy: str = NEEDS_COMPLETIONS) -> None:
@@ -224,15 +225,15 @@ class PromptStream:
         return count
 
     def examples(self) -> Iterator[tuple[str, Example]]:
-        """Every row with its place, for checks before a run. Of a procedural task the first row
-        speaks for all."""
+        """Yields every row with its place, for checks before a run. For a procedural task, the
+        first row speaks for all."""
         for part in self._source.parts:
             for row in range(1 if part.procedural else len(part)):
                 yield part.where(row), part[row]
 
     def _prompt(self, position: int) -> Prompt:
-        """Of the row at this position, or where it is too long of the next one of its part that is
-        not."""
+        """Returns the prompt of the row at this position or, where that is too long, of the next
+        row of its part whose prompt is not."""
         part, row = self._source.locate(self._order.row(position))
         for step in range(min(_TRIES, len(part))):
             at = (row + step) % len(part)
@@ -294,7 +295,7 @@ def eval_sets(
     encoder: PromptEncoder,
     count: int,
 ) -> tuple[EvalSet, ...]:
-    """The sets of `data.eval`: one without a name, or one for each name.
+    """Makes the sets of `data.eval`: one without a name, or one for each name.
 
     Args:
         open: (sources of one set, config key) -> their rows.
@@ -318,7 +319,8 @@ def eval_set(
     name: str = "",
     first_id: int = 0,
 ) -> EvalSet:
-    """The first `count` usable prompts, the parts of `source` taking turns; or all there are."""
+    """Makes the set of the first `count` usable prompts, or of all there are; the parts of `source`
+    take turns."""
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
@@ -343,7 +345,7 @@ def eval_set(
 
 
 def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Row 0 of every part, row 1 of every part, ..."""
+    """Yields row 0 of every part, row 1 of every part, ..."""
     for row in range(max(len(part) for part in parts)):
         for part in parts:
             if row < len(part):
@@ -351,8 +353,8 @@ def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
 
 
 def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
-    """For each part the rows (numbers in the source) whose prompt fits, those of procedural tasks
-    unseen; and how many of them fit only when cut.
+    """Finds the rows of each part (numbers in the source) whose prompt fits, accepting those of
+    procedural tasks unseen; also returns how many of them fit only when cut.
 
     A row that cannot be encoded is refused here, not when its turn comes after hours: of rows with
     the same fields the first one, which says what the chat template makes of these; and every row

@@ -58,7 +58,8 @@ class ProceduralPart:
         return f"{self.name}, row {index}"
 
     def digest(self) -> str:
-        """The first row stands for the program: another version may make other rows."""
+        """Returns a digest in which the first row stands for the program: another version may make
+        other rows."""
         decisive = (self.name, self.size, self.settings, self[0].prompt)
         return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
@@ -72,8 +73,8 @@ class ProceduralPart:
 def open_arithmetic(
     dataset: str, options: Options, seed: int, split: Split, label: str
 ) -> ProceduralPart:
-    """`arithmetic:digits=2,terms=3,operators=+-,size=10000`: `37+48-56=` is completed by
-    `85-56=29`; the options are `Arithmetic`'s."""
+    """Opens `arithmetic:digits=2,terms=3,operators=+-,size=10000`: `37+48-56=` is completed by
+    `85-56=29`; the options are those of `Arithmetic`."""
     if dataset:
         raise UserError(
             f"{label}: arithmetic/{dataset}: `arithmetic` has no parts; write arithmetic"
@@ -94,9 +95,8 @@ def open_arithmetic(
 def open_reasoning_gym(
     dataset: str, options: Options, seed: int, split: Split, label: str
 ) -> ProceduralPart:
-    """`reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config
-    (extra `tasks`); rows are scored by its own `score_answer`.
-    """
+    """Opens `reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config
+    (extra `tasks`); rows are scored by the data set's own `score_answer`."""
     where = f"{label}: reasoning_gym/{dataset}"
     known = reasoning_gym_datasets(label)
     if dataset not in known:
@@ -114,7 +114,7 @@ def open_reasoning_gym(
 
     @cache
     def draw(attempt: int) -> Any:
-        """The data set whose row `index` is the attempt at ours.
+        """Makes the data set whose row `index` is this attempt at our row `index`.
 
         Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
         hashes.
@@ -145,14 +145,14 @@ TASKS: dict[str, Callable[[str, Options, int, Split, str], Part]] = {
 
 
 def open_task(spec: str, seed: int, split: Split, label: str) -> Part:
-    """Open `FAMILY[/NAME][:key=value,...]`; the family is one of TASKS."""
+    """Opens `FAMILY[/NAME][:key=value,...]`; the family is one of TASKS."""
     name, _, options = spec.partition(":")
     family, _, dataset = name.partition("/")
     return TASKS[family](dataset, parse_options(options, f"{label}: {name}"), seed, split, label)
 
 
 def parse_options(text: str, label: str) -> JsonObject:
-    """`a=1,b=true,c=x,d=1|2` as {"a": 1, "b": True, "c": "x", "d": [1, 2]}."""
+    """Parses `a=1,b=true,c=x,d=1|2` into {"a": 1, "b": True, "c": "x", "d": [1, 2]}."""
     options: JsonObject = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
@@ -166,12 +166,12 @@ def parse_options(text: str, label: str) -> JsonObject:
 
 
 def split_of(prompt: str) -> Split:
-    """Which split owns a prompt: a property of its text."""
+    """Returns which split owns a prompt: a property of its text."""
     return "eval" if int.from_bytes(_digest(prompt), "little") % HELD_OUT == 0 else "train"
 
 
 def reasoning_gym_datasets(label: str) -> dict[str, type]:
-    """The names of reasoning-gym's data sets and their config classes."""
+    """Returns a mapping from the names of reasoning-gym's data sets to their config classes."""
     try:
         # An optional package, and more than a second to import.
         from reasoning_gym.factory import DATASETS
@@ -183,7 +183,7 @@ def reasoning_gym_datasets(label: str) -> dict[str, type]:
 
 
 def make_dataset(name: str, settings: Options, label: str) -> Any:
-    """A reasoning-gym data set; its config checks the values."""
+    """Makes a reasoning-gym data set; its config checks the values."""
     from reasoning_gym import create_dataset
 
     try:

@@ -65,9 +65,9 @@ def program(template: str) -> Any:
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Within it, a template that runs more than TEMPLATE_LINES lines of Python, those of the
-    filters and functions that it calls included, or that puts a longer text than TEMPLATE_TEXT
-    together ends with a TemplateRuntimeError."""
+    """Limits templates: within this context, one that runs more than TEMPLATE_LINES lines of
+    Python, including those of the filters and functions that it calls, or that puts together a text
+    longer than TEMPLATE_TEXT, ends with a TemplateRuntimeError."""
     left, made, before = TEMPLATE_LINES, 0, sys.gettrace()
 
     def count(frame: FrameType, event: str, value: object) -> Any:
@@ -89,7 +89,7 @@ def limits() -> Iterator[None]:
 
 
 def _bounded(name: str, each: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that refuses arguments which make it work without end."""
+    """Returns a filter that refuses arguments which would make it work without end."""
 
     @wraps(each)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,8 @@ def _bounded(name: str, each: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, value: Any, rest: tuple[Any, ...]) -> None:
-    """Of a filter or a method: `value` is what it is for, `rest` its arguments."""
+    """Checks the arguments of a filter or a method: `value` is what it is applied to, `rest` its
+    arguments."""
     _check(_size(value))
     for one in rest:
         _check(max(_size(one), _count(one)))

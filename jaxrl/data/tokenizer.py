@@ -33,7 +33,8 @@ _SHOWN = 5
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder or a `.gguf` file; None where a folder has none.
+    """Loads the tokenizer of a Hugging Face folder or a `.gguf` file; returns None where a folder
+    has none.
 
     Nothing is fetched: only files that are there are read. No code in them is run
     (`trust_remote_code` is always False).
@@ -72,7 +73,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def _growth(tokenizer: Tokenizer) -> float:
-    """How many times as long the normalizer may make a text by what it replaces."""
+    """Returns by what factor the normalizer may lengthen a text through its replacements."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = [] if backend is None else [json.loads(backend.to_str()).get("normalizer")]
     growth = 1.0
@@ -101,7 +102,7 @@ def _panics(what: str) -> Iterator[None]:
 def encode_prompt(
     tokenizer: Tokenizer | None, prompt: PromptLike, tools: Sequence[JsonObject] = ()
 ) -> tuple[int, ...]:
-    """Tokens of a prompt, at least one.
+    """Encodes a prompt as tokens, at least one.
 
     Args:
         tokenizer: may be None for token ids.
@@ -210,7 +211,7 @@ def encode_completion(
 
 
 def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int, ...]:
-    """Tokens of a text that continues another one.
+    """Encodes a text that continues another one as tokens.
 
     They are what both have beyond the tokens of the first. Where a token would span the border, the
     text is tokenised on its own, without the space that SentencePiece puts before a text.
@@ -227,20 +228,20 @@ def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int
 
 
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
-    """Text of tokens, special ones left out."""
+    """Decodes tokens to text, leaving out special ones."""
     return _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
-    """The prompt where it is a chat, else None."""
+    """Returns the prompt if it is a chat, else None."""
     if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
         return None
     return prompt  # type: ignore[return-value]  # the first item says so
 
 
 def chat_of(prompt: Prompt) -> Sequence[Message] | None:
-    """The messages of a prompt that was a chat, else None. A text prompt may have a column
-    `messages` too; of a chat, the prompt's text is the last message."""
+    """Returns the messages of a prompt that was a chat, else None. A text prompt may have a column
+    `messages` too; for a chat, the prompt's text is the last message."""
     chat = prompt.columns.get("messages")
     messages = as_messages(chat) if isinstance(chat, Sequence) else None
     return None if messages is None or messages[-1].get("content") != prompt.text else messages
@@ -288,7 +289,7 @@ def check_same_vocabulary(
 
 
 def same_prompts(student: Tokenizer, teacher: Tokenizer) -> bool:
-    """Whether two tokenizers of one vocabulary make the same tokens of prompts."""
+    """Returns whether two tokenizers with the same vocabulary make the same tokens of prompts."""
     probe = "a prompt"
     begin = encode_prompt(student, probe) == encode_prompt(teacher, probe)
     return begin and student.chat_template == teacher.chat_template
@@ -404,12 +405,14 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
-    """Tokens of messages by the tokenizer's chat template. Raises UserError as `render` does."""
+    """Renders messages as tokens with the tokenizer's chat template. Raises UserError as `render`
+    does."""
     return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, tools))
 
 
 def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
-    """Tokens of a text with the tokenizer's special ones; a BOS that it begins with stays one."""
+    """Encodes a text as tokens with the tokenizer's special ones; a BOS that the text begins with
+    is not doubled."""
     tokenizer = _need(tokenizer, "text")
     with _panics(f"cannot split {short(repr(text))}"):
         tokens = tuple(tokenizer(text)["input_ids"])
@@ -418,21 +421,22 @@ def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
 
 
 def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
-    """Tokens of a text to continue: special tokens may be put before it, but no EOS after it."""
+    """Encodes a text to continue as tokens: special tokens may be put before it, but no EOS after
+    it."""
     tokens = encode_text(tokenizer, text)
     added = tokens[-1:] == (_need(tokenizer, "text").eos_token_id,)
     return tokens[:-1] if added and _ids(tokenizer, text)[-1:] != tokens[-1:] else tokens
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Tokens of a text as it is, special ones that it spells included."""
+    """Encodes a text as tokens as it is, including special ones that it spells out."""
     with _panics(f"cannot split {short(repr(text))}"):
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @lru_cache(16)
 def adds_space(tokenizer: Tokenizer) -> bool:
-    """Whether a space is put before each text, as SentencePiece does."""
+    """Returns whether a space is put before each text, as SentencePiece does."""
     first = tokenizer.convert_ids_to_tokens(_ids(tokenizer, "x")[:1])
     return bool(first) and str(first[0]).startswith("\u2581")
 
@@ -440,7 +444,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 def _ended(
     tokenizer: Tokenizer, tokens: tuple[int, ...], eos_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """The tokens up to the first EOS; where there is none, it is added."""
+    """Returns the tokens up to the first EOS; where there is none, it is added."""
     for at, token in enumerate(tokens):
         if token in eos_ids:
             return tokens[: at + 1]
@@ -477,12 +481,12 @@ def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
 
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of tokens, special ones included."""
+    """Decodes tokens to text, including special ones."""
     return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def _first_difference(student: str, teacher: str) -> str:
-    """Where two texts part."""
+    """Describes where two texts first differ."""
     at = len(os.path.commonprefix([student, teacher]))
     ours, theirs = student[at : at + 40], teacher[at : at + 40]
     return f"from character {at} on, student {ours!r}, teacher {theirs!r}"

@@ -25,7 +25,7 @@ _MARK = "ASSISTANT_TURN"
 
 
 def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
-    """The turns of the first `most` tokens of an episode."""
+    """Cuts the turns of an episode to those of its first `most` tokens."""
     kept = []
     for turn in turns:
         if most > 0:
@@ -47,7 +47,7 @@ class TurnEncoder:
         self._taken = lru_cache(KEPT)(self._roles_taken)
 
     def after(self, messages: Sequence[Message], *, eos: int | None, chat: bool) -> tuple[int, ...]:
-        """Tokens from the end of a turn of the model to the beginning of its next one.
+        """Returns the tokens from the end of one turn of the model to the beginning of its next.
 
         Args:
             messages: of the environment.
@@ -70,7 +70,7 @@ class TurnEncoder:
         return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
 
     def _between(self, messages: Sequence[Message]) -> str:
-        """The template's text after a turn of the model, up to its next one."""
+        """Returns the template's text after a turn of the model, up to its next one."""
         roles = self._taken(tuple(message["role"] for message in messages))
         if len(roles) < len(messages):
             messages = [{"content": "\n".join(message["content"] for message in messages)}]
@@ -79,8 +79,9 @@ class TurnEncoder:
         )
 
     def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
-        """The roles in which the template takes messages of these after one of the assistant:
-        themselves, or that of the user for each, or for all together."""
+        """Returns the roles in which the template takes messages of these roles after one of the
+        assistant: the roles themselves, or that of the user for each message, or for all together.
+        """
         users = ("user",) * len(roles)
         errors = []
         for given in dict.fromkeys((roles, users, users[:1])):
@@ -101,7 +102,8 @@ class TurnEncoder:
         raise UserError(f"{', '.join(roles)} after a turn of the assistant: {errors[0]}")
 
     def _rest(self, messages: Sequence[Message]) -> str:
-        """What the template renders after an assistant's message that these follow."""
+        """Returns what the template renders after an assistant's message that is followed by
+        these."""
         mark = _MARK
         while any(mark in message["content"] for message in messages):
             mark += "_"

@@ -63,7 +63,7 @@ _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": Fal
 
 
 def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls of tools in a turn, each a name with arguments or what is wrong with it.
+    """Parses the tool calls in a turn, each a name with arguments or what is wrong with it.
 
     They have one of the FORMS. A turn without their marks is a call where all of it is JSON with
     `name` and `parameters` or `arguments` (Llama 3), a list of such, or a list of calls as in
@@ -104,14 +104,14 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _opens_here(text: str, began: int, at: int) -> bool:
-    """Whether what opens thoughts stands where they begin: at the beginning of the turn or behind
-    other thoughts (`began`), of a line, or behind a special token."""
+    """Returns whether what opens thoughts stands where thoughts begin: at the beginning of the turn
+    or after other thoughts (`began`), at the beginning of a line, or after a special token."""
     before = text[max(at - 80, began) : at].rstrip(" \t")
     return not before.strip() or before.endswith(("\n", "|>"))
 
 
 def _without_end(text: str) -> str:
-    """A turn without special tokens and white space at its end."""
+    """Returns a turn without special tokens and white space at its end."""
     text = text.rstrip()
     while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
         text = text[: text.rfind("<|")].rstrip()
@@ -119,7 +119,7 @@ def _without_end(text: str) -> str:
 
 
 def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
-    """The calls of a text that is their JSON or a fence and nothing else, which may hold any
+    """Parses the calls of a text that is nothing but their JSON or a fence, which may hold any
     mark."""
     start = _gap(text, at)
     if text.startswith("```", start) and text.endswith("```"):
@@ -137,7 +137,7 @@ def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls in the fences that end a turn."""
+    """Parses the calls in the fences that end a turn."""
     calls: list[Call] = []
     while (fence := _FENCE.fullmatch(turn)) is not None:
         more = _in_fence((fence["kind"] or "").lower(), fence["body"].strip(), tools)
@@ -148,8 +148,8 @@ def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls in a fence of a kind. One for code or data may hold other things, so that calls in
-    it are those of the tools that there are."""
+    """Parses the calls in a fence of a kind. A fence for code or data may hold other things, so
+    only calls of existing tools count there."""
     names = [tool.__name__ for tool in tools]
     is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
     if kind.startswith("tool"):
@@ -166,7 +166,7 @@ def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls as in Python of a turn without any mark."""
+    """Parses the calls, written as in Python, of a turn without any mark."""
     names = [tool.__name__ for tool in tools]
     if turn.endswith("```"):
         return _fenced(turn, tools)
@@ -183,7 +183,7 @@ def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _json(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
-    """JSON: of the arguments where the mark has the tool's name, else of calls."""
+    """Reads JSON: of the arguments where the mark has the tool's name, else of calls."""
     name = mark.groupdict().get("name")
     if name is not None:
         return _named(name, mark)
@@ -195,7 +195,7 @@ def _json(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 
 
 def _named(name: str, mark: re.Match[str]) -> Read:
-    """The JSON of the arguments of a tool; nothing where it has none."""
+    """Reads the JSON of a tool's arguments; there are no arguments where the text is empty."""
     text, end = mark.string, _end(mark)
     if not text[mark.end() : end].strip():
         return [(name, {})], end
@@ -207,7 +207,8 @@ def _named(name: str, mark: re.Match[str]) -> Read:
 
 
 def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
-    """In `<tool_call>`: JSON, what has a mark of its own, or a name and pairs of tags (GLM)."""
+    """Reads what is in `<tool_call>`: JSON, something with a mark of its own, or a name and pairs
+    of tags (GLM)."""
     at = _gap(mark.string, mark.end())
     if mark.string.startswith(("{", "["), at):
         return _json(mark, tools)
@@ -221,7 +222,7 @@ def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 
 
 def _function(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
-    """A function in a tag: with JSON (Llama 3), or with parameters in tags."""
+    """Reads a function in a tag: with JSON (Llama 3), or with parameters in tags."""
     if mark.string.startswith("{", _gap(mark.string, mark.end())):
         return _json(mark, tools)
     return _fields(mark, _XML_FIELD, "</function>", tools, XML)
@@ -241,7 +242,7 @@ def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 def _fields(
     mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Sequence[Tool], words: str
 ) -> Read:
-    """Arguments in tags, which are texts without quotes.
+    """Reads arguments in tags, which are texts without quotes.
 
     Args:
         field: groups `key` and `value`, and perhaps `text`: whether the value is a text.
@@ -264,7 +265,8 @@ def _fields(
 
 
 def _typed(text: str, types: set[str] | None) -> object:
-    """What a text without quotes is as a value of JSON types; None: they are not known."""
+    """Converts a text without quotes to a value of the given JSON types; None means that they are
+    not known."""
     if types == {"string"}:
         return text
     bare = text.strip()
@@ -281,7 +283,7 @@ def _typed(text: str, types: set[str] | None) -> object:
 
 
 def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
-    """A message of gpt-oss or of Muse, which may be for a tool."""
+    """Reads a message of gpt-oss or of Muse, which may be for a tool."""
     text, begin = mark.string, max(mark.start() - LONGEST_HEADER, 0)
     header = _MESSAGE_ENDS.split(text[begin : mark.start()])[-1]
     to = re.search(r"\bto=(functions\.)?([^\s<]+)", header)
@@ -297,7 +299,8 @@ def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 
 
 def _gemma(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
-    """Gemma 4: JSON whose keys have no quotes, and whose texts have quotes of their own."""
+    """Reads a call of Gemma 4: JSON whose keys have no quotes, and whose texts have quotes of their
+    own."""
     parts = mark["body"].split('<|"|>')
     for index, part in enumerate(parts):
         if index % 2:
@@ -323,7 +326,7 @@ def _python(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 
 
 def _as_python(text: str, tools: Sequence[Tool]) -> list[Call]:
-    """The calls in Python, each in a line of its own or all in a list."""
+    """Parses calls in Python, each on a line of its own or all in a list."""
     names = {f"tool_{at}_": tool.__name__ for at, tool in enumerate(tools)}
     for word, name in names.items():
         if not name.isidentifier():
@@ -369,7 +372,7 @@ def _python_call(node: ast.AST, names: Mapping[str, str], tools: Sequence[Tool])
 
 
 def _constant(node: ast.expr) -> Any:
-    """The value of a constant, whose words may be those of JSON."""
+    """Returns the value of a constant, whose words may be those of JSON."""
 
     class Words(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
@@ -379,8 +382,8 @@ def _constant(node: ast.expr) -> Any:
 
 
 def _values(text: str, at: int) -> tuple[list[Any], int]:
-    """The values of JSON that follow each other, those of a list one by one; and where they end.
-    Raises ValueError where there are none."""
+    """Reads the JSON values that follow each other, those of a list one by one, and returns them
+    with where they end. Raises ValueError where there are none."""
     values: list[Any] = []
     start = _gap(text, at)
     while True:
@@ -392,7 +395,8 @@ def _values(text: str, at: int) -> tuple[list[Any], int]:
 
 
 def _call(value: object) -> Call:
-    """A call that is a value of JSON: as in OpenAI's API, Hermes, Llama 3 or Cohere."""
+    """Returns the call that a JSON value stands for: as in OpenAI's API, Hermes, Llama 3 or
+    Cohere."""
     call = value if isinstance(value, dict) else {}
     call = call["function"] if isinstance(call.get("function"), dict) else call
     name = next((call[key] for key in ("name", "tool_name", "function") if key in call), None)
@@ -406,8 +410,8 @@ def _call(value: object) -> Call:
 
 
 def _arguments(value: object) -> Arguments:
-    """Arguments as an object, as its JSON in a text, perhaps twice over, or nothing. Raises
-    ValueError where they are anything else."""
+    """Returns arguments given as an object, as its JSON in a text, perhaps encoded twice, or as
+    nothing. Raises ValueError if they are anything else."""
     for _ in range(2):
         if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else None
@@ -423,14 +427,14 @@ def _wrong(form: str) -> str:
 
 
 def _gap(text: str, at: int) -> int:
-    """Where the next call may begin."""
+    """Returns where the next call may begin."""
     gap = _GAP.match(text, at)
     assert gap is not None  # it may be empty
     return gap.end()
 
 
 def _end(mark: re.Match[str]) -> int:
-    """Where the call behind a mark ends, if it cannot be read."""
+    """Returns where the call after a mark ends, if it cannot be read."""
     end = _ENDS.search(mark.string, mark.end())
     return len(mark.string) if end is None else end.start()
 

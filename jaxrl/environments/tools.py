@@ -67,8 +67,8 @@ class SchemaTool:
 
 
 def types_of(tool: Tool, parameter: str) -> set[str] | None:
-    """The JSON types that a parameter of a tool may have, as in {"integer", "null"}; None where
-    its schema or type hint does not say."""
+    """Returns the JSON types that a parameter of a tool may have, as in {"integer", "null"}; None
+    where its schema or type hint does not say."""
     if isinstance(tool, SchemaTool):
         properties = tool.schema["function"]["parameters"].get("properties") or {}
         return _types(properties.get(parameter))
@@ -91,10 +91,10 @@ def _types(schema: object) -> set[str] | None:
 
 
 def as_text(result: object) -> str:
-    """What a tool returned, for the model: text as it is, bytes as UTF-8, an exception by its text,
-    anything else as JSON; values that JSON has not as Python shows them, a table or a long array
-    without quotes. The end of what is longer than LONGEST is left out. Raises what a generator
-    raises."""
+    """Returns what a tool returned, for the model: text as it is, bytes as UTF-8, an exception by
+    its text, anything else as JSON; values that JSON does not have as Python shows them, a table or
+    a long array without quotes. The end of what is longer than LONGEST is left out. Raises what a
+    generator raises."""
     if isinstance(result, Iterator):
         result = list(itertools.islice(result, MOST_VALUES))
     try:
@@ -106,8 +106,8 @@ def as_text(result: object) -> str:
 
 
 def cut_text(text: str, most: int) -> str:
-    """A text of at most so many characters, with words about those that are left out; of these
-    words alone where there is no room for more."""
+    """Cuts a text to at most `most` characters, adding words about those that are left out; returns
+    these words alone where there is no room for more."""
     if len(text) <= most:
         return text
     kept = max(most - CUT_WORDS, 0)
@@ -133,12 +133,13 @@ def _text(result: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """A value that JSON has not: an array as lists, anything else as Python shows it."""
+    """Converts a value that JSON does not have: an array to lists, anything else to what Python
+    shows of it."""
     if hasattr(value, "tolist") and value.size <= MOST_VALUES:
         return value.tolist()
     return _text(value) if isinstance(value, BaseException) else _without_address(value)
 
 
 def _without_address(value: object) -> str:
-    """What Python shows of a value, without the place in memory, which changes nothing."""
+    """Returns what Python shows of a value, without the memory address, which changes nothing."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))

@@ -25,7 +25,7 @@ Aggregation = Callable[[Array, Array], SumCount]
 
 
 def kept(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """`x` where the mask holds, else 0, in float32 or wider.
+    """Returns `x` where the mask holds, else 0, in float32 or wider.
 
     Finite also where x is -inf. Selecting before any arithmetic is what keeps gradients finite: 0
     times the derivative of something infinite would be NaN.
@@ -36,12 +36,12 @@ def kept(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
 
 
 def token_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> SumCount:
-    """Sum over all tokens; counts tokens. Long sequences weigh more."""
+    """Sums over all tokens; counts tokens. Long sequences weigh more."""
     return jnp.where(mask, values, 0).sum(), mask.astype(values.dtype).sum()
 
 
 def sequence_mean_token_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> SumCount:
-    """Sum over sequences of the mean over their tokens; counts sequences."""
+    """Sums over sequences the mean over their tokens; counts sequences."""
     return mean_over_tokens(values, mask).sum(), mask.any(-1).astype(values.dtype).sum()
 
 
@@ -77,10 +77,10 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def mean_over_tokens(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " B"]:
-    """Mean of each row over its kept tokens; 0 for a row that has none."""
+    """Returns the mean of each row over its kept tokens; 0 for a row that has none."""
     return jnp.where(mask, x, 0).sum(-1) / jnp.maximum(mask.sum(-1), 1)
 
 
 def token_metric(x: Array, mask: Bool[Array, "B T"]) -> SumCount:
-    """(sum, tokens) of a value that carries no gradient."""
+    """Returns (sum, tokens) of a value that carries no gradient."""
     return token_mean(jax.lax.stop_gradient(x).astype(jnp.float32), mask)

@@ -185,7 +185,7 @@ _OTHERS = {
 
 
 def find_algorithm(name: str) -> AlgorithmSpec:
-    """An entry of the table, or of a module (`path/to/file.py:NAME`, `package.module:NAME`).
+    """Finds an entry of the table, or of a module (`path/to/file.py:NAME`, `package.module:NAME`).
 
     Raises:
         UserError: there is no such entry.
@@ -209,7 +209,7 @@ def find_algorithm(name: str) -> AlgorithmSpec:
 
 
 def described() -> str:
-    """What the config's key `algorithm` takes."""
+    """Describes what the config's key `algorithm` takes."""
     of: dict[str, list[str]] = {}
     for name, spec in ALGORITHMS.items():
         of.setdefault(spec.learns_from, []).append(name)

@@ -46,7 +46,7 @@ def measure(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> TokenStats:
-    """The term's values, and what its gradient needs; leaves are [B, C, ...]."""
+    """Computes the term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
         rows = _gather(sharded, hidden, head, given)
@@ -70,8 +70,8 @@ def fused(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> tuple[PerToken, Float[Array, "B C D"], Float[Array, "V D"]]:
-    """The term's values, and the gradients of the loss's masked sum with respect to hidden and
-    head."""
+    """Computes the term's values, and the gradients of the loss's masked sum with respect to hidden
+    and head."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
         rows = _gather(sharded, hidden, head, given)
@@ -106,8 +106,8 @@ def tiled(
     given: FrozenInputs,
     saved: PerToken,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "V D"]]:
-    """Gradients of the loss's masked sum with respect to hidden and head, from what `measure` saved
-    ([B, C, ...])."""
+    """Computes the gradients of the loss's masked sum with respect to hidden and head, from what
+    `measure` saved ([B, C, ...])."""
 
     def body(
         hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
@@ -153,7 +153,8 @@ def loss_values(
     head: Float[Array, "V D"],
     given: FrozenInputs,
 ) -> tuple[Float[Array, ""], PerToken]:
-    """(masked sum of the loss, values per token [B, C, ...]). Only the sum is differentiable."""
+    """Returns (masked sum of the loss, values per token [B, C, ...]). Only the sum is
+    differentiable."""
     values = measure(sharded, hidden, head, given).values
     return _masked_loss(values, given), values
 
@@ -217,8 +218,8 @@ def _logits(
 def _kept(
     dz: Float[Array, "n size"], z: Float[Array, "n size"], given: FrozenInputs
 ) -> Float[Array, "n size"]:
-    """From the gradient with respect to the scaled logits `z` to the one with respect to hidden @
-    head.T; 0 where masked, even if the gradient there is NaN."""
+    """Converts the gradient with respect to the scaled logits `z` to the one with respect to hidden
+    @ head.T; 0 where masked, even if the gradient there is NaN."""
     dz = dz * given.scale
     if given.softcaps and given.softcaps[0] is not None:
         tanh = jnp.clip(z / (given.scale * given.softcaps[0]), -1, 1)  # columns of MIN: -1
@@ -237,7 +238,7 @@ def _back(dz: Float[Array, "n size"], rows: Float[Array, "size D"]) -> Float[Arr
 
 
 def _bits(x: Array) -> Array:
-    """bfloat16 viewed as integers. To update a slice of a bfloat16 array, XLA on CPU would convert
+    """Views bfloat16 as integers. To update a slice of a bfloat16 array, XLA on CPU would convert
     the whole array to float32."""
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
@@ -247,7 +248,7 @@ def _tile(rows: Array, first: Array, size: int) -> Array:
 
 
 def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """`f` applied to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
+    """Applies `f` to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
     each token of a vocabulary."""
     per_token: Keywords = {"scale": None, "softcaps": (), "teacher_head": (), "outcomes": None}
     each = f(given._replace(**per_token))
@@ -255,12 +256,13 @@ def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) 
 
 
 def _flat(tree: Tree) -> Tree:
-    """[b, C, ...] -> [b * C, ...]."""
+    """Reshapes [b, C, ...] to [b * C, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
 def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[Array, FrozenInputs]:
-    """[b, C, ...] -> [chunks, chunk, ...] for every leaf; the end is padded with masked tokens."""
+    """Splits every leaf [b, C, ...] into [chunks, chunk, ...]; the end is padded with masked
+    tokens."""
     tokens = hidden.shape[0] * hidden.shape[1]
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
@@ -280,7 +282,7 @@ def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[A
 
 
 def _unchunk(tree: Tree, rows: tuple[int, ...]) -> Tree:
-    """[chunks, chunk, ...] -> [b, C, ...]."""
+    """Joins [chunks, chunk, ...] into [b, C, ...]."""
 
     def join(x: Array) -> Array:
         return x[: rows[0] * rows[1]].reshape(*rows, *x.shape[1:])

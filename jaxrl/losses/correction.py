@@ -156,7 +156,7 @@ MASKS = ("sequence_geo_mask",)
 
 
 def make_correction(names: str | Sequence[str], **settings: float | None) -> Correction:
-    """A correction by its name, or the product of one with a mask by their names.
+    """Returns a correction by its name, or the product of one with a mask by their names.
 
     A setting of None keeps its default; one that none of them has is refused.
     """
@@ -204,7 +204,7 @@ def correct(
     sampler_logprobs: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Corrected:
-    """The weights of tokens that mu sampled, and the mismatch of pi_old and mu.
+    """Computes the weights of tokens that mu sampled, and the mismatch between pi_old and mu.
 
     A token or sequence of weight 0 still counts in the loss's count: what is left is not scaled up.
 
@@ -234,7 +234,7 @@ def correct(
 
 
 def diagnostics(sums: Sums, maxima: Mapping[str, Array]) -> dict[str, float]:
-    """The figures of a batch, from the added `sums` and the larger `maxima` of its parts.
+    """Returns the figures of a batch, from the added `sums` and the larger `maxima` of its parts.
 
     chi2 = E_mu[rho^2] - 1; ess = (sum rho)^2 / (n sum rho^2), the fraction of the n tokens that
     the batch is worth: 1 on-policy.

@@ -80,8 +80,8 @@ def divergence_from_hidden(
     mixture: TeacherMixture | None = None,
     **options: Unpack[ShardOptions],
 ) -> LossSums:
-    """Generalised JSD over the full vocabulary (`divergence.jsd`), plus the entropy-aware term
-    (`divergence.EntropyAware`) if `entropy_aware` is given.
+    """Computes the generalised JSD over the full vocabulary (`divergence.jsd`), plus the
+    entropy-aware term (`divergence.EntropyAware`) if `entropy_aware` is given.
 
     Args:
         teacher_hidden, teacher_head: of several teachers, one array for each.
@@ -129,7 +129,8 @@ def topk_divergence_from_hidden(
     lean: bool = False,
     **options: Unpack[ShardOptions],
 ) -> LossSums:
-    """Generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the others.
+    """Computes the generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the
+    others.
 
     Merging outcomes never raises a divergence, so this is a lower bound of the full one (equal to
     it at K = V), and it is stationary at Q = P, which a renormalised or a dropped tail is not.
@@ -162,7 +163,8 @@ def entropy_aware_from_topk(
     lean: bool = False,
     **options: Unpack[LogitOptions],
 ) -> LossSums:
-    """The entropy-aware term alone, from what a teacher shipped: add it to any signal's loss.
+    """Computes the entropy-aware term alone, from what a teacher shipped: add it to any signal's
+    loss.
 
     Args:
         ids, teacher_logprobs: the teacher's K >= term.top_k most probable tokens, the most probable
@@ -272,7 +274,8 @@ class FullDivergence(Term):
     def _teacher(
         self, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
     ) -> tuple[Array, PerToken]:
-        """The teacher's logits, and what has to be saved to make those of a mixture again."""
+        """Returns the teacher's logits, and what has to be saved to make those of a mixture
+        again."""
         logits, kind = tokens["teacher_z"], self.mixture
         if kind is None:
             return logits[0], {}

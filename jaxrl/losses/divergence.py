@@ -54,12 +54,12 @@ def _sum_last(x: Array) -> Array:
 
 
 def weighted(p: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """p x, and 0 where p is 0: what an outcome adds to an expectation."""
+    """Returns p x, and 0 where p is 0: what an outcome adds to an expectation."""
     return jnp.where(p > 0, p * x, 0)
 
 
 def _over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
-    """(log Q - log M, log P - log M).
+    """Returns (log Q - log M, log P - log M).
 
     log M = logaddexp(log1p(-beta) + log Q, log(beta) + log P), taken out of both differences by
     hand: log Q and log P are near -12 for most tokens, where their own rounding is 1e-6.
@@ -77,7 +77,7 @@ def generalised_jsd(
     beta: float,
     total: Callable[[Array], Array] = _sum_last,
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """D = beta KL(P||M) + (1-beta) KL(Q||M) with M = beta P + (1-beta) Q.
+    """Computes D = beta KL(P||M) + (1-beta) KL(Q||M) with M = beta P + (1-beta) Q.
 
     Generalised JSD, arXiv 2306.13649 (GKD), Eq. 1.
     beta = 0 is *defined* as KL(P||Q) and beta = 1 as KL(Q||P). The formula itself goes to 0 at both
@@ -108,7 +108,8 @@ def logits_gradient(
     centre: Float[Array, "*rows"],
     beta: float,
 ) -> Float[Array, "*rows V"]:
-    """dD / dz of `generalised_jsd`, where the student's log-probs are the log-softmax of z.
+    """Computes dD / dz of `generalised_jsd`, where the student's log-probs are the log-softmax of
+    z.
 
     (1-beta) Q (log(Q/M) - KL(Q||M)); Q sum(P) - P at beta = 0; Q (log(Q/P) - KL(Q||P)) at beta = 1.
     """
@@ -122,14 +123,15 @@ def logits_gradient(
 
 
 def _kept(logits: Array, mask: Array) -> Array:
-    """0 * NaN is NaN: a gradient of 0 is not enough to keep what is masked out of the way."""
+    """Replaces masked logits with 0. Since 0 * NaN is NaN, a gradient of 0 is not enough to keep
+    masked values out of the way."""
     return jnp.where(mask[..., None], logits, 0)
 
 
 def log_softmax(
     logits: Float[Array, "*rows V"], temperature: float = 1.0
 ) -> Float[Array, "*rows V"]:
-    """Log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
+    """Computes log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
 
 
@@ -141,7 +143,8 @@ def jsd(
     beta: float,
     temperature: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Generalised Jensen-Shannon divergence of `generalised_jsd`, summed over the tokens of `mask`.
+    """Computes the generalised Jensen-Shannon divergence of `generalised_jsd`, summed over the
+    tokens of `mask`.
 
     Args:
         student_logits, teacher_logits: aligned (no shift inside), over the same V tokens. No
@@ -180,7 +183,8 @@ def sampled_reverse_kl(
     ratio_cap: float = 2.0,
     baseline: Float[Array, "B T"] | float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Sums]:
-    """KL(student || teacher) from the sampled tokens: the teacher's log-prob as an advantage.
+    """Estimates KL(student || teacher) from the sampled tokens: the teacher's log-prob as an
+    advantage.
 
     The gradient of a token is w (log Q - log P) grad log Q with w = sg(min(Q / mu, ratio_cap)), mu
     being the sampler, and the difference within +-20 nats (`clamped_gap`). On-policy w = 1, and its

@@ -61,7 +61,7 @@ def logprobs_from_hidden(
     mask: Bool[Array, "B C"] | None = None,
     **options: Unpack[LogitOptions],
 ) -> Float[Array, "B C"]:
-    """log pi(token), nats; -1e30 for a token that has no row.
+    """Computes log pi(token), nats; -1e30 for a token that has no row.
 
     Differentiable with respect to hidden and head. Its backward computes the logits again, a tile
     of the vocabulary at a time, so nothing of size V is kept for it.
@@ -82,7 +82,8 @@ def logprobs_and_entropy_from_hidden(
     mask: Bool[Array, "B C"] | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
-    """`logprobs_from_hidden`, and the entropy of each position in nats; both differentiable."""
+    """Computes `logprobs_from_hidden`, and the entropy of each position in nats; both
+    differentiable."""
     term, each = _TokenLogprob(entropy=True), {"ids": tokens}
     found = token_values(term, hidden, head, each, mask, **options)
     return found["logprobs"], found["entropy"]
@@ -96,7 +97,8 @@ def topk_from_hidden(
     mixture: TeacherMixture | None = None,
     **options: Unpack[LogitOptions],
 ) -> TopK:
-    """What a teacher ships for the `topk` signal, or a student for `student_topk`. No gradient.
+    """Computes what a teacher ships for the `topk` signal, or a student for `student_topk`. No
+    gradient.
 
     Args:
         hidden, head: of several teachers, one for each.
@@ -114,7 +116,8 @@ def logprobs_at(
     mixture: TeacherMixture | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Float[Array, "B C K"], Float[Array, "B C"]]:
-    """Log-probs of K distinct ids, and of all other tokens together, in nats. No gradient.
+    """Computes the log-probs of K distinct ids, and of all other tokens together, in nats. No
+    gradient.
 
     The teacher's answer to the student's top k (`student_topk`). Arguments as of
     `topk_from_hidden`.
@@ -126,7 +129,7 @@ def logprobs_at(
 def full_entropy(
     z: Float[Array, "n size"], lse: Float[Array, " n"], columns: VocabShard
 ) -> Float[Array, " n"]:
-    """Entropy of softmax(z), nats."""
+    """Computes the entropy of softmax(z), nats."""
     logprobs = z - lse[:, None]
     return -columns.total(jnp.exp(logprobs) * logprobs)
 
@@ -145,7 +148,7 @@ class _TokenLogprob(Term):
         return TokenStats(values, {"lse": lse, "entropy": entropy})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        """g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
+        """Computes g (1[token] - pi) for the log-prob, -g pi (log pi + H) for the entropy."""
         logprobs = z - saved["lse"][:, None]
         factor = tokens["d_logprobs"][:, None]
         if self.entropy:
@@ -215,7 +218,7 @@ def token_values(
     softcap: Softcap = None,
     **options: Unpack[ShardOptions],
 ) -> PerToken:
-    """The term's values, differentiable.
+    """Returns the term's values, differentiable.
 
     Args:
         tokens: what the term knows of each token: its id under "ids", and more.

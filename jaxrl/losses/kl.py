@@ -23,7 +23,7 @@ from jaxrl.types import Array
 def k1(
     logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """d. Unbiased, signed.
+    """Returns d. Unbiased, signed.
 
     Args:
         logprobs: nats, of the sampled tokens under the policy.
@@ -35,14 +35,14 @@ def k1(
 def k2(
     logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """d^2 / 2. Biased, never negative; arguments as `k1`."""
+    """Returns d^2 / 2. Biased, never negative; arguments as in `k1`."""
     return jnp.square(logprobs - ref_logprobs) / 2
 
 
 def k3(
     logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """exp(-d) + d - 1. Unbiased, never negative; arguments as `k1`."""
+    """Returns exp(-d) + d - 1. Unbiased, never negative; arguments as in `k1`."""
     d = logprobs - ref_logprobs
     return jnp.expm1(-d) + d
 
@@ -58,7 +58,8 @@ def kl_term(
     estimator: str,
     aggregation: Aggregation,
 ) -> LossSums:
-    """A KL to the reference to be minimised beside a policy loss, with d kept within +-20 nats.
+    """Computes a KL to the reference, to be minimised alongside a policy loss, with d kept within
+    +-20 nats.
 
     Args:
         logprobs: nats; the gradient flows here. Beyond +-20 there is none.
@@ -88,7 +89,8 @@ def kl_in_reward(
     *,
     estimator: str = "k1",
 ) -> Float[Array, "B T"]:
-    """What is to be taken off the reward of each token, before its coefficient; 0 where masked.
+    """Returns what is to be subtracted from the reward of each token, before its coefficient; 0
+    where masked.
 
     Its sum over a row is the penalty of a sequence, to be taken off the reward before the group
     statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.
@@ -104,7 +106,8 @@ def kl_in_reward(
 
 
 def _gap(logprobs: Array, ref_logprobs: Array, mask: Array) -> tuple[Array, Array]:
-    """d within +-MAX_GAP, so that exp(-d) stays finite, and 0 where masked; the mask."""
+    """Returns d within +-MAX_GAP, so that exp(-d) stays finite, and 0 where masked; and the
+    mask."""
     mask = jnp.asarray(mask).astype(bool)
     d = kept(logprobs, mask) - jax.lax.stop_gradient(kept(ref_logprobs, mask))
     return jnp.clip(d, -MAX_GAP, MAX_GAP), mask

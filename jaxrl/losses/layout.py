@@ -94,7 +94,8 @@ class Term:
         raise NotImplementedError
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
-        """d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's slice."""
+        """Computes d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's
+        slice."""
         raise NotImplementedError
 
 
@@ -110,7 +111,7 @@ class ShardedTerm:
     lean: bool = False
 
     def axes(self, *names: str) -> tuple[str, ...]:
-        """Those of the mesh's axes that hold more than one device."""
+        """Returns the axes of the mesh that hold more than one device."""
         return tuple(a for a in names if self.size(a) > 1)
 
     def size(self, *names: str) -> int:
@@ -127,7 +128,7 @@ class ShardedTerm:
         return PartitionSpec(self.axes(*ROWS) or None, self.axes(TOKENS) or None)
 
     def given_spec(self, given: FrozenInputs) -> FrozenInputs:
-        """`FrozenInputs` with a spec for each array."""
+        """Returns `FrozenInputs` with a spec for each array."""
         spec: FrozenInputs = jax.tree.map(lambda _: self.token_spec(), given)
         heads = tuple(map(self.head_spec, given.teacher_head))
         columns = PartitionSpec(self.axes("tensor") or None)
@@ -140,7 +141,7 @@ class ShardedTerm:
     def on_mesh(
         self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
     ) -> Callable[..., Tree]:
-        """`body` on each device's shards; as it is where there is one device."""
+        """Returns `body` run on each device's shards; unchanged where there is one device."""
         if self.mesh is None or self.mesh.size == 1:
             return body
         # Gradients are written out by hand: nothing is differentiated through the collectives.
@@ -149,7 +150,7 @@ class ShardedTerm:
         )
 
     def columns(self, rows: int) -> VocabShard:
-        """The slice of the vocabulary of a device that holds `rows` rows of the head."""
+        """Returns the slice of the vocabulary of a device that holds `rows` rows of the head."""
         axes = self.axes("tensor")
         start = jax.lax.axis_index(axes) * rows if axes else 0
         return VocabShard(start, rows, self.vocab, rows * self.size("tensor") > self.vocab, axes)
@@ -163,8 +164,8 @@ def shard_term(
     v: int | None = None,
     lean: bool = False,
 ) -> ShardedTerm:
-    """A `ShardedTerm` over the first V = min(rows of the heads, `v`) ids. `models` are (hidden,
-    head) pairs of student and teacher."""
+    """Makes a `ShardedTerm` over the first V = min(rows of the heads, `v`) ids. `models` are
+    (hidden, head) pairs of student and teacher."""
     rows = min(head.shape[0] for _, head in models)
     if v is not None and not 0 < v <= rows:
         raise ValueError(f"v is {v}; the heads have {rows} rows in common: give 1 to {rows}")
@@ -180,7 +181,7 @@ def shard_term(
 
 
 def models_of(hidden: OneOrMore, head: OneOrMore) -> tuple[tuple[Array, Array], ...]:
-    """(hidden states, head) of each model."""
+    """Returns (hidden states, head) of each model."""
     if isinstance(hidden, Sequence):
         return tuple(zip(hidden, head, strict=True))
     return ((hidden, head),)
@@ -195,7 +196,7 @@ def frozen_inputs(
     teachers: Sequence[tuple[Array, Array]] = (),
     outcomes: tuple[Array | None, ...] | None = None,
 ) -> FrozenInputs:
-    """What `chunked` takes. No gradient flows to it.
+    """Builds what `chunked` takes. No gradient flows to it.
 
     Args:
         softcaps: of the student and each teacher.
@@ -223,7 +224,7 @@ def inverse(temperature: float | Array) -> Float[Array, ""]:
 
 
 def softcaps_of(*each: Softcap) -> tuple[Float[Array, ""] | None, ...]:
-    """`FrozenInputs.softcaps` of the student and each teacher."""
+    """Returns `FrozenInputs.softcaps` of the student and each teacher."""
     if all(cap is None for cap in each):
         return ()
     caps = (None if cap is None else jnp.asarray(cap, jnp.float32) for cap in each)
@@ -242,14 +243,13 @@ def fit_rows(sharded: ShardedTerm, tree: Tree) -> Tree:
 
 
 def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Float[Array, "B C D"]:
-    """`hidden` with zeros where masked: 0 * NaN is NaN, and what stands there must not reach the
-    product that makes the head's gradient.
-    """
+    """Returns `hidden` with zeros where masked: 0 * NaN is NaN, and what stands there must not
+    reach the product that makes the head's gradient."""
     return jnp.where(mask[..., None], hidden, 0)
 
 
 def fit_head(sharded: ShardedTerm, head: Shaped[Array, "rows ..."]) -> Shaped[Array, "V ..."]:
-    """The first V rows, padded with zeros to a number that `tensor` divides."""
+    """Returns the first V rows, padded with zeros to a number that `tensor` divides."""
     more = -sharded.vocab % sharded.size("tensor")
     return jnp.pad(head[: sharded.vocab], [(0, more)] + [(0, 0)] * (head.ndim - 1))
 
@@ -257,7 +257,7 @@ def fit_head(sharded: ShardedTerm, head: Shaped[Array, "rows ..."]) -> Shaped[Ar
 def gather_head(
     sharded: ShardedTerm, head: Float[Array, "rows Dshard"], hidden: Array
 ) -> Float[Array, "rows D"]:
-    """This device's rows at full width, in the dtype of the hidden states they meet."""
+    """Gathers this device's rows at full width, in the dtype of the hidden states they meet."""
     head = head.astype(hidden.dtype)
     if head.shape[1] == hidden.shape[-1]:
         return head
@@ -265,7 +265,7 @@ def gather_head(
 
 
 def reduce_head(sharded: ShardedTerm, d_rows: Float[Array, "rows D"], width: int) -> Array:
-    """Sum over the devices with other tokens; each keeps its `width` columns."""
+    """Sums over the devices with other tokens; each keeps its `width` columns."""
     if d_rows.shape[1] == width:
         return jax.lax.psum(d_rows, sharded.axes(*ROWS, TOKENS))
     axes = sharded.axes(*WEIGHTS)

@@ -9,10 +9,10 @@ from jaxrl.types import Array
 
 
 def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
-    """Number of kept positions, float32."""
+    """Counts the kept positions, float32."""
     return mask.astype(jnp.float32).sum()
 
 
 def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
-    """Sum of `x` where `mask`, float32."""
+    """Sums `x` where `mask`, float32."""
     return jnp.where(mask, x, 0).astype(jnp.float32).sum()

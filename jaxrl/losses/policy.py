@@ -75,19 +75,19 @@ Term = Callable[[Tokens, Level], TermOutput]
 
 
 def _of_token(log_ratio: Array, tokens: Tokens) -> Array:
-    """log r_t = d_t, where r_t = pi(y_t) / pi_old(y_t)."""
+    """Returns log r_t = d_t, where r_t = pi(y_t) / pi_old(y_t)."""
     return log_ratio
 
 
 def _of_sequence(log_ratio: Array, tokens: Tokens) -> Array:
-    """log s = mean_t d_t, the same at every token (GSPO, arXiv 2507.18071)."""
+    """Returns log s = mean_t d_t, the same at every token (GSPO, arXiv 2507.18071)."""
     mean = mean_over_tokens(log_ratio, tokens.mask)
     return jnp.broadcast_to(mean[:, None], log_ratio.shape)
 
 
 def _of_sequence_by_token(log_ratio: Array, tokens: Tokens) -> Array:
-    """log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s with the gradient of the
-    token's log-prob (GSPO-token)."""
+    """Returns log s_t, where s_t = sg(s) pi_t / sg(pi_t): the value of log s with the gradient of
+    the token's log-prob (GSPO-token)."""
     fixed = jax.lax.stop_gradient(_of_sequence(log_ratio, tokens))
     return fixed + tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
 
@@ -240,7 +240,8 @@ def make_objective(
     constant: float | None = None,
     **settings: float | None,
 ) -> Objective:
-    """The objective of a policy loss, with some of its choices changed; None keeps its own.
+    """Returns the objective of a policy loss, with some of its choices changed; None keeps the
+    loss's own choice.
 
     Args:
         ratio: a name of `RATIOS`.
@@ -277,7 +278,7 @@ def make_objective(
 
 
 def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> list[str]:
-    """Why the ratio, or a clip of it, would have no effect in a run.
+    """Returns the reasons why the ratio, or a clip of it, would have no effect in a run.
 
     Args:
         bypass: the ratio is to the policy that sampled, and not to the one before the batch.
@@ -310,7 +311,8 @@ def policy_loss(
     mask: Bool[Array, "B T"],
     weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
 ) -> LossSums:
-    """-(term of the objective), aggregated: (sum, count, metrics); the caller divides once.
+    """Computes -(term of the objective), aggregated: (sum, count, metrics); the caller divides
+    once.
 
     Args:
         logprobs: nats, of the sampled tokens under the policy in training.
@@ -346,7 +348,7 @@ def policy_loss(
 
 
 def _per_token(x: Array, mask: Array) -> Array:
-    """[B] -> [B, T]; [B, T] as it is."""
+    """Broadcasts [B] to [B, T]; leaves [B, T] as it is."""
     x = jnp.asarray(x)
     return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
 
@@ -370,7 +372,8 @@ def _metrics(terms: TermOutput, tokens: Tokens) -> Sums:
 def entropy_term(
     entropy: Float[Array, "B T"], mask: Bool[Array, "B T"], *, aggregation: Aggregation
 ) -> SumCount:
-    """-H, aggregated as the policy loss: times a coefficient above 0, a bonus for entropy.
+    """Computes -H, aggregated as in the policy loss: times a coefficient above 0, a bonus for
+    entropy.
 
     Args:
         entropy: nats, of the policy at each position (`head.logprobs_and_entropy_from_hidden`).

@@ -36,7 +36,8 @@ class VocabShard:
         scale: Float[Array, ""],
         softcap: Float[Array, ""] | None = None,
     ) -> Float[Array, "n size"]:
-        """hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the operands.
+        """Computes hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the
+        operands.
 
         Args:
             softcap: c > 0: the product z is replaced by c tanh(z / c) before it is scaled
@@ -63,23 +64,24 @@ class VocabShard:
         return peak + jnp.log(self.total(jnp.exp(z - peak[:, None])))
 
     def at(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n K"]:
-        """Values at token ids; `MIN` for an id that no slice has."""
+        """Returns the values at token ids; `MIN` for an id that no slice has."""
         local = self._local(ids)
         found = jnp.take_along_axis(z, jnp.minimum(local, self.size - 1), -1)
         return jax.lax.pmax(jnp.where(local < self.size, found, MIN), self.axes)
 
     def without(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n size"]:
-        """`z` with `MIN` at the token ids."""
+        """Returns `z` with `MIN` at the token ids."""
         return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].set(MIN, mode="drop")
 
     def add(
         self, z: Float[Array, "n size"], ids: Int[Array, "n K"], values: Float[Array, "n K"]
     ) -> Float[Array, "n size"]:
-        """`z` with `values` added at the token ids."""
+        """Returns `z` with `values` added at the token ids."""
         return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].add(values, mode="drop")
 
     def topk(self, z: Float[Array, "n size"], k: int) -> tuple[Array, Array]:
-        """The k largest values and their token ids, largest first, the smaller id among equals."""
+        """Finds the k largest values and their token ids, largest first, and the smaller id first
+        among equals."""
         values, ids = jax.lax.top_k(z, min(k, self.size))
         ids = ids + self.start
         if not self.axes:
@@ -90,7 +92,8 @@ class VocabShard:
         return values, jnp.take_along_axis(ids, winners, -1)
 
     def _local(self, ids: Int[Array, "n K"]) -> Int[Array, "n K"]:
-        """Column of each id; `size`, which is out of bounds, for the ids of other slices."""
+        """Returns the column of each id; `size`, which is out of bounds, for the ids of other
+        slices."""
         local = ids - self.start
         return jnp.where((local >= 0) & (local < self.size), local, self.size)
 
@@ -98,7 +101,8 @@ class VocabShard:
 def with_tail(
     z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: VocabShard
 ) -> tuple[Float[Array, "n K+1"], Float[Array, " n"]]:
-    """Log-probs of the K ids and, last, of all others together; the logsumexp of the others."""
+    """Computes the log-probs of the K ids and, last, of all others together; and the logsumexp of
+    the others."""
     others = columns.logsumexp(columns.without(z, ids))
     tail = jnp.maximum(others - lse, MIN)
     return jnp.concatenate([columns.at(z, ids) - lse[:, None], tail[:, None]], -1), others
@@ -111,7 +115,8 @@ def spread_tail(
     others: Float[Array, " n"],
     columns: VocabShard,
 ) -> Float[Array, "n size"]:
-    """Gradient by the logits from `gradient`, that by the logits of `with_tail`'s outcomes.
+    """Computes the gradient with respect to the logits from `gradient`, the one with respect to the
+    logits of `with_tail`'s outcomes.
 
     A listed token takes its own; the others share the tail's by their probability within the tail.
     """

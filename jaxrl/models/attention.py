@@ -33,7 +33,8 @@ most."""
 def kernel_on(
     mesh: Mesh | None, head_dim: int, dtype: DTypeLike, joined: bool = False
 ) -> Kernel | None:
-    """The kernel of the devices of `mesh`; without a mesh, of the first device of all.
+    """Returns the kernel of the devices of `mesh`; without a mesh, that of the first of all
+    devices.
 
     Args:
         dtype: of queries, keys and values.
@@ -43,7 +44,7 @@ def kernel_on(
 
 
 def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: DTypeLike) -> StepKernel | None:
-    """`kernel_on`, of a decode step whose cache is of `dtype`."""
+    """Returns the kernel as `kernel_on` does, but for a decode step whose cache is of `dtype`."""
     return step_kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name)
 
 
@@ -60,7 +61,7 @@ def attender(
     causal: bool = True,
     window: int | None = None,
 ) -> Attend:
-    """How rows attend to themselves, or to keys that end with their own.
+    """Returns the function by which rows attend to themselves, or to keys that end with their own.
 
     Args:
         keys: [B,S] bool, True at real tokens; padding is never attended to. For cuDNN they are the
@@ -97,8 +98,9 @@ def attender(
 def attend_packed(
     kernel: Kernel | None, packing: Packing, mesh: Mesh | None, window: int | None = None
 ) -> Attend:
-    """How the tokens of streams [X,n] attend: each row to itself, and completions whose prompt is
-    a row of its own to that too. `window` as of `attender`, counted over prompt and completion.
+    """Returns the function by which the tokens of streams [X,n] attend: each row to itself, and
+    completions whose prompt is a row of its own to that too. `window` is as in `attender`, counted
+    over prompt and completion.
 
     Where the axis `context` divides a stream, attention has whole rows of some heads
     (`packing.by_heads`).
@@ -111,7 +113,7 @@ def attend_packed(
 def _attend_rows(
     kernel: Kernel | None, packing: Packing, mesh: Mesh | None, window: int | None
 ) -> Attend:
-    """`attend_packed` where each device has whole streams."""
+    """Returns the same as `attend_packed`, where each device has whole streams."""
     if len(packing.rows) == 1:
         (rows,) = packing.rows
         attend_rows = attender(kernel, rows.mask, mesh, window=window)
@@ -138,8 +140,9 @@ def _attend_completions(
     mesh: Mesh | None,
     window: int | None,
 ) -> Callable[..., jax.Array]:
-    """How completions attend to the prompts that they share, and to themselves: queries, keys and
-    values, each of prompts [P,W,*,H] and of completions [B,C,*,H], and any sinks -> [B,C,N,H]."""
+    """Returns the function by which completions attend to the prompts that they share, and to
+    themselves: queries, keys and values, each of prompts [P,W,*,H] and of completions [B,C,*,H],
+    and any sinks -> [B,C,N,H]."""
     if kernel == "cudnn" and window is None:
         lengths = row_lengths(mask_p), row_lengths(mask_c)
 
@@ -167,7 +170,8 @@ def _attend_completions(
     attend_whole = attender(kernel, roll_rows(keys, first), mesh, window=window)
 
     def whole(q: Pair, k: Pair, v: Pair, *sinks: jax.Array) -> jax.Array:
-        """Rows of the prompt's queries too: cuDNN's window has as many queries as keys."""
+        """Computes the rows of the prompt's queries too: cuDNN's window has as many queries as
+        keys."""
         out = attend_whole(*(roll_rows(rows(x), first) for x in (q, k, v)), *sinks)
         return roll_rows(out, -first)[:, width:]
 
@@ -175,15 +179,15 @@ def _attend_completions(
 
 
 def row_lengths(mask: jax.Array) -> jax.Array:
-    """[B] int32 of mask [B,T], at least 1: a row without a key would have no softmax."""
+    """Returns the row lengths [B] int32 of mask [B,T], at least 1: a row without a key would have
+    no softmax."""
     return jnp.maximum(mask.sum(-1, dtype=jnp.int32), 1)
 
 
 @jax.custom_vjp
 def roll_rows(x: jax.Array, by: jax.Array) -> jax.Array:
-    """Each row of x [B,T,...] moved to the left by `by` [B] positions; what leaves it enters at its
-    other end. The gradient is rolled back: nothing is added up.
-    """
+    """Moves each row of x [B,T,...] to the left by `by` [B] positions; what leaves it enters at its
+    other end. The gradient is rolled back: nothing is added up."""
     width = x.shape[1]
     index = (jnp.arange(width)[None] + by[:, None]) % width
     index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
@@ -208,7 +212,8 @@ def attention(
     mask: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in float32.
+    """Computes softmax attention of q [B,T,N,H] over k, v [B,S,KV,H] where mask [B,T,S]; softmax in
+    float32.
 
     Query heads are grouped over the KV heads. `sinks` [N] as of `Attend`.
     """
@@ -223,7 +228,8 @@ def attention(
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Over the last dim of float32 scores, beside whose keys there may be a sink."""
+    """Computes the softmax over the last dim of float32 scores, whose keys may have a sink beside
+    them."""
     if sinks is None:
         return jax.nn.softmax(scores, -1)
     sinks = sinks.astype(jnp.float32)
@@ -234,7 +240,8 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 
 def block_size(width: int) -> int:
-    """Queries of a block of `attention_by_blocks`, in rows of `width` of them."""
+    """Returns the number of queries in a block of `attention_by_blocks`, for rows of `width`
+    queries."""
     blocks = min(MOST_BLOCKS, -(-width // BLOCK))
     return -(-width // blocks)
 
@@ -249,8 +256,8 @@ def attention_by_blocks(
     causal: bool,
     window: int | None = None,
 ) -> jax.Array:
-    """`attention` of q [B,T,N,H] over k, v [B,S,KV,H], a block of queries after the other: scores
-    [B,N,T,S] never exist. The backward pass computes the scores of a block again.
+    """Computes `attention` of q [B,T,N,H] over k, v [B,S,KV,H], one block of queries after the
+    other: scores [B,N,T,S] never exist. The backward pass computes the scores of a block again.
 
     Args:
         keys: [B,S] bool, True at real tokens.
@@ -283,19 +290,19 @@ def attention_by_blocks(
 
 
 def reached(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
-    """Whether queries at positions attend to keys at others: to themselves and to those before
-    them, or to the last `window` of these."""
+    """Returns whether queries at some positions attend to keys at others: to themselves and to
+    those before them, or to the last `window` of these."""
     allowed = keys <= queries
     return allowed if window is None else allowed & (keys > queries - window)
 
 
 def term_in(kernel: StepKernel) -> Callable[..., Term]:
-    """What computes a term of a decode step: `attend` of a kernel."""
+    """Returns the function that computes a term of a decode step: `attend` of a kernel."""
     return split_k.attend if kernel == "split-k" else flash_decode.attend
 
 
 def by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[B,KV,M,H] of the queries [B,1,N,H] of a decode step."""
+    """Returns [B,KV,M,H], the queries [B,1,N,H] of a decode step by KV head."""
     return q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
 
 
@@ -318,7 +325,7 @@ def on_shards(
     kv_dim: int = 2,
     sinks: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """`run` on each device's rows and heads, which no kernel lets XLA divide.
+    """Runs `run` on each device's rows and heads, which XLA cannot divide for a kernel.
 
     Args:
         given: queries [B,T,N,H], then keys and values [*,S,KV,H], then what has no heads. KV heads
@@ -364,5 +371,5 @@ def _with_sinks(run: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
 
 
 def _axis(mesh: Mesh, heads: int) -> SplitOver:
-    """What divides so many heads where attention is computed."""
+    """Returns the mesh axes that divide the given number of heads where attention is computed."""
     return divided(heads, HEADS, mesh.shape)

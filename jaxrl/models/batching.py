@@ -38,20 +38,20 @@ class Batch:
 
 
 def width_of(n: int, longest: int) -> int:
-    """The width that a sequence of n tokens is padded to: the next of 4, 6, 8, 12, 16, 24, ..., at
-    most `longest`, and even: some attention kernels take no other."""
+    """Returns the width that a sequence of n tokens is padded to: the next of 4, 6, 8, 12, 16, 24,
+    ..., at most `longest`, and even: some attention kernels take no other."""
     return bucket(n, smallest=NARROWEST, steps=2, multiple=2, most=longest)
 
 
 def rows_of(width: int, batch_tokens: int) -> int:
-    """Rows of a full batch on each device that holds rows, at least 1."""
+    """Returns the number of rows of a full batch on each device that holds rows, at least 1."""
     return max(1, batch_tokens // width)
 
 
 def batches(
     sequences: Sequence[Sequence[int]], *, shards: int, batch_tokens: int, longest: int
 ) -> Iterator[Batch]:
-    """The sequences from long to short, each batch full but the last.
+    """Yields the sequences in batches from long to short, each batch full but the last.
 
     The last is as high as the next power of two asks for, so that the shapes are few.
 
@@ -85,7 +85,7 @@ def run_batches(
     ledger: Ledger,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """What `run` says of each sequence, in their order; of equal ones it is asked once.
+    """Returns what `run` says of each sequence, in their order; equal sequences are run only once.
 
     Args:
         leading: arguments of `run` before the tokens.

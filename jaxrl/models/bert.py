@@ -59,7 +59,7 @@ PATHS = {path: axes for path, (_, axes) in TOP.items()} | {
 
 
 def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Path -> shape of every parameter."""
+    """Maps the path of every parameter to its shape."""
     sizes = {
         "vocab": config.vocab_size,
         "positions": config.positions,
@@ -74,8 +74,8 @@ def shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, PartitionSpec]:
-    """Path -> `PartitionSpec`; a dim that its mesh axes do not divide stays whole, and heads are
-    split between heads only."""
+    """Maps paths to `PartitionSpec`s; a dim that its mesh axes do not divide stays whole, and heads
+    are split between heads only."""
     units = {
         "vocab": config.vocab_size,
         "embed": config.d_model,
@@ -90,12 +90,12 @@ def specs(config: EncoderConfig, axis_sizes: Mapping[str, int]) -> dict[str, Par
 
 
 def param_shardings(config: EncoderConfig, mesh: Mesh) -> Params:
-    """A `NamedSharding` for each parameter."""
+    """Returns a `NamedSharding` for each parameter."""
     return tree({path: NamedSharding(mesh, s) for path, s in specs(config, mesh.shape).items()})
 
 
 def tree(flat: Mapping[str, Tree]) -> Params:
-    """A nested dict of values by path."""
+    """Nests values by path in a dict."""
     return unflatten_dict(dict(flat), sep="/")
 
 
@@ -106,7 +106,7 @@ def encode(
     mask: jax.Array,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """One vector of length 1 for each row.
+    """Computes one vector of length 1 for each row.
 
     Args:
         tokens: [N, T] int32, padding on either side.
@@ -149,7 +149,7 @@ def _dense(x: jax.Array, p: Params) -> jax.Array:
 
 
 def _norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
-    """LayerNorm in float32 (Ba et al. 2016, arXiv 1607.06450)."""
+    """Applies LayerNorm in float32 (Ba et al. 2016, arXiv 1607.06450)."""
     x32 = x.astype(jnp.float32)
     x32 = x32 - jnp.mean(x32, -1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
@@ -158,7 +158,7 @@ def _norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
 
 
 def _whole_width(config: EncoderConfig, table: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The words' table with its D gathered: a lookup split both ways is replicated."""
+    """Gathers D of the words' table: a lookup split both ways is replicated."""
     if mesh is None:
         return table
     vocab = specs(config, mesh.shape)["embed/word"][0]
@@ -166,5 +166,5 @@ def _whole_width(config: EncoderConfig, table: jax.Array, mesh: Mesh | None) -> 
 
 
 def n_params(config: EncoderConfig) -> int:
-    """Number of parameters that are loaded; a pooler head is not."""
+    """Counts the parameters that are loaded; a pooler head is not."""
     return sum(math.prod(shape) for shape in shapes(config).values())

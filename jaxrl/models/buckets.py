@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below n."""
+    """Returns the least multiple that is not below n."""
     return -(-n // multiple) * multiple
 
 
 def bucket(
     n: int, *, smallest: int = 1, steps: int = 1, multiple: int = 1, most: int | None = None
 ) -> int:
-    """The least size of a ladder that holds n.
+    """Returns the least size of a ladder that holds n.
 
     Args:
         smallest: the first size; from there on sizes double.

@@ -98,7 +98,7 @@ def prefill(
 
 
 def keys_of(cache: Cache) -> Array:
-    """The keys of the first layer that has any."""
+    """Returns the keys of the first layer that has any."""
     return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
 
 
@@ -231,7 +231,8 @@ def _run_layer(
     recur: Callable[..., tuple[Array, Any]],
     every: bool = False,
 ) -> tuple[Array, tuple[Any, Routed | None]]:
-    """`run_block`, its layer's entry of the cache, and what its router did.
+    """Runs `run_block`; returns its output, its layer's entry of the cache, and what its router
+    did.
 
     Args:
         held: as of `lending`.

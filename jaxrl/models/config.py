@@ -125,28 +125,29 @@ class DecoderConfig:
 
     @property
     def block(self) -> BlockKind:
-        """What the family's blocks are made of."""
+        """Returns what the family's blocks are made of."""
         return FAMILIES[self.family].block
 
     @property
     def n_rotated(self) -> int:
-        """R: how many dims of each head are rotated."""
+        """Returns R: how many dims of each head are rotated."""
         return given(self.rotary_dims, self.head_dim)
 
     @property
     def attention_factor(self) -> float:
-        """Of the cosines and sines of rotary positions."""
+        """Returns the factor of the cosines and sines of rotary positions."""
         if isinstance(self.rope_scaling, YarnRope | LongRope):
             return self.rope_scaling.attention_factor
         return 1.0
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the rotary positions of a token depend on how long the longest sequence is."""
+        """Returns whether the rotary positions of a token depend on how long the longest sequence
+        is."""
         return isinstance(self.rope_scaling, DynamicRope | LongRope)
 
     def for_length(self, tokens: int) -> DecoderConfig:
-        """The model for sequences of at most so many tokens.
+        """Returns the model for sequences of at most the given number of tokens.
 
         Sampling writes a token's keys before it is known how long the sequence becomes, and a batch
         that trains has other sequences than the one that was sampled: all that is to be one policy
@@ -156,7 +157,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> dict[int | None, int]:
-        """How many layers with attention there are of each window (`LayerKind.window`)."""
+        """Counts the layers with attention by their window (`LayerKind.window`)."""
         found: dict[int | None, int] = {}
         for one, n in self.alike.items():
             if one.n_attention:
@@ -166,34 +167,36 @@ class DecoderConfig:
 
     @property
     def n_recurrent(self) -> int:
-        """How many layers have a state."""
+        """Returns how many layers have a state."""
         return sum(kind.recurs for kind in self.kinds) * (self.n_layers // len(self.kinds))
 
     @property
     def n_attention(self) -> int:
-        """How many layers have keys and values."""
+        """Returns how many layers have keys and values."""
         return self.n_layers - self.n_recurrent
 
     @property
     def cycle(self) -> int:
-        """After how many layers their parameters have the same names and shapes again."""
+        """Returns the number of layers after which their parameters have the same names and shapes
+        again."""
         shapes = [kind.shape for kind in self.kinds]
         n = len(shapes)
         divisors = (c for c in range(1, n + 1) if n % c == 0)
         return next(c for c in divisors if shapes == shapes[:c] * (n // c))
 
     def of(self, kind: LayerKind) -> DecoderConfig:
-        """The model with one layer, of this kind."""
+        """Returns the model with one layer, of this kind."""
         return _of(self, kind)
 
     @property
     def shapes(self) -> Mapping[DecoderConfig, int]:
-        """A model with one layer for each shape of layers -> how many of this one's have it."""
+        """Maps a model with one layer, for each shape of layers, to how many layers of this model
+        have it."""
         return _counted(self, tuple(kind.shape for kind in self.kinds))
 
     @property
     def alike(self) -> Mapping[DecoderConfig, int]:
-        """The same for each kind of layers."""
+        """Returns the same as `shapes`, for each kind of layers."""
         return _counted(self, self.kinds)
 
     @property
@@ -212,17 +215,17 @@ class DecoderConfig:
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Of layers with attention, each once."""
+        """Returns the head dims of layers with attention, each once."""
         dims = (one.head_dim for one in self.shapes if one.n_attention)
         return tuple(dict.fromkeys(dims))
 
     @property
     def lenders(self) -> tuple[LayerKind, ...]:
-        """Kinds of the layers whose keys and values others read."""
+        """Returns the kinds of the layers whose keys and values others read."""
         return tuple(dict.fromkeys(kind.lender for kind in self.kinds if kind.borrows))
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
-        """The config of a model that has only these of its layers."""
+        """Returns the config of a model that has only these of its layers."""
         if self.layer_inputs or self.lenders:
             raise UserError(
                 f"layers of {self.family} cannot be left out of a model whose layers have inputs of"
@@ -234,16 +237,18 @@ class DecoderConfig:
 
     @property
     def base(self) -> DecoderConfig:
-        """The model without adapters."""
+        """Returns the model without adapters."""
         return self if self.lora is None else replace(self, lora=None)
 
     @property
     def plain(self) -> DecoderConfig:
-        """The model without adapters whose weights are all floats, as `config.json` says it."""
+        """Returns the model without adapters whose weights are all floats, as `config.json` has
+        it."""
         return self.base if self.quantised is None else replace(self.base, quantised=None)
 
     def adapter(self, path: str) -> Lora | None:
-        """Of the projection at this path within a block; None where it has none."""
+        """Returns the adapter of the projection at this path within a block; None where it has
+        none."""
         if self.lora is None:
             return None
         adapted = any(path in self.targets[name] for name in self.lora.targets)
@@ -251,9 +256,9 @@ class DecoderConfig:
 
     @property
     def targets(self) -> dict[str, tuple[str, ...]]:
-        """Name of a projection that may have an adapter, as in PEFT -> its path within a block; of
-        a tensor with the rows of several projections, their paths, of which the first has the A of
-        all. Experts have none where all of them are in one tensor."""
+        """Maps the name of a projection that may have an adapter, as in PEFT, to its path within a
+        block; for a tensor with the rows of several projections, to their paths, of which the first
+        has the A of all. Experts have none where all of them are in one tensor."""
         found: dict[str, tuple[str, ...]] = {}
         for path in self.quantisable:
             if "/experts/" not in path or self._apart:
@@ -262,11 +267,11 @@ class DecoderConfig:
         return found
 
     def has_a(self, path: str) -> bool:
-        """Whether an adapter of the projection at this path has an A of its own."""
+        """Returns whether an adapter of the projection at this path has an A of its own."""
         return any(path == paths[0] for paths in self.targets.values())
 
     def _named(self, lora: Lora) -> tuple[str, ...]:
-        """The targets of adapters by the names of this family."""
+        """Returns the targets of adapters by the names of this family."""
         if set(lora.targets) == set(TARGETS):
             return tuple(self.targets)
         unknown = [name for name in lora.targets if name not in self.targets]
@@ -279,17 +284,17 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> Parameters:
-        """Path within a block -> parameter of its layers, without adapters and as if none were
-        quantised; of layers that have others, of the first that has it."""
+        """Returns the path within a block -> parameter of its layers, without adapters and as if
+        none were quantised; of layers that have others, of the first that has it."""
         return _parameters(self.plain)
 
     @property
     def top(self) -> Parameters:
-        """Path -> parameter of no layer."""
+        """Maps the paths of parameters that are in no layer to them."""
         return top_parameters(self)
 
     def _count(self, number: Callable[[str, Parameter], int]) -> int:
-        """The sum over the parameters of all layers of a number of each."""
+        """Sums a number of each parameter over the parameters of all layers."""
         return sum(
             n * sum(number(path, parameter) for path, parameter in one.parameters.items())
             for one, n in self.shapes.items()
@@ -297,12 +302,12 @@ class DecoderConfig:
 
     @property
     def n_params(self) -> int:
-        """Number of parameters without adapters; tied embeddings count once."""
+        """Counts the parameters without adapters; tied embeddings count once."""
         return self._count(lambda _, p: p.size) + sum(p.size for p in self.top.values())
 
     @property
     def n_active(self) -> int:
-        """Number of the parameters that compute a token: of the experts, those that it passes."""
+        """Counts the parameters that compute a token: of the experts, those that it passes."""
         if self.experts is None:
             return self.n_params
         count, chosen = self.experts.count, self.experts.chosen
@@ -311,12 +316,12 @@ class DecoderConfig:
 
     @property
     def dense_weights(self) -> int:
-        """Number of weights in the kernels of all layers but those of experts."""
+        """Counts the weights in the kernels of all layers' `projections`."""
         return self._count(lambda path, p: p.size if KERNEL.fullmatch(path) else 0)
 
     @property
     def n_trained(self) -> int:
-        """Number of parameters that are trained: those of the adapters, where there are any."""
+        """Counts the parameters that are trained: those of the adapters, where there are any."""
         if self.lora is None:
             return self.n_params
         rank = self.lora.rank
@@ -332,8 +337,8 @@ class DecoderConfig:
 
     @property
     def quantisable(self) -> dict[str, tuple[int, int]]:
-        """Path within a block -> (in, out) of each kernel that may be quantised or have an adapter:
-        all but that of a router."""
+        """Maps path within a block to (in, out) of each kernel that may be quantised or have an
+        adapter: all but that of a router."""
         return {
             path.removesuffix("/kernel"): (p.shape[-2], p.shape[-1])
             for path, p in self.parameters.items()
@@ -342,12 +347,13 @@ class DecoderConfig:
 
     @property
     def _apart(self) -> bool:
-        """Whether each expert has tensors of its own in a checkpoint."""
+        """Returns whether each expert has tensors of its own in a checkpoint."""
         return any("{expert}" in p.tensor for p in self.parameters.values())
 
     @property
     def mlp_width(self) -> int:
-        """Of the MLP that each token passes; 0: there are experts in its place."""
+        """Returns the width of the MLP that each token passes; 0 if there are experts in its
+        place."""
         gate = self.parameters.get("mlp/gate/kernel")
         return 0 if gate is None else gate.shape[1]
 
@@ -398,7 +404,7 @@ class DecoderConfig:
         return config
 
     def to_hf(self, dtype: str) -> JsonObject:
-        """The `config.json` of this model; read by transformers 4 and 5."""
+        """Returns `config.json` of this model; read by transformers 4 and 5."""
         rope = written_rope(self.rope_theta, self.rope_scaling, self.max_positions)
         if FAMILIES[self.family].partial_rotary:  # said always: 1 is not the default of all
             dims = given(self.rotary_dims, self.head_dim)
@@ -440,7 +446,7 @@ def _parameters(config: DecoderConfig) -> Parameters:
 
 @lru_cache(maxsize=4096)
 def _of(config: DecoderConfig, kind: LayerKind) -> DecoderConfig:
-    """`DecoderConfig.of`; its adapters are those for the projections that it has."""
+    """Returns `DecoderConfig.of`; its adapters are those for the projections that it has."""
     lora = config.lora
     if config.n_layers == 1 and config.kinds == (kind,):
         return config
@@ -478,7 +484,7 @@ class SpecialIds(TypedDict):
 
 
 def special_ids(raw: Raw) -> SpecialIds:
-    """The tokens that a `config.json` or a `generation_config.json` names."""
+    """Returns the tokens that a `config.json` or a `generation_config.json` names."""
     eos = raw.get("eos_token_id")
     several = _several(eos)
     for key, ids in (
@@ -527,7 +533,7 @@ def _unknown(family: object) -> str:
 
 
 def _text_config(raw: Raw) -> Raw:
-    """What a `config.json` of a model of images and text too says of the text."""
+    """Returns what a `config.json`, even of a model of images and text, says of the text."""
     within = raw.get("text_config")
     for name, family in FAMILIES.items():
         if family.whole is not None and family.whole == raw.get("model_type"):
@@ -553,7 +559,7 @@ def _text_config(raw: Raw) -> Raw:
 
 
 def _several(ids: Any) -> list[Any]:
-    """Token ids of a field that has one, a list, or null."""
+    """Returns the token ids of a field that has one, a list, or null."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
@@ -568,7 +574,7 @@ def _refuse_variants(raw: Raw) -> None:
 
 
 def _rotary_dims(raw: Raw, head_dim: int) -> int | None:
-    """`DecoderConfig.rotary_dims`, as `partial_rotary_factor` has them of every head."""
+    """Returns `DecoderConfig.rotary_dims`, as `partial_rotary_factor` sets them for every head."""
     key, ropes = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
     params: JsonObject = {}
     for name in ropes:

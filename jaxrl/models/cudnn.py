@@ -44,8 +44,8 @@ def attend(
     window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention of q [B,T,N,H] over k, v [B,T,KV,H] within rows of `lengths` [B] int32,
-    which are at least 1; zeros beyond them.
+    """Computes softmax attention of q [B,T,N,H] over k, v [B,T,KV,H] within rows of `lengths` [B]
+    int32, which are at least 1; zeros beyond them.
 
     No scores or mask are kept, and what lies beyond a length, the diagonal or the `window` of a
     causal row (itself and the window - 1 tokens before it) is not computed.
@@ -82,9 +82,9 @@ def attend_joined(
     sinks: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Softmax attention of B = P * G rows causally over their own keys, and over those of their
-    group and the sinks of their heads where there are any; zeros beyond the lengths where only
-    sinks are.
+    """Computes softmax attention of B = P * G rows causally over their own keys, and over those of
+    their group and the sinks of their heads where there are any; zeros beyond the lengths where
+    only sinks are.
 
     Two calls, joined by their normalisers (FlashAttention-2, arXiv 2307.08691, section 3.1): with
     l = log(exp l_1 + exp l_2), the output is exp(l_1 - l) o_1 + exp(l_2 - l) o_2. The backward pass
@@ -161,8 +161,8 @@ attend_joined.defvjp(_forward, _backward)
 def _sink_gradients(
     sinks: jax.Array, joined: jax.Array, lengths: jax.Array, out: jax.Array, d_out: jax.Array
 ) -> jax.Array:
-    """[N]: of each head the sum over real tokens of -exp(sink - l) (out . d_out), where l is the
-    normaliser `joined` [B,N,T] with the sink."""
+    """Computes for each head, [N], the sum over real tokens of -exp(sink - l) (out . d_out), where
+    l is the normaliser `joined` [B,N,T] with the sink."""
     products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
     real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
@@ -170,14 +170,14 @@ def _sink_gradients(
 
 
 def _by_row(normaliser: jax.Array, group: int) -> jax.Array:
-    """[P,N,G*C] -> [P*G,N,C]."""
+    """Rearranges [P,N,G*C] into [P*G,N,C]."""
     groups, heads, _ = normaliser.shape
     apart = normaliser.reshape(groups, heads, group, -1).swapaxes(1, 2)
     return apart.reshape(groups * group, heads, -1)
 
 
 def _by_group(normaliser: jax.Array, group: int) -> jax.Array:
-    """[P*G,N,C] -> [P,N,G*C]."""
+    """Rearranges [P*G,N,C] into [P,N,G*C]."""
     rows, heads, _ = normaliser.shape
     apart = normaliser.reshape(rows // group, group, heads, -1).swapaxes(1, 2)
     return apart.reshape(rows // group, heads, -1)
@@ -193,7 +193,8 @@ def _block(
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B,T,N,H] and log-sum-exp of the scores [B,N,T] float32, of one call."""
+    """Computes the output [B,T,N,H] and the log-sum-exp of the scores [B,N,T] float32, of one
+    call."""
     return _private.dot_product_attention(
         q,
         k,
@@ -220,7 +221,8 @@ def _block_gradients(
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of q, k and v, where each probability is exp(score - normaliser [B,N,T])."""
+    """Computes the gradients of q, k and v, where each probability is exp(score - normaliser
+    [B,N,T])."""
     unused = jnp.zeros(0, q.dtype)
     offsets_and_pages = (unused,) * 4
     known = inspect.signature(_private._dot_product_attention_bwd_impl).parameters
@@ -244,7 +246,8 @@ def _mask(causal: bool) -> _private.MaskType:
 
 @contextlib.contextmanager
 def pretend(capability: tuple[int, int]) -> Iterator[None]:
-    """While it is open, jax's checks take this process to have a GPU of this compute capability."""
+    """Makes jax's checks, while the context is open, take this process to have a GPU of this
+    compute capability."""
 
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")))

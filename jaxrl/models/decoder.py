@@ -49,7 +49,7 @@ REMAT_POLICIES: dict[Remat, Callable[..., bool] | None] = {
 def logits(
     config: DecoderConfig, params: Params, hidden: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows V"]:
-    """float32 logits of hidden states."""
+    """Computes float32 logits of hidden states."""
     kernel, cap = head(params).astype(hidden.dtype), config.final_softcap
     z = jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
     return z if cap is None else cap * jnp.tanh(z / cap)
@@ -65,7 +65,7 @@ def forward(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T D"]:
-    """Hidden states after the final norm, for tokens with padding on either side.
+    """Computes the hidden states after the final norm, for tokens with padding on either side.
 
     Args:
         mask: True at real tokens; positions count them, padding is never attended to.
@@ -109,8 +109,8 @@ def forward_packed(
     dtype: DTypeLike | None = None,
     routed: list[Routed] | None = None,
 ) -> Float[Array, "X n D"]:
-    """`forward` of streams of tokens: the same hidden states, without the padding. A mixture takes
-    the experts that `packing` records, if it does.
+    """Runs `forward` on streams of tokens: the same hidden states, without the padding. A mixture
+    takes the experts that `packing` records, if it does.
 
     Args:
         routed: gets what the routers of all layers did, each leaf [L, X, n, ...], and
@@ -145,7 +145,7 @@ def _layers(
     routed: list[Routed] | None = None,
     copies: Array = None,
 ) -> Array:
-    """All blocks and the final norm, of x [B, T, D].
+    """Applies all blocks and the final norm to x [B, T, D].
 
     Args:
         inputs: as of `embed`.

@@ -62,12 +62,12 @@ class Delta:
         return self.v_heads * self.v_dim
 
     def parts(self, devices: int) -> int:
-        """How many of the devices divide the heads: all, or one where they cannot."""
+        """Returns how many of the devices divide the heads: all, or one where they cannot."""
         return devices if self.k_heads % devices == 0 else 1
 
     def state_bytes(self, itemsize: int, parts: int = 1) -> int:
-        """Bytes of a layer's `Recurrent` of one row on each of `parts` devices, which divide the
-        heads where they can; of the inputs in a dtype of `itemsize` bytes."""
+        """Returns the bytes of a layer's `Recurrent` of one row on each of `parts` devices, which
+        divide the heads where they can; for inputs in a dtype of `itemsize` bytes."""
         inputs = (self.conv - 1) * (2 * self.k_width + self.v_width) * itemsize
         return (4 * self.v_heads * self.k_dim * self.v_dim + inputs) // self.parts(parts)
 
@@ -157,7 +157,7 @@ def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> jax.Ar
 
 
 def nothing_read(delta: Delta, rows: int, dtype: jnp.dtype) -> Recurrent:
-    """Of rows that begin."""
+    """Returns the state of rows that begin."""
     n, m, before = delta.k_heads, delta.v_heads, delta.conv - 1
     return Recurrent(
         jnp.zeros((rows, m, delta.v_dim, delta.k_dim), jnp.float32),
@@ -175,8 +175,9 @@ def recur_rows(
     filters: Filters,
     start: Recurrent | None = None,
 ) -> tuple[jax.Array, Recurrent]:
-    """Rows one token after the other: what they read [B, T, N*G, V] in the dtype of the values, and
-    what is kept at their ends. Each device computes its own rows and heads, over whole rows.
+    """Runs rows one token after the other: returns what they read [B, T, N*G, V] in the dtype of
+    the values, and what is kept at their ends. Each device computes its own rows and heads, over
+    whole rows.
 
     Args:
         mask: [B, T] bool: the real tokens, which are the first ones.
@@ -199,8 +200,8 @@ def recur_rows(
 
 
 def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
-    """Of streams: each row by itself, and completions whose prompt is a row of its own from the end
-    of that."""
+    """Returns `Recur` of streams: each row runs by itself, and completions whose prompt is a row of
+    its own run from the end of that."""
 
     def recur(inputs: Inputs, filters: Filters) -> jax.Array:
         found, end = [], None
@@ -218,7 +219,7 @@ def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
 def _recur(
     delta: Delta, mask: jax.Array, inputs: Inputs, filters: Filters, start: Recurrent
 ) -> tuple[jax.Array, Recurrent]:
-    """`recur_rows` of one device, which may have some of the heads."""
+    """Runs `recur_rows` on one device, which may have some of the heads."""
     lengths = mask.sum(-1, dtype=jnp.int32)
     before = start.q, start.k, start.v
     given = zip(inputs[:3], filters, before, strict=True)
@@ -244,8 +245,8 @@ def _recur(
 def _convolved(
     x: jax.Array, filters: jax.Array, before: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """silu of the convolution of x [B, T, heads, H] over tokens, in float32, and the last of its
-    inputs [B, heads, conv - 1, H] of rows that have `lengths` tokens."""
+    """Computes silu of the convolution of x [B, T, heads, H] over tokens, in float32, and the last
+    of its inputs [B, heads, conv - 1, H] of rows that have `lengths` tokens."""
     reach = before.shape[2]
     whole = jnp.concatenate([jnp.swapaxes(before, 1, 2).astype(x.dtype), x], 1)
     taps = filters.reshape(1, 1, *x.shape[2:], reach + 1).astype(jnp.float32)
@@ -263,7 +264,8 @@ def _unit(x: jax.Array) -> jax.Array:
 def _step(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, rate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token (arXiv 2412.06464, eq. 10): what it reads [B, N, G, V], and the state after it.
+    """Computes one token (arXiv 2412.06464, eq. 10): returns what it reads [B, N, G, V], and the
+    state after it.
 
     Args:
         state: [B, N, G, V, K] before it.
@@ -283,8 +285,8 @@ def _step(
 def _chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, rate: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`_step` of T tokens [B, T, ...], a chunk of C after the other, all tokens of a chunk at once
-    (arXiv 2406.06484, eq. 8 to 11, with the decays of arXiv 2412.06464, section 3.3).
+    """Runs `_step` over T tokens [B, T, ...], one chunk of C after the other, all tokens of a chunk
+    at once (arXiv 2406.06484, eq. 8 to 11, with the decays of arXiv 2412.06464, section 3.3).
 
     With c the sum of g from the start of the chunk on and D_ij = exp(c_i - c_j) for j <= i, the
     changes U - W S^T that a chunk makes to its first state S are by the UT transform
@@ -333,7 +335,7 @@ def _chunks(
 
 
 def _chunked(x: jax.Array, size: int) -> jax.Array:
-    """[chunks, B, C, ...] of x [B, T, ...], with zeros behind the last token."""
+    """Splits x [B, T, ...] into [chunks, B, C, ...], with zeros behind the last token."""
     pad = [(0, 0)] * x.ndim
     pad[1] = (0, -x.shape[1] % size)
     padded = jnp.pad(x, pad)

@@ -28,9 +28,9 @@ def embed(
     dtype: DTypeLike | None = None,
     *split: AxisName,
 ) -> tuple[Array, list[Array]]:
-    """Rows of the embedding in `dtype`, its own where None, and scaled where the family does; its
-    D is gathered first: a lookup split both ways is replicated. And what each block reads beside
-    them (`at_blocks`).
+    """Looks up rows of the embedding in `dtype`, its own where None, scaled where the family does
+    so; its D is gathered first: a lookup split both ways is replicated. Also returns what each
+    block reads beside them (`at_blocks`).
 
     Args:
         split: the axis of a stream's tokens.
@@ -59,9 +59,9 @@ def embed(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _look_up(table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None) -> Array:
-    """table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the gradient
-    is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a term.
-    """
+    """Computes table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the
+    gradient is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a
+    term."""
     return _laid_out(table.astype(dtype), sharding)[tokens]
 
 

@@ -115,7 +115,8 @@ class EncoderConfig:
 
 
 def read_encoder(folder: Path) -> tuple[EncoderConfig, Path]:
-    """The config of an encoder's folder, and the folder inside it that holds weights and tokenizer.
+    """Reads an encoder's folder: returns its config, and the folder inside it that holds weights
+    and tokenizer.
 
     `modules.json` of sentence-transformers tells which step is in which folder; without it the
     folder is one of transformers.
@@ -152,7 +153,7 @@ def of_file(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """The contents of a JSON file, an object or what `kind` says."""
+    """Reads the contents of a JSON file, an object or what `kind` says."""
     if file.exists() and not file.is_file():  # a pipe never ends
         raise UserError(f"{file}: cannot be read: it is no file")
     try:
@@ -168,7 +169,7 @@ def read_json(file: Path, kind: type = dict) -> Any:
 
 
 def _modules(folder: Path) -> tuple[Path, Pooling]:
-    """Folder of the transformer, and the pooling."""
+    """Returns the folder of the transformer, and the pooling."""
     file = folder / "modules.json"
     places: dict[str, Path] = {}
     for module in read_json(file, list):

@@ -72,7 +72,7 @@ class Clamp:
 
 
 def read_counts(raw: Raw, count_key: str, chosen_key: str) -> tuple[int, int]:
-    """How many experts a `config.json` says that there are, and that a token passes."""
+    """Reads from a `config.json` how many experts there are, and how many a token passes."""
     count, chosen = size(raw, count_key), size(raw, chosen_key)
     if chosen > count:
         raise UserError(f"{chosen_key}={chosen} exceeds {count_key}={count}")
@@ -99,11 +99,12 @@ class Experts:
 
     @property
     def id_dtype(self) -> np.dtype:
-        """Of numbers of experts that are recorded."""
+        """Returns the dtype of the expert numbers that are recorded."""
         return np.dtype(np.int8 if self.count <= 128 else np.int16)
 
     def gated(self, activation: Callable[[jax.Array], jax.Array]) -> Activate:
-        """What an expert multiplies: activation(gate) * up, unless it clamps them."""
+        """Returns the function that makes what an expert multiplies: activation(gate) * up, unless
+        it clamps them."""
         return self.clamp or (lambda gate, up: activation(gate) * up)
 
 
@@ -245,7 +246,7 @@ def mix(
     copies: jax.Array | None = None,
     frozen: bool = False,
 ) -> tuple[jax.Array, Routed]:
-    """Sum over a token's experts of weight * down(activate(gate(x), up(x))).
+    """Computes the sum over a token's experts of weight * down(activate(gate(x), up(x))).
 
     The router's logits are summed in float32, and all that follows is computed in it: probabilities
     by a softmax over all experts, of which the k largest are chosen.
@@ -298,9 +299,9 @@ def route(
     recorded: jax.Array | None,
     bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of tokens x [n, D]: their experts [n, k] int32, the weights of these [n, k] float32, and the
-    log-probabilities [n, E] of the router [D, E], which may have a bias [E]. `recorded` [n, k] as
-    of `mix`."""
+    """Routes tokens x [n, D]: returns their experts [n, k] int32, the weights of these [n, k]
+    float32, and the log-probabilities [n, E] of the router [D, E], which may have a bias [E].
+    `recorded` [n, k] is as in `mix`."""
     logits = jnp.matmul(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None]
@@ -330,7 +331,7 @@ def _mix(
     width: SplitOver = None,
     summed: tuple[AxisName, ...] = (),
 ) -> tuple[jax.Array, Routed]:
-    """`mix` on one device.
+    """Runs `mix` on one device.
 
     Args:
         over: the axis that divides the experts, whose devices' tokens are computed together.
@@ -371,19 +372,19 @@ def _mix(
 
 
 def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
-    """[n, D] float32: the sum of the biases [E, D] of each token's experts, weighed."""
+    """Sums the biases [E, D] of each token's experts, weighted; [n, D] float32."""
     each = _by_expert(ids, weights, len(bias))
     return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
 
 
 def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """[n, E]: the weight of each expert, 0 where a token does not pass it."""
+    """Returns the weight of each expert, [n, E], 0 where a token does not pass it."""
     own = ids[:, :, None] == jnp.arange(count)[None, None]
     return jnp.where(own, weights[:, :, None], 0.0).sum(1)
 
 
 def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
-    """What is multiplied, in the dtype of the products; biases are added as they are."""
+    """Casts what is multiplied to the dtype of the products; biases are added as they are."""
     kernel = given.kernel if given.scale is not None else given.kernel.astype(dtype)
     if given.lora_a is None or given.lora_b is None:
         return given._replace(kernel=kernel)
@@ -400,7 +401,7 @@ def every_expert(
     up: ExpertKernel,
     down: ExpertKernel,
 ) -> jax.Array:
-    """`chosen_experts`, of few tokens."""
+    """Computes `chosen_experts` for few tokens."""
     count = len(gate.kernel)
     each = _by_expert(ids, weights, count).T[..., None]  # [E, n, 1]
     rows = jnp.broadcast_to(x[None], (count, *x.shape))
@@ -411,7 +412,7 @@ def every_expert(
 
 
 def _projected(by: ExpertKernel, x: jax.Array) -> jax.Array:
-    """x [M, n, in] through the projection of each of M experts."""
+    """Passes x [M, n, in] through the projection of each of M experts."""
     if by.scale is not None:
         # That depends on x: else XLA dequantises all kernels before a loop that reads them.
         x, *held = jax.lax.optimization_barrier((x, by.kernel, by.scale))
@@ -431,7 +432,7 @@ def _low(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def block_rows(rows: int, count: int) -> int:
-    """Rows of a block, where so many rows pass so many experts."""
+    """Returns the number of rows in a block, where `rows` rows pass `count` experts."""
     mean = max(rows // count, 1)
     return min(max(1 << (mean.bit_length() - 1), LEAST_BLOCK), MOST_BLOCK)
 
@@ -454,16 +455,17 @@ class _Sorted(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Rows that are computed at a time."""
+        """Returns how many rows are computed at a time."""
         return self.at_once * self.size
 
     def chunk(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sources of the i-th rows that are computed at once, and their blocks' experts."""
+        """Returns the sources of the i-th rows that are computed at once, and their blocks'
+        experts."""
         own = jax.lax.dynamic_slice_in_dim(self.source, i * self.step, self.step)
         return own, jax.lax.dynamic_slice_in_dim(self.expert, i * self.at_once, self.at_once)
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """x[index] of rows that are computed at once, by block."""
+        """Returns x[index] of rows that are computed at once, by block."""
         return _taken(x, index).reshape(self.at_once, self.size, -1)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
@@ -472,12 +474,13 @@ class _Sorted(NamedTuple):
         return jnp.full(shape, jnp.minimum(self.blocks, 0).astype(dtype))
 
     def loop(self, body: Callable[..., Carry], start: Carry) -> Carry:
-        """As far as there are tokens."""
+        """Loops as far as there are tokens."""
         return jax.lax.fori_loop(0, -(-self.blocks // self.at_once), body, start)
 
 
 def _sort(ids: jax.Array, experts: int, size: int) -> _Sorted:
-    """Rows for `ids` [n, k], of which only 0 to experts - 1 are here, in blocks of `size` rows."""
+    """Sorts rows for `ids` [n, k], of which only 0 to experts - 1 are here, into blocks of `size`
+    rows."""
     flat, total = ids.reshape(-1), ids.size
     at_once = min(max(AT_ONCE // size, 1), total // size + experts)
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
@@ -508,8 +511,9 @@ def chosen_experts(
     up: ExpertKernel,
     down: ExpertKernel,
 ) -> jax.Array:
-    """[n, D]: of each token x [n, D] the sum of weight * down(activate(gate(x), up(x))) over those
-    of its experts `ids` [n, k] that are among the E of gate, up and down, which has no bias.
+    """Computes [n, D]: for each token x [n, D] the sum of weight * down(activate(gate(x), up(x)))
+    over those of its experts `ids` [n, k] that are among the E of gate, up and down, which has no
+    bias.
 
     The backward pass keeps the arguments alone, and computes gate and up again.
 
@@ -533,7 +537,7 @@ def chosen_experts(
 
 
 def _those(of: ExpertKernel, experts: jax.Array) -> ExpertKernel:
-    """Of each block, that of its expert [M]."""
+    """Picks for each block the kernel of its expert [M]."""
     return jax.tree.map(lambda leaf: leaf[experts], of)
 
 
@@ -589,7 +593,7 @@ def _backward(
 
 
 def _trained(of: ExpertKernel, frozen: bool) -> ExpertKernel:
-    """The leaves that have gradients; None in place of the others."""
+    """Returns the leaves that have gradients; None in place of the others."""
     if frozen:
         return ExpertKernel(None, lora_a=of.lora_a, lora_b=of.lora_b)
     return of._replace(scale=None)
@@ -598,7 +602,8 @@ def _trained(of: ExpertKernel, frozen: bool) -> ExpertKernel:
 def _gradients(
     of: ExpertKernel, x: jax.Array, d_y: jax.Array, frozen: bool
 ) -> tuple[jax.Array, ExpertKernel]:
-    """Of x [M, n, in] and of what is trained, in float32 where that is a kernel or a bias."""
+    """Computes the gradients of x [M, n, in] and of what is trained, in float32 where that is a
+    kernel or a bias."""
     d_x = jnp.einsum("mbo,mio->mbi", d_y, _kernel(of, x.dtype))
     found = ExpertKernel(None)
     if not frozen:
@@ -616,23 +621,24 @@ chosen_experts.defvjp(_forward, _backward)
 
 
 def _activated(activate: Activate, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """What `down` gets. It is weighed here: a product more, of rows that are thinner than D."""
+    """Computes what `down` gets. It is weighted here: one more product, but of rows that are
+    thinner than D."""
     return (activate(gate, up).astype(weights.dtype) * weights).astype(gate.dtype)
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], 0 past the end."""
+    """Returns x[index], 0 past the end."""
     return jnp.take(x, index, 0, mode="fill", fill_value=0)
 
 
 def _summed(rows: jax.Array, place: jax.Array) -> jax.Array:
-    """[n, D] float32: the sum of the rows of each token."""
+    """Sums the rows of each token, [n, D] float32."""
     return _taken(rows, place).astype(jnp.float32).sum(1)
 
 
 def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
-    """[L] float32: tokens at the expert that gets most of them, in each layer, divided by those
-    that each would get if all got equally many; at least 1, at most E / k.
+    """Computes for each layer, [L] float32, the tokens at the expert that gets most of them,
+    divided by the number that each would get if all got equally many; at least 1, at most E / k.
 
     Args:
         ids: [L, X, n, k] (`Routed`).
@@ -643,7 +649,7 @@ def expert_load(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
 
 
 def _tokens_of(experts: Experts, ids: jax.Array, real: jax.Array) -> jax.Array:
-    """[L, E] float32: tokens at each expert; arguments as of `expert_load`."""
+    """Counts the tokens at each expert, [L, E] float32; arguments as in `expert_load`."""
     layers = jnp.broadcast_to(jnp.arange(len(ids))[:, None, None, None], ids.shape)
     each = jnp.broadcast_to(real[None, :, :, None], ids.shape).astype(jnp.float32)
     return jnp.zeros((len(ids), experts.count), jnp.float32).at[layers, ids].add(each)
@@ -662,10 +668,10 @@ def tokens_of_experts(experts: Experts, routed: Routed, copies: jax.Array) -> ja
 
 
 def balance_loss(experts: Experts, routed: Routed, tokens: jax.Array) -> jax.Array:
-    """E sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; as in transformers, of all
-    layers at once): f_e is the share of tokens that pass expert e, of which each passes k, and P_e
-    its mean probability, both over tokens and layers. Scalar float32; k where both are uniform. The
-    gradient is that of the probabilities.
+    """Computes E sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4-6; as in transformers,
+    of all layers at once): f_e is the share of tokens that pass expert e, of which each passes k,
+    and P_e its mean probability, both over tokens and layers. Scalar float32; k where both are
+    uniform. The gradient is that of the probabilities.
 
     Args:
         routed: of all layers, each leaf [L, ...], with `mass`.

@@ -24,11 +24,12 @@ class GgufFacts(Protocol):
     """What a GGUF file says of its model."""
 
     def stated(self, key: str) -> Any:
-        """A value of the metadata by its key without the architecture; None where there is
+        """Returns a value of the metadata by its key without the architecture; None where there is
         none."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of the tensor of a name as Hugging Face has it; None where there is none."""
+        """Returns the shape of the tensor with a name as in Hugging Face; None where there is
+        none."""
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,16 @@ MOST_ROWS = 32
 
 
 def keys_at_once(positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Keys of a slot that a step of the grid takes, in a cache of so many positions: a multiple of
-    `LANES`, or all that there are."""
+    """Returns the number of keys of a slot that a step of the grid takes, in a cache of the given
+    number of positions: a multiple of `LANES`, or all that there are."""
     each = 2 * kv_heads * head_dim * itemsize
     return min(max(BLOCK_BYTES // each // LANES, 1) * LANES, positions)
 
 
 def rows_at_once(rows: int, positions: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Rows of a cache of few positions, as of pages, that a step of the grid takes: it costs about
-    as much time as to read `BLOCK_BYTES`, however little it reads."""
+    """Returns the number of rows of a cache of few positions, such as one of pages, that a step of
+    the grid takes: a step costs about as much time as reading `BLOCK_BYTES`, however little it
+    reads."""
     each = 2 * kv_heads * head_dim * itemsize * positions
     return min(max(BLOCK_BYTES // each, 1), MOST_ROWS, rows)
 
@@ -44,8 +45,8 @@ def attend(
     window: int | None = None,
     interpret: bool = False,
 ) -> Term:
-    """The term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k, v
-    [R,KV,S,H].
+    """Computes the term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k,
+    v [R,KV,S,H].
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.
@@ -62,11 +63,11 @@ def attend(
     keys = keys_at_once(s, kv, h, k.dtype.itemsize)
 
     def last(slot: Any, lengths: Any) -> Any:
-        """The last block that a slot reaches."""
+        """Returns the last block that a slot reaches."""
         return jax.lax.div(jnp.maximum(lengths[slot] - 1, 0), jnp.int32(keys))
 
     def first(slot: Any, lengths: Any) -> Any:
-        """The first one that it needs."""
+        """Returns the first block that a slot needs."""
         if window is None:
             return jnp.int32(0)
         return jax.lax.div(jnp.maximum(lengths[slot] - window, 0), jnp.int32(keys))
@@ -148,7 +149,8 @@ def attend(
 def _attend_together(
     q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, rows: int, interpret: bool
 ) -> Term:
-    """`attend`, so many rows at a time with all of their keys; those beyond a length are read."""
+    """Computes `attend` for `rows` rows at a time with all of their keys; those beyond a length are
+    read."""
     from jax.experimental import pallas as pl  # 0.3 s, on TPUs only
     from jax.experimental.pallas import tpu as pltpu
 
@@ -161,7 +163,7 @@ def _attend_together(
         first = pl.program_id(0) * rows
 
         def seen(shape: tuple[int, ...], at: int) -> jax.Array:
-            """Which positions, along dim `at`, are below the lengths of the rows' heads."""
+            """Returns which positions, along dim `at`, are below the lengths of the rows' heads."""
             row, ends = jax.lax.broadcasted_iota(jnp.int32, shape, 0), jnp.zeros(shape, jnp.int32)
             for i in range(rows):
                 end = lengths[jnp.minimum(first + i, r - 1)]

@@ -17,18 +17,18 @@ DecoderLike = Any
 
 
 def given(value: Any, default: Any) -> Any:
-    """The value, or the default where it is null."""
+    """Returns the value, or the default where it is null."""
     return default if value is None else value
 
 
 def filled(raw: Raw, defaults: Raw) -> JsonObject:
-    """`raw`, with the defaults where it has nothing or null."""
+    """Returns `raw`, with the defaults where it has nothing or null."""
     return {**raw, **defaults, **{key: value for key, value in raw.items() if value is not None}}
 
 
 def size(raw: Raw, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-    """A whole number from `least` to `most`; where it is absent or null, the default if there is
-    one."""
+    """Reads a whole number from `least` to `most`; where it is absent or null, the default if there
+    is one."""
     value = raw[key] if default is None else given(raw.get(key), default)
     if type(value) is not int or not least <= value <= most:
         high = type(value) is int and value > most
@@ -38,8 +38,8 @@ def size(raw: Raw, key: str, default: int | None = None, least: int = 1, most: i
 
 
 def number(raw: Raw, key: str, default: float | None = None) -> float:
-    """A number above 0 that float32 holds; where it is absent or null, the default if there is
-    one."""
+    """Reads a number above 0 that float32 holds; where it is absent or null, the default if there
+    is one."""
     value = raw[key] if default is None else given(raw.get(key), default)
     if type(value) not in (int, float) or not 0 < value < 3e38:
         raise UserError(f"{key}={short(repr(value))} must be a number above 0")
@@ -47,7 +47,7 @@ def number(raw: Raw, key: str, default: float | None = None) -> float:
 
 
 def flag(raw: Raw, key: str, default: bool) -> bool:
-    """True or false; where it is absent or null, the default."""
+    """Reads true or false; where it is absent or null, the default."""
     value = given(raw.get(key), default)
     if type(value) is not bool:
         raise UserError(f"{key}={short(repr(value))} must be true or false")
@@ -55,7 +55,8 @@ def flag(raw: Raw, key: str, default: bool) -> bool:
 
 
 def stated_once(raw: Raw, *keys: str) -> Any:
-    """What one of several keys of one meaning says, or all of them alike; null where none does.
+    """Returns what one of several keys with the same meaning says, or all of them alike; null where
+    none does.
 
     Raises:
         UserError: two of them say different things.

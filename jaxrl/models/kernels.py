@@ -48,7 +48,8 @@ class Target:
 
     @property
     def width_multiple(self) -> int:
-        """What the widths of prompts and completions are rounded up to a multiple of."""
+        """Returns the number that the widths of prompts and completions are rounded up to a
+        multiple of."""
         return EVEN if self.platform == "cpu" else TILE
 
 
@@ -57,7 +58,7 @@ UNKNOWN_GPU = Target("gpu", OLDEST)
 
 
 def target_of(devices: Iterable[DeviceFacts]) -> Target:
-    """What all of `devices` can do."""
+    """Returns `Target` for what all of `devices` can do."""
     return min(map(_target, devices), key=lambda target: target.capability or (0, 0))
 
 
@@ -73,27 +74,28 @@ def _target(device: DeviceFacts) -> Target:
 
 
 def default_dtype(target: Target) -> Literal["float32", "bfloat16"]:
-    """What the matrix products of a device are fast in: bfloat16 needs the tensor cores of compute
-    capability 8.0, or the units of other accelerators."""
+    """Returns the dtype in which the matrix products of a device are fast: bfloat16 needs the
+    tensor cores of compute capability 8.0, or the units of other accelerators."""
     old = target.capability is not None and target.capability < OLDEST
     return "float32" if old or target.platform == "cpu" else "bfloat16"
 
 
 def kernel_of(target: Target, head_dim: int, dtype: str, joined: bool = False) -> Kernel | None:
-    """The kernel that attention runs in, which keeps no scores in memory; None where there is
-    none (`why_not_fused`)."""
+    """Returns the kernel that attention runs in, which keeps no scores in memory; None where there
+    is none (`why_not_fused`)."""
     if why_not_fused(target, head_dim, dtype, joined) is not None:
         return None
     return "splash" if target.platform == TPU else "cudnn"
 
 
 def fuses(target: Target, head_dim: int, dtype: str, joined: bool = False) -> bool:
-    """Whether attention runs in a kernel."""
+    """Returns whether attention runs in a kernel."""
     return kernel_of(target, head_dim, dtype, joined) is not None
 
 
 def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = False) -> str | None:
-    """Why attention is computed as matrix products and a softmax; None where a kernel is used.
+    """Explains why attention is computed as matrix products and a softmax; None where a kernel is
+    used.
 
     Args:
         dtype: of queries, keys and values.
@@ -120,16 +122,16 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
 
 
 def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
-    """The kernel that attention of a decode step runs in, which reads each slot's own keys; None
-    where there is none (`why_no_step_kernel`)."""
+    """Returns the kernel that attention of a decode step runs in, which reads each slot's own keys;
+    None where there is none (`why_no_step_kernel`)."""
     if why_no_step_kernel(target, head_dim, dtype) is not None:
         return None
     return "flash-decode" if target.platform == TPU else "split-k"
 
 
 def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
-    """Why a decode step reads the whole cache, up to the bucket of the longest sequence; None where
-    a kernel is used.
+    """Explains why a decode step reads the whole cache, up to the bucket of the longest sequence;
+    None where a kernel is used.
 
     Args:
         dtype: of the cache.

@@ -51,17 +51,18 @@ class LayerKind:
 
     @property
     def keeps(self) -> bool:
-        """Whether it has keys and values of its own."""
+        """Returns whether the layer has keys and values of its own."""
         return not self.recurs and not self.borrows
 
     @property
     def shape(self) -> LayerKind:
-        """Of all kinds whose layers have parameters of the same names and shapes one."""
+        """Returns one kind for all kinds whose layers have parameters of the same names and
+        shapes."""
         return replace(self, window=None, rope_theta=None, rotates=True)
 
     @property
     def lender(self) -> LayerKind:
-        """The kind of the layers whose keys and values it reads where it borrows."""
+        """Returns the kind of the layers whose keys and values this one reads where it borrows."""
         return replace(self, borrows=False, d_ff=None)
 
 
@@ -84,7 +85,7 @@ def read_windows(
     rope_theta: float | None = None,
     full: LayerKind | None = None,
 ) -> tuple[LayerKind, ...]:
-    """Kinds of the layers of a `config.json` of which some attend to a window.
+    """Reads the kinds of the layers of a `config.json` in which some attend to a window.
 
     Args:
         window: of those layers; None: there are none.
@@ -107,8 +108,8 @@ def read_windows(
 
 
 def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
-    """The kind of layers that all have the `sliding_window` of a `config.json`; null is none, and
-    so is one that no sequence is longer than."""
+    """Reads the kind of layers that all have the `sliding_window` of a `config.json`; null means
+    none, and so does one that no sequence is longer than."""
     if raw.get("sliding_window", default) is None:
         return (LayerKind(),)
     window, positions = size(raw, "sliding_window", default), raw.get("max_position_embeddings")
@@ -116,7 +117,7 @@ def read_window(raw: Raw, default: int | None = None) -> tuple[LayerKind, ...]:
 
 
 def written_windows(config: DecoderLike) -> JsonObject:
-    """`sliding_window` and `layer_types` of a `config.json`."""
+    """Returns `sliding_window` and `layer_types` of a `config.json`."""
     windows = [kind.window for kind in config.kinds] * (config.n_layers // len(config.kinds))
     return {
         "sliding_window": next((window for window in windows if window is not None), None),
@@ -125,9 +126,9 @@ def written_windows(config: DecoderLike) -> JsonObject:
 
 
 def read_ropes(raw: Raw, local: str) -> JsonObject:
-    """A `config.json` whose `rope_parameters` may be those of each kind of layers: those of layers
-    without a window are where all families have theirs, and the base frequency of the others is at
-    the key `local`."""
+    """Reads a `config.json` whose `rope_parameters` may be those of each kind of layers: those of
+    layers without a window are put where all families have theirs, and the base frequency of the
+    others at the key `local`."""
     params = raw.get("rope_parameters")
     if not isinstance(params, dict) or not {FULL, SLIDING} & params.keys():
         return dict(raw)
@@ -144,7 +145,7 @@ def read_ropes(raw: Raw, local: str) -> JsonObject:
 
 
 def written_ropes(config: DecoderLike) -> JsonObject:
-    """`rope_parameters` of each kind of layers of a `DecoderConfig`."""
+    """Returns `rope_parameters` of each kind of layers of a `DecoderConfig`."""
     scaling = {} if config.rope_scaling is None else config.rope_scaling.written()
     local = next((x.rope_theta for x in config.kinds if x.rope_theta), config.rope_theta)
     default = {"rope_type": "default"}
@@ -156,13 +157,14 @@ class ByLayer(Generic[T]):
     """What layers have, made once for all that have the same."""
 
     def __init__(self, keys: Sequence[Hashable], make: Callable[..., T]):
-        """Of layer i it is `make(keys[i])`; one key is that of all layers."""
+        """Makes `make(keys[i])` for layer i; a single key is that of all layers."""
         distinct = tuple(dict.fromkeys(keys))
         self.values = tuple(make(key) for key in distinct)
         self._which = tuple(distinct.index(key) for key in keys)
 
     def choose(self, number: int | jax.Array, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
-        """Of the layer of that number; of an array, `among` chooses by an index [] int32."""
+        """Returns the value for the layer of that number; if the number is an array, `among`
+        chooses by an index [] int32."""
         if len(self.values) == 1:
             return self.values[0]
         if isinstance(number, int):
@@ -173,10 +175,10 @@ class ByLayer(Generic[T]):
 def switched(
     index: jax.Array, functions: tuple[Callable[..., jax.Array], ...]
 ) -> Callable[..., jax.Array]:
-    """The function of that index."""
+    """Returns the function with that index."""
     return lambda *given: jax.lax.switch(index, functions, *given)
 
 
 def selected(index: jax.Array, trees: tuple[T, ...]) -> T:
-    """The tree of that index, of trees with arrays of the same shapes."""
+    """Selects the tree with that index, among trees with arrays of the same shapes."""
     return jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)

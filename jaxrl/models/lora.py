@@ -47,7 +47,8 @@ class Lora:
         return self.alpha / self.rank
 
     def first(self, key: jax.Array, n_in: int, *count: int) -> jax.Array:
-        """A [n_in, r] before training, or [count, n_in, r] of so many experts."""
+        """Initialises A [n_in, r] before training, or [count, n_in, r] for the given number of
+        experts."""
         shape = (*count, n_in, self.rank)
         if self.init == "gaussian":
             return jax.random.normal(key, shape) / self.rank
@@ -56,8 +57,8 @@ class Lora:
 
 
 def frozen_and_trained(params: Tree) -> tuple[Tree, Tree]:
-    """(what is frozen, what is trained) of a parameter tree in either layout: the adapters where
-    there are any, else everything. Entries that are empty are left out."""
+    """Splits a parameter tree in either layout into (what is frozen, what is trained): the adapters
+    are trained where there are any, else everything. Entries that are empty are left out."""
     trained = _only(params, lambda name: name in NAMES)
     if not trained:
         return {}, params
@@ -65,7 +66,7 @@ def frozen_and_trained(params: Tree) -> tuple[Tree, Tree]:
 
 
 def join(base: Tree, trained: Tree) -> Tree:
-    """The whole tree of the parts that `frozen_and_trained` made; no array is copied."""
+    """Joins the parts that `frozen_and_trained` made into the whole tree; no array is copied."""
     if not base:
         return trained
     if isinstance(base, list | tuple):
@@ -75,14 +76,15 @@ def join(base: Tree, trained: Tree) -> Tree:
 
 
 def merged(params: Tree, scale: float) -> Tree:
-    """A tree without adapters and without quantised kernels that computes the same: each
-    W + scale A B, summed in float32 and in the dtype of W or, where it is quantised, of the norms.
-    """
+    """Merges a tree into one without adapters and without quantised kernels that computes the same:
+    each W + scale A B, summed in float32 and in the dtype of W or, where it is quantised, of the
+    norms."""
     return _merged(params, scale, params["norm"]["scale"].dtype)
 
 
 def with_a(group: Tree, name: str) -> Tree:
-    """A projection of a group (attention, MLP) with the A that it reads of another one."""
+    """Returns a projection of a group (attention, MLP) with the A that it reads from another
+    one."""
     own = group[name]
     if not isinstance(own, dict) or "lora_b" not in own or "lora_a" in own:
         return own
@@ -110,7 +112,7 @@ def _merged(params: Tree, scale: float, dtype: jnp.dtype) -> Tree:
 
 
 def _only(tree: Tree, wanted: Callable[[str], bool]) -> Tree:
-    """The leaves whose own name is wanted; their places stay what they are."""
+    """Keeps the leaves whose own name is wanted; their places stay what they are."""
     if isinstance(tree, list | tuple):
         kept = [_only(one, wanted) for one in tree]
         return type(tree)(kept) if any(kept) else {}

@@ -36,7 +36,7 @@ doubling, so that at most a fifth of a longer stream is padding."""
 
 @jax.custom_vjp
 def move(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
-    """[X, b, ...] of x [X, a, ...]: entry i is x[:, index[:, i]], or 0 where the index is a.
+    """Moves x [X, a, ...] to [X, b, ...]: entry i is x[:, index[:, i]], or 0 where the index is a.
 
     Its gradient is moved by `back`, where every entry comes from one place: nothing is added up.
 
@@ -51,7 +51,8 @@ def move(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
 
 
 def _entries(x: Array, index: Array) -> Array:
-    """`take_along_axis` on axis 1 for indices that are in bounds: a fifth of the operations."""
+    """Does `take_along_axis` on axis 1 for indices that are in bounds, with a fifth of the
+    operations."""
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
@@ -86,33 +87,34 @@ class PackedRows:
 
     @property
     def size(self) -> int:
-        """n."""
+        """Returns n."""
         return int(self.source.shape[1])
 
     @property
     def mask(self) -> Array:
-        """[X * S, T] bool: True at real tokens."""
+        """Returns [X * S, T] bool: True at real tokens."""
         return jnp.arange(self.width)[None] < self.lengths.reshape(-1, 1)
 
     def unpack(self, x: Array) -> Array:
-        """The rows [X * S, T, ...] of a stream [X, n, ...], with zeros at the padding."""
+        """Unpacks the rows [X * S, T, ...] of a stream [X, n, ...], with zeros at the padding."""
         rows = move(x, self.place, self.source)
         return rows.reshape(-1, self.width, *x.shape[2:])
 
     def pack(self, x: Array) -> Array:
-        """The stream [X, n, ...] of rows [X * S, T, ...], with zeros where it is of other rows."""
+        """Packs rows [X * S, T, ...] into the stream [X, n, ...], with zeros where it belongs to
+        other rows."""
         flat = x.reshape(len(self.lengths), -1, *x.shape[2:])
         return move(flat, self.source, self.place)
 
     @property
     def at(self) -> tuple[Array, Array, Array]:
-        """Of each place of the stream [X, n]: its row, its index there, and whether there is one
-        (else both mean nothing)."""
+        """Returns for each place of the stream [X, n] its row, its index there, and whether there
+        is one (else both mean nothing)."""
         return _row_at(self.starts, self.lengths, self.size)
 
 
 def _packed_rows(starts: Array, lengths: Array, width: int, size: int) -> PackedRows:
-    """Rows [X, S] of these lengths that begin at `starts` in streams of `size` tokens."""
+    """Makes rows [X, S] of these lengths that begin at `starts` in streams of `size` tokens."""
     index = jnp.arange(width)[None, None]
     place = jnp.where(index < lengths[..., None], starts[..., None] + index, size)
     row, at, real = _row_at(starts, lengths, size)
@@ -150,14 +152,14 @@ class Packing:
 
     @property
     def real(self) -> Array:
-        """[X, n] bool: True at tokens."""
+        """Returns [X, n] bool: True at tokens."""
         each = [rows.at[2] for rows in self.rows]
         return each[0] if len(each) == 1 else each[0] | each[1]
 
     @property
     def copies(self) -> Array:
-        """[X, n] float32: of how many sequences that train each token is, 0 at padding: the same
-        for a batch whether or not its prompts are shared."""
+        """Returns for each token, [X, n] float32, how many sequences that train it belongs to, 0 at
+        padding: the same for a batch whether or not its prompts are shared."""
         sequences = self.trained.astype(jnp.float32)
         prompts = sequences.reshape(len(sequences), -1, self.group).sum(-1)
         counts = (sequences,) if len(self.rows) == 1 else (prompts, sequences)
@@ -169,20 +171,21 @@ class Packing:
 
     @property
     def group(self) -> int:
-        """Completions of a prompt in the stream."""
+        """Returns the number of completions of a prompt in the stream."""
         return self.completions.lengths.shape[1] // self.rows[0].lengths.shape[1]
 
     def pack(self, x: Array) -> Array:
-        """[X, m, ...] of x [B, C, ...], which is aligned with the completions."""
+        """Packs x [B, C, ...], which is aligned with the completions, into [X, m, ...]."""
         return self.completions.pack(x)
 
     def unpack(self, x: Array) -> Array:
-        """[B, C, ...] of x [X, m, ...], with zeros at the padding."""
+        """Unpacks x [X, m, ...] into [B, C, ...], with zeros at the padding."""
         return self.completions.unpack(x)
 
     def predicting(self, hidden: Array, mesh: Mesh | None = None) -> Array:
-        """[X, m, D]: the hidden states [X, n, D] that predict the tokens of the completions; NaN
-        where a stream is too short for its tokens. Both lie over the axes of streams."""
+        """Selects from the hidden states [X, n, D] those that predict the tokens of the
+        completions, [X, m, D]; NaN where a stream is too short for its tokens. Both lie over the
+        axes of streams."""
         hidden = _laid_out(hidden, mesh, None)  # gathered over `context`: once, not in each layer
         own, completions = self.rows[-1], self.completions
         shared = len(self.rows) > 1
@@ -201,15 +204,15 @@ class Packing:
 
     @property
     def _fits(self) -> Array:
-        """[X] bool: whether the streams have room for all tokens. If not, some are lost, which no
-        loss may be computed from."""
+        """Returns whether the streams have room for all tokens, [X] bool. If not, some are lost,
+        and no loss may be computed from them."""
         used = [(rows.starts + rows.lengths).max(-1) for rows in (*self.rows, self.completions)]
         sizes = [rows.size for rows in (*self.rows, self.completions)]
         return jnp.stack([n <= size for n, size in zip(used, sizes, strict=True)]).all(0)
 
     def _first(self, hidden: Array) -> Array:
-        """[X, m, D]: zero but at the first token of each completion, which the end of its prompt
-        predicts."""
+        """Returns [X, m, D]: zero but at the first token of each completion, which the end of its
+        prompt predicts."""
         prompts = self.rows[0]
         ends = prompts.starts + prompts.lengths - 1
         ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
@@ -225,7 +228,7 @@ class Packing:
 
 
 def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
-    """The streams of some sequences, each device's of its own rows.
+    """Packs the given sequences into streams, each device's from its own rows.
 
     Args:
         sequences: `room` must hold what every device has (`room_of`); None holds everything.
@@ -267,7 +270,8 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
 def by_heads(
     run: Callable[..., Array], mesh: Mesh | None, heads: Callable[[Array], int]
 ) -> Callable[..., Array]:
-    """`run` of streams [X, n, heads, ...], with whole streams of some heads on each device.
+    """Returns `run` for streams [X, n, heads, ...], with whole streams of some heads on each
+    device.
 
     Where the axis `context` divides a stream, an all-to-all brings the first argument of `run`, a
     tree of streams, there, and another one the result back (DeepSpeed Ulysses, arXiv:2309.14509).
@@ -294,7 +298,7 @@ def by_heads(
 
 
 def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:
-    """A stream x [X, n, D], with its tokens over an axis."""
+    """Lays out a stream x [X, n, D], with its tokens over an axis."""
     if mesh is None or mesh.shape[TOKENS] == 1:
         return x
     spec = PartitionSpec(ROWS, tokens, None)
@@ -308,16 +312,16 @@ def _starts(lengths: Array) -> Array:
 def _stream(
     rows: PackedRows, tokens: Array, mask: Array, offset: Array | None = None
 ) -> tuple[Array, Array]:
-    """The stream [X, n] of tokens [X, S, T], which may be padded on both sides, and positions that
-    begin at `offset` [X, S]; zeros where the stream is of other rows."""
+    """Returns the stream [X, n] of tokens [X, S, T], which may be padded on both sides, and
+    positions that begin at `offset` [X, S]; zeros where the stream belongs to other rows."""
     row, index, real = rows.at
     positions = index if offset is None else index + _entries(offset, row)
     return _in_stream(rows, tokens, mask), jnp.where(real, positions, 0)
 
 
 def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:
-    """The stream [X, n, ...] of integers x [X, S, T, ...] of tokens that may be padded on both
-    sides; zeros where the stream is of other rows."""
+    """Returns the stream [X, n, ...] of integers x [X, S, T, ...] of tokens that may be padded on
+    both sides; zeros where the stream belongs to other rows."""
     row, index, real = rows.at
     first = _entries(jnp.argmax(mask, -1), row)
     at = jnp.where(real, row * x.shape[2] + first + index, 0)
@@ -337,7 +341,7 @@ class RowDevices:
 
 
 def row_devices(mesh: Mesh) -> RowDevices:
-    """Those of a mesh."""
+    """Returns `RowDevices` of a mesh."""
     multiple = target_of(mesh.devices.flat).width_multiple
     return RowDevices(row_shards(mesh.shape), math.lcm(multiple, mesh.shape[TOKENS]))
 
@@ -345,8 +349,8 @@ def row_devices(mesh: Mesh) -> RowDevices:
 def held_tokens(
     sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Real tokens of each device in each of n micro-batches, [n, devices]: all that it computes,
-    and those of completions. A shared prompt counts once.
+    """Counts the real tokens of each device in each of n micro-batches, [n, devices]: all that it
+    computes, and those of completions. A shared prompt counts once.
 
     Args:
         sequences: numpy arrays, with their `group`.
@@ -367,8 +371,8 @@ def held_tokens(
 def room_of(
     sequences: Sequences, devices: RowDevices, rows: np.ndarray | None = None
 ) -> tuple[int, int]:
-    """`Sequences.room` of micro-batches: what the fullest device has, rounded up to one of few
-    sizes. Arguments as of `held_tokens`."""
+    """Returns `Sequences.room` for micro-batches: what the fullest device has, rounded up to one of
+    few sizes. Arguments as in `held_tokens`."""
     c = np.asarray(sequences.loss_mask).shape[1]
     each = (len(sequences.mask) if rows is None else rows.shape[1]) // devices.count
     most = each // sequences.group * (np.asarray(sequences.mask).shape[1] - c) + each * c, each * c

@@ -33,7 +33,8 @@ Layout = Literal["stacked", "unstacked"]
 def init_params(
     config: DecoderConfig, key: Array, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
-    """Random parameters: kernels normal / sqrt(fan-in), embeddings normal * 0.02, norms one."""
+    """Initialises random parameters: kernels normal / sqrt(fan-in), embeddings normal * 0.02, norms
+    one."""
     return _init_params(config, key, jnp.dtype(dtype), layout)
 
 
@@ -57,7 +58,7 @@ def _init_params(config: DecoderConfig, key: jax.Array, dtype: jnp.dtype, layout
 
 
 def _init_layer(config: DecoderConfig, key: jax.Array) -> Params:
-    """The layer of a model with one, with its adapters and quantised kernels."""
+    """Makes the layer of a model with one, with its adapters and quantised kernels."""
     keys = (jax.random.fold_in(key, i) for i in count())
     found: dict[str, jax.Array] = {}
     for path, parameter in config.parameters.items():
@@ -84,7 +85,7 @@ def _first(parameter: Parameter, key: Callable[[], jax.Array]) -> jax.Array:
 
 
 def _nested(flat: dict[str, jax.Array]) -> Params:
-    """Nested by the parts of paths, whose order is that of JAX: sorted."""
+    """Nests values by the parts of their paths, whose order is that of JAX: sorted."""
     found: Params = {}
     for path, leaf in flat.items():
         *groups, name = path.split("/")
@@ -98,7 +99,7 @@ def _nested(flat: dict[str, jax.Array]) -> Params:
 def abstract_params(
     config: DecoderConfig, dtype: DTypeLike = jnp.float32, layout: Layout = "stacked"
 ) -> Params:
-    """The tree of `jax.ShapeDtypeStruct` that `init_params` would fill.
+    """Returns the tree of `jax.ShapeDtypeStruct` that `init_params` would fill.
 
     Starts no backend: it is asked for before the mesh says how many devices to emulate.
     """
@@ -109,7 +110,7 @@ def abstract_params(
 
 @lru_cache
 def _abstract(config: DecoderConfig, dtype: jnp.dtype, layout: Layout) -> Params:
-    """Traced once: a run asks for the same tree about twenty times."""
+    """Traces `init_params`, once: a run asks for the same tree about twenty times."""
     return jax.eval_shape(
         lambda: init_params(config, jax.random.key(0), dtype=dtype, layout=layout)
     )
@@ -120,7 +121,8 @@ def layout_of(params: Params) -> Layout:
 
 
 def unstack(params: Params) -> Params:
-    """Stacked to unstacked layout; entries other than the layers may be missing."""
+    """Converts the stacked to the unstacked layout; entries other than the layers may be
+    missing."""
     blocks = blocks_of(params)
     n = jax.tree.leaves(blocks)[0].shape[0]
     of = [jax.tree.map(lambda x, i=i: x[i], block) for i in range(n) for block in blocks]
@@ -128,7 +130,7 @@ def unstack(params: Params) -> Params:
 
 
 def stack(params: Params, cycle: int = 1) -> Params:
-    """Unstacked to stacked layout.
+    """Converts the unstacked to the stacked layout.
 
     Args:
         cycle: as of the config.
@@ -139,22 +141,22 @@ def stack(params: Params, cycle: int = 1) -> Params:
 
 
 def blocks_of(params: Params) -> tuple[Params, ...]:
-    """The blocks of stacked parameters."""
+    """Returns the blocks of stacked parameters."""
     layers = params["layers"]
     return layers if isinstance(layers, tuple) else (layers,)
 
 
 def at_blocks(config: DecoderConfig, params: Params, each: Array) -> list[Array]:
-    """Of an array [L, ...] the part of each block of `params`: of stacked ones [L / cycle, ...], of
-    the others [...]. Of None, None."""
+    """Splits an array [L, ...] into the part of each block of `params`: [L / cycle, ...] for
+    stacked ones, [...] for the others. None gives None for each."""
     if layout_of(params) == "unstacked":
         return [None] * config.n_layers if each is None else list(each)
     return [None if each is None else each[i :: config.cycle] for i in range(config.cycle)]
 
 
 def head(params: Params) -> Float[Array, "V D"]:
-    """The LM head [V, D], the embedding when tied; logits are `hidden @ head.T`, but for the
-    config's `final_softcap`."""
+    """Returns the LM head [V, D], the embedding when tied; logits are `hidden @ head.T`, but for
+    the config's `final_softcap`."""
     return params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
 
 

@@ -64,7 +64,7 @@ def packed(kind: Quantisation) -> int:
 def quantise(
     kind: Quantisation, kernel: Float[Array, "*L I O"], block: int
 ) -> tuple[Int[Array, "*L P O"], Float[Array, "*L S O"]]:
-    """(codes, scales) of kernels, or of parts of them that hold whole blocks."""
+    """Quantises kernels, or parts of them that hold whole blocks, to (codes, scales)."""
     *layers, n_in, n_out = kernel.shape
     x = kernel.astype(jnp.float32).reshape(*layers, n_in // block, block, n_out)
     largest = jnp.max(jnp.abs(x), -2, keepdims=True)
@@ -82,7 +82,7 @@ def quantise(
 def dequantise(
     codes: Int[Array, "*L P O"], scale: Num[Array, "*L S O"], dtype: DTypeLike
 ) -> Float[Array, "*L I O"]:
-    """The kernels that they stand for: computed in float32, in `dtype`."""
+    """Computes the kernels that codes and scales stand for: in float32, returned in `dtype`."""
     *layers, n_blocks, n_out = scale.shape
     codes = codes.reshape(*layers, n_blocks, -1, n_out)
     if codes.dtype == jnp.int8:
@@ -94,7 +94,7 @@ def dequantise(
 
 
 def _levels(codes: Array) -> Array:
-    """`NF4` of each code, by choices between two: a table's look-up is slow on TPUs."""
+    """Returns `NF4` of each code, by choices between two: a table look-up is slow on TPUs."""
     # In terms of the codes: the gradient of a scan would keep arrays of constants from outside it.
     zeros = (codes & 0).astype(jnp.float32)
     found = [zeros + level for level in NF4]
@@ -107,8 +107,8 @@ def _levels(codes: Array) -> Array:
 
 @jax.custom_vjp
 def product(x: Float[Array, "n I"], codes: Int[Array, "P O"], scale: Num[Array, "S O"]) -> Array:
-    """x @ the dequantised kernel, in the dtype of x. Its backward pass dequantises again, and so
-    keeps nothing but the codes; they have no gradient."""
+    """Computes x @ the dequantised kernel, in the dtype of x. Its backward pass dequantises again,
+    and so keeps nothing but the codes; they have no gradient."""
     # That depends on x: else XLA dequantises all kernels before a loop that reads them each time.
     x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
     return x @ dequantise(codes, scale, x.dtype)

@@ -32,11 +32,12 @@ class RopeScaling:
     rope_type: ClassVar[str]
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
-        """The frequencies [R / 2] in place of `freq`, those of the base frequency `theta`."""
+        """Returns the frequencies [R / 2] in place of `freq`, those of the base frequency
+        `theta`."""
         raise NotImplementedError
 
     def written(self) -> JsonObject:
-        """All fields, as a `config.json` has them."""
+        """Returns all fields, as a `config.json` has them."""
         fields = {KEYS.get(name, name): value for name, value in vars(self).items()}
         lists = {key: list(x) if isinstance(x, tuple) else x for key, x in fields.items()}
         return {"rope_type": self.rope_type, **lists}
@@ -62,7 +63,7 @@ class Llama3Rope(RopeScaling):
         )
 
     def scaled(self, freq: Array, theta: float, length: Length) -> Array:
-        """Of a jax or a numpy array."""
+        """Scales the frequencies of a jax or a numpy array."""
         wavelength = 2 * math.pi / freq
         turns = self.original_max_positions / wavelength
         span = self.high_freq_factor - self.low_freq_factor
@@ -145,11 +146,11 @@ class YarnRope(RopeScaling):
         )
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
-        """Section 3.2."""
+        """Scales the frequencies as in section 3.2."""
         dims = 2 * len(freq)
 
         def dim_of(turns: float) -> float:
-            """The dim that turns so often in the original context."""
+            """Returns the dim that turns the given number of times in the original context."""
             whole = self.original_max_positions / (turns * 2 * math.pi)
             return dims * math.log(whole) / (2 * math.log(theta))
 
@@ -231,7 +232,8 @@ KINDS: dict[str, Callable[[JsonObject], RopeScaling | None]] = {
 
 
 def frequencies(config: DecoderLike, length: Length) -> jax.Array:
-    """[R / 2] float32 angles per position, of R rotated dims (Su et al. 2021, arXiv 2104.09864).
+    """Computes float32 angles per position, [R / 2], for R rotated dims (Su et al. 2021, arXiv
+    2104.09864).
 
     Args:
         config: a `DecoderConfig`.
@@ -279,7 +281,7 @@ def check_ropes(raw: Raw, full: str, sliding: str, local: str) -> None:
 
 
 def _one_spelling(params: Raw) -> JsonObject:
-    """The constants of a scaling, its type at one key."""
+    """Returns the constants of a scaling, with its type at one key."""
     kinds = {key: params.get(key) for key in ("rope_type", "type")}
     kinds = {key: "longrope" if kind == "su" else kind for key, kind in kinds.items()}
     apart = ("type", "rope_theta", "partial_rotary_factor")
@@ -295,7 +297,8 @@ def _object(raw: Raw, key: str) -> JsonObject:
 
 
 def read_rope(raw: Raw, default_theta: float = 10000.0) -> tuple[float, RopeScaling | None]:
-    """Base frequency and scaling, from `rope_parameters` (transformers 5) or the older fields.
+    """Reads the base frequency and scaling, from `rope_parameters` (transformers 5) or the older
+    fields.
 
     Args:
         default_theta: the base frequency where none of them has one.
@@ -318,7 +321,7 @@ def read_rope(raw: Raw, default_theta: float = 10000.0) -> tuple[float, RopeScal
 
 
 def positions_of(scaling: RopeScaling | None, stated: int) -> int:
-    """How many positions a model has whose `config.json` states so many.
+    """Returns how many positions a model has whose `config.json` states `stated`.
 
     Those that YaRN and dynamic NTK were given to extend it often are not stated there.
     """
@@ -328,7 +331,7 @@ def positions_of(scaling: RopeScaling | None, stated: int) -> int:
 
 
 def written_rope(theta: float, scaling: RopeScaling | None, positions: int) -> JsonObject:
-    """The fields of a `config.json` that `read_rope` and `positions_of` read."""
+    """Returns the fields of a `config.json` that `read_rope` and `positions_of` read."""
     described = {"rope_type": "default"} if scaling is None else scaling.written()
     fields = {
         "rope_theta": theta,
@@ -344,7 +347,8 @@ def written_rope(theta: float, scaling: RopeScaling | None, positions: int) -> J
 
 
 def longrope_attention(factor: float, original_max_positions: int) -> float:
-    """`LongRope.attention_factor` where it is not stated, of a context `factor` times as long."""
+    """Returns `LongRope.attention_factor` where it is not stated, for a context `factor` times as
+    long."""
     if factor <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))

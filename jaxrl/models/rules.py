@@ -32,7 +32,7 @@ AXES: dict[str, tuple[AxisName, ...]] = {
 def param_specs(
     config: DecoderConfig, axis_sizes: Mapping[str, int], layout: Layout = "stacked"
 ) -> Tree:
-    """A `PartitionSpec` for each parameter.
+    """Returns a `PartitionSpec` for each parameter.
 
     A dim that its mesh axes do not divide is kept whole, nor is a block of a quantised kernel
     divided; heads are split between heads only, so
@@ -69,7 +69,7 @@ def param_specs(
 
 
 def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Params:
-    """`param_specs` on `mesh`."""
+    """Returns `param_specs` on `mesh`."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         param_specs(config, mesh.shape, layout),
@@ -78,8 +78,8 @@ def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked
 
 
 def head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Of an LM head [V, D] by itself: its rows and its width over the axes of `AXES`, where these
-    divide them."""
+    """Returns the sharding of an LM head [V, D] by itself: its rows and its width over the axes of
+    `AXES`, where these divide them."""
     vocab, width = (
         divided(size, AXES[axis], mesh.shape)
         for size, axis in zip(shape, ("vocab", "embed"), strict=True)

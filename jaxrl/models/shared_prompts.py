@@ -97,7 +97,7 @@ def _attend(
     *pages: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`shared_attender` on one device."""
+    """Runs `shared_attender` on one device."""
     own, (rows, n) = by_kv_head(q, k.shape[1]), slots.shape
     _, kv, group, h = own.shape
     asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
@@ -130,7 +130,7 @@ def _attend(
         ours = of_slots(ours, Pages(*pages).table)
 
     def at_slots(x: jax.Array) -> jax.Array:
-        """[B,KV,M,...] of [R,KV,n*M,...]."""
+        """Rearranges [R,KV,n*M,...] into [B,KV,M,...]."""
         x = x.reshape(rows, kv, n, group, *x.shape[3:])
         return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
 

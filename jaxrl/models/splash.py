@@ -24,8 +24,8 @@ def attend(
     sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Softmax attention of q [B,T,N,H] over k, v [B,S,KV,H]; meaningless, but finite, where
-    `queries` is False.
+    """Computes softmax attention of q [B,T,N,H] over k, v [B,S,KV,H]; meaningless, but finite,
+    where `queries` is False.
 
     Args:
         queries: [B,T] bool, True at real tokens.
@@ -60,12 +60,12 @@ def attend(
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """x [B,T,...] with a multiple of `LANES` positions."""
+    """Pads x [B,T,...] to a multiple of `LANES` positions."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _blocks(queries: int, keys: int) -> Keywords:
-    """Tiles of the forward pass and of the backward pass's two kernels."""
+    """Returns the tiles of the forward pass and of the backward pass's two kernels."""
     q, kv = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
     passes = ("", "_dkv", "_dq")
     return {f"block_q{name}": q for name in passes} | {f"block_kv{name}": kv for name in passes}

@@ -34,7 +34,8 @@ MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
 @cache
 def exists() -> bool:
-    """Whether this jax has the kernel: pallas on Triton is to be removed from it one day."""
+    """Returns whether this jax has the kernel: pallas on Triton is to be removed from it one
+    day."""
     try:
         return find_spec(MODULE) is not None
     except ImportError:  # nor the package that it was in
@@ -42,7 +43,8 @@ def exists() -> bool:
 
 
 def parts_of(positions: int) -> int:
-    """How many blocks share the keys of a slot, in a cache of so many positions."""
+    """Returns how many blocks share the keys of a slot, in a cache of the given number of
+    positions."""
     tiles = positions // KEYS
     return max(n for n in range(1, MOST_PARTS + 1) if tiles % n == 0)
 
@@ -56,8 +58,8 @@ def attend(
     window: int | None = None,
     interpret: bool = False,
 ) -> Term:
-    """The term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k, v
-    [R,KV,S,H].
+    """Computes the term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k,
+    v [R,KV,S,H].
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.

@@ -62,7 +62,8 @@ def kernels_of(
     dtype: DTypeLike | None = None,
     joined: bool = False,
 ) -> dict[int, Kernel | None]:
-    """What attention of each head dim runs in, in `dtype`, that of the parameters where None."""
+    """Returns what attention of each head dim runs in, in `dtype`, or that of the parameters where
+    None."""
     dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
     return {dim: kernel_on(mesh, dim, dtype, joined) for dim in config.head_dims}
 
@@ -75,8 +76,8 @@ def through(
     *more: Tree,
     in_turn: bool = False,
 ) -> tuple[X, list[Tree]]:
-    """x through all layers, and what they leave: one entry for each layer or, of stacked
-    parameters, for each block, stacked.
+    """Runs x through all layers; returns it, and what they leave: one entry for each layer or, with
+    stacked parameters, for each block, stacked.
 
     Args:
         body: (x, layer, (parameters, ...)) -> (x, what it leaves); with `in_turn` also (x, layers,
@@ -123,7 +124,7 @@ def through(
 
 
 def at_places(config: DecoderConfig) -> list[Layer]:
-    """The layers at each place of a cycle, as a scan has them."""
+    """Returns the layers at each place of a cycle, as a scan has them."""
     cycle, found = config.cycle, []
     numbers = jnp.arange(config.n_layers)
     for i in range(cycle):
@@ -135,7 +136,7 @@ def at_places(config: DecoderConfig) -> list[Layer]:
 
 
 def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:
-    """`attend` of a layer that borrows its keys and values from `held`, where each of
+    """Returns `attend` for a layer that borrows its keys and values from `held`, where each of
     `DecoderConfig.lenders` keeps its own."""
 
     def run(q: Array, k: Array, v: Array, *sinks: Array) -> Array:

@@ -87,25 +87,25 @@ class Plan:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Every role of the run, those without devices too."""
+        """Returns every role of the run, those without devices too."""
         placed = self.placement.roles.items()
         return tuple(r for r, where in placed if r in self.axes or not where.devices)
 
     @property
     def fits(self) -> bool:
-        """True where no device is known to be too small."""
+        """Returns True where no device is known to be too small."""
         return all(pool.fits for pool in self.pools)
 
     @property
     def misfit(self) -> tuple[str, ...]:
-        """The verdict and what to change, where a device is known to be too small."""
+        """Returns the verdict and what to change, where a device is known to be too small."""
         if self.fits:
             return ()
         return (*self.verdict[:1], *(self.advice[:3] or ("see the table above",)))
 
     @property
     def hopeless(self) -> bool:
-        """True where it would not fit even if the figures were `SLACK` times too high."""
+        """Returns True where it would not fit even if the figures were `SLACK` times too high."""
         sizes = [pool.bytes for pool in self.pools]
         if self.inputs.hosts:
             return any(host.needed(sizes) > SLACK * host.limit for host in self.inputs.hosts)
@@ -114,14 +114,13 @@ class Plan:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
-        device's own statistics would say.
-        """
+        """Maps each role to the peak bytes of the fullest device that it is on, all roles there
+        counted: what a device's own statistics would say."""
         accounted = self.accounts
         return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
     def text(self) -> str:
-        """Table, notes, verdict and advice, for the console and for `plan.txt`."""
+        """Returns the table, notes, verdict and advice, for the console and for `plan.txt`."""
         table = plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
         lines = (*self.notes, *self.verdict, *self.advice, *self.refusals)
         return "\n".join((*table_lines(table), *lines)) + "\n"
@@ -171,7 +170,7 @@ def make_plan(
 
 
 def services(config: Config) -> dict[str, str]:
-    """Roles of the run that take no devices -> why."""
+    """Maps each role of the run that takes no devices to the reason."""
     found = {}
     if config.served:
         places = ", ".join(str(one.address) for one in config.served.values())
@@ -184,7 +183,7 @@ def services(config: Config) -> dict[str, str]:
 
 
 def without_weights(config: Config) -> list[str]:
-    """The keys of models that are folders with a `config.json` and no weights."""
+    """Returns the keys of models that are folders with a `config.json` and no weights."""
     models = {f"{role}.model": getattr(config, role).model for role in HAVE_MODELS}
     models |= {config.teacher_key(name): model for name, model in config.teacher_models.items()}
     return [key for key, name in models.items() if name and _only_described(name)]
@@ -198,7 +197,7 @@ def _only_described(name: str) -> bool:
 
 
 def model_config(name: str) -> DecoderConfig:
-    """The config of a model, held against its files; of a folder without weights, what its
+    """Returns the config of a model, held against its files; of a folder without weights, what its
     `config.json` says."""
     if _only_described(name):
         return hf.read_config(user_path(name))
@@ -216,7 +215,7 @@ def build(
     frozen: Keywords | None = None,
     mapped: int = 0,
 ) -> Plan:
-    """The plan of a placement on the devices `seen`; where none are, on GPUs elsewhere.
+    """Plans a placement on the devices `seen`; where there are none, on GPUs elsewhere.
 
     Args:
         mapped: bytes of the files that stay mapped on each host.
@@ -279,7 +278,8 @@ def build(
 
 
 def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:
-    """Bytes of the smallest device of each pool; None where one of them does not know its own."""
+    """Returns the bytes of the smallest device of each pool; None where one of them does not know
+    its own."""
     if limit_gb is not None:
         return (round(limit_gb * GB),) * len(placement.pools)
     limits = [bytes_limit(device) for device in seen.devices]
@@ -291,8 +291,8 @@ def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tupl
 
 
 def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory, ...]:
-    """The hosts of emulated devices whose free memory is known; each process counts, and what is
-    left mapped of each GGUF file."""
+    """Returns the hosts of emulated devices whose free memory is known; each process counts, and
+    what is left mapped of each GGUF file."""
     mine: dict[str, list[tuple[int, DeviceFacts]]] = {}
     for number, device in enumerate(seen.devices):
         host = device.host if isinstance(device, ClusterDevice) else "this host"
@@ -311,7 +311,7 @@ def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory
 
 
 def mapped_bytes(config: Config) -> int:
-    """Bytes of the GGUF files of a run, which stay mapped once they are read."""
+    """Returns the bytes of the GGUF files of a run, which stay mapped once they are read."""
     places = {
         resolve_model(name).path
         for name in {config.student.model, *config.teacher_models.values()}
@@ -332,7 +332,7 @@ def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
 
 
 def _share_notes(seen: Visible) -> list[str]:
-    """What jax takes of the GPUs, for each kind that there is."""
+    """Returns what jax takes of the GPUs, for each kind that there is."""
     found: dict[str, None] = {}
     for device in seen.devices:
         limit = bytes_limit(device) if device.platform in GPU else None
@@ -343,7 +343,7 @@ def _share_notes(seen: Visible) -> list[str]:
 
 
 def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """What was chosen for the roles of the run, and what is slower than it looks."""
+    """Yields what was chosen for the roles of the run, and what is slower than it looks."""
     wanted = {r: asked.roles[r].dtype for r in inputs.roles}
     chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
@@ -365,7 +365,8 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
 
 
 def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Roles of an accelerator that compute in bfloat16 and have no kernel for their attention."""
+    """Yields the roles of an accelerator that compute in bfloat16 and have no kernel for their
+    attention."""
     if inputs.on_cpu:
         return
     why: dict[str, list[str]] = {}
@@ -410,7 +411,7 @@ def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
 
 
 def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
-    """What `rollout.cache_tokens` saves.
+    """Says what `rollout.cache_tokens` saves.
 
     Args:
         why: the cache cannot be in pages.
@@ -439,7 +440,7 @@ def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
 
 
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
-    """What the mesh does to the models and to the batch without being asked."""
+    """Yields what the mesh does to the models and to the batch without being asked."""
     for key in without_weights(config):
         yield f"{key}: no weights here, only a config.json: planned for another machine"
     for model in dict.fromkeys(inputs.model(role) for role in axes):
@@ -494,7 +495,8 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
 
 
 def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
-    """Bytes of one checkpoint: parameters, optimizer state and moving average, each number once."""
+    """Returns the bytes of one checkpoint: parameters, optimizer state and moving average, each
+    number once."""
     a, whole = config.actor, Axes()
     state = optimizer_bytes(student, whole, config.optimizer, a.param_dtype, a.moment_dtype)
     average = weight_bytes(student, whole, "float32") if config.keeps_ema else 0
@@ -502,7 +504,8 @@ def checkpoint_bytes(config: Config, student: DecoderConfig) -> int:
 
 
 def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Iterator[str]:
-    """What the checkpoints of a run take on disk, and, for a run `here`, whether there is room."""
+    """Yields what the checkpoints of a run take on disk, and, for a run `here`, whether there is
+    room."""
     c, size = config.checkpoint, checkpoint_bytes(config, student)
     whole = size * (c.keep_last + c.keep_best + 1)
     yield (
@@ -533,8 +536,8 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
 
 
 def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
-    """What the run would take on GPUs, whether it would fit those of the usual sizes, and what
-    would help on those that are too small. Silent for models that fit anywhere.
+    """Returns what the run would take on GPUs, whether it would fit those of the usual sizes, and
+    what would help on those that are too small. Silent for models that fit anywhere.
 
     What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     """

@@ -36,7 +36,7 @@ Change = tuple[str, Any]
 
 
 def advise(config: Config, inputs: PlanInputs) -> list[str]:
-    """Lines for each pool that does not fit: keys, and the peak that each leads to."""
+    """Returns the lines for each pool that does not fit: keys, and the peak that each leads to."""
     lines = []
     for index, peak in enumerate(pool_peaks(inputs, config)):
         if peak.limit is None or peak.fits:
@@ -51,9 +51,8 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
 
 
 def room(config: Config, inputs: PlanInputs) -> str | None:
-    """How far the sizes of a batch may grow, each alone, until the first pool is full; None where
-    no limit is known or the run does not fit as it is.
-    """
+    """Returns how far the sizes of a batch may grow, each alone, until the first pool is full; None
+    where no limit is known or the run does not fit as it is."""
     known = inputs.hosts or any(limit is not None for limit in inputs.limits)
     if not known or not _fits(config, inputs):
         return None
@@ -73,8 +72,8 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
 
 
 def faster(config: Config, inputs: PlanInputs) -> list[str]:
-    """Keys that make the run faster, each alone at the fastest of its values that fit, with what
-    its pool takes then; empty where no limit is known or the run does not fit as it is.
+    """Returns the keys that make the run faster, each alone at the fastest of its values that fit,
+    with what its pool takes then; empty where no limit is known or the run does not fit as it is.
     """
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
@@ -99,7 +98,8 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
 def _quickest_first(
     config: Config, inputs: PlanInputs
 ) -> Iterator[tuple[str, str, Iterator[int | str | None]]]:
-    """Role, key, and the values of the key that are faster than its own, the fastest first."""
+    """Yields a role, a key, and the values of the key that are faster than its own, the fastest
+    first."""
     setting = Setting(config, inputs, inputs.axes(config))
     if "rollout" in inputs.roles:
         slots = config.rollout.slots or setting.sequences
@@ -131,7 +131,8 @@ def _fits(config: Config, inputs: PlanInputs) -> bool:
 
 
 def _largest(config: Config, inputs: PlanInputs, key: str, low: int, most: int) -> int:
-    """The largest value of a key, from `low`, which fits, to `most`, that fits; exact up to 5%."""
+    """Finds the largest value of a key, from `low`, which fits, to `most`, that fits; exact up to
+    5%."""
 
     def fits(n: int) -> bool:
         return _fits(set_key(config, key, n), inputs)
@@ -147,7 +148,8 @@ def _largest(config: Config, inputs: PlanInputs, key: str, low: int, most: int) 
 
 
 def relief(config: Config, inputs: PlanInputs, role: str) -> list[str]:
-    """Keys that make the pool of a role smaller, for one that ran out of memory all the same."""
+    """Returns the keys that make the pool of a role smaller, for one that ran out of memory all the
+    same."""
     index = inputs.placement.roles[role].pool
     now = pool_peaks(inputs, config)[index].bytes
     limits = list(inputs.limits)
@@ -190,7 +192,7 @@ def _all_of_them(config: Config, inputs: PlanInputs, index: int, changes: list[C
 
 
 def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change]) -> int | None:
-    """The pool's peak under the changes; None where the mesh does not allow them."""
+    """Returns the pool's peak under the changes; None where the mesh does not allow them."""
     try:
         for key, value in changes:
             config = set_key(config, key, value)
@@ -200,7 +202,7 @@ def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change])
 
 
 def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Change]]:
-    """For each key that may help the pool: values to try, the mildest first."""
+    """Yields, for each key that may help the pool, values to try, the mildest first."""
     roles = [role for role in pool.roles if role in inputs.roles]
     if "actor" in roles:
         yield from _actor_ladders(config, inputs)
@@ -232,7 +234,8 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
 
 
 def _is_long(config: Config, inputs: PlanInputs, role: str) -> bool:
-    """Whether one sequence is all that a device computes at once: fewer of them cannot help."""
+    """Returns whether one sequence is all that a device computes at once: fewer of them cannot
+    help."""
     setting = Setting(config, inputs, inputs.axes(config))
     if role == "actor":
         return setting.micro_batches()[1] == 1
@@ -260,14 +263,15 @@ def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]
 
 
 def fractions(sequences: int) -> list[int]:
-    """Numbers of slots below `sequences`, the most first: by eighths, and below one by halves."""
+    """Returns the numbers of slots below `sequences`, the most first: by eighths, and below one by
+    halves."""
     eighths = {sequences * part // 8 for part in range(1, 8)}
     halves = {sequences >> n for n in range(4, sequences.bit_length())}
     return sorted((eighths | halves) - {0}, reverse=True)
 
 
 def set_key(config: Config, key: str, value: object) -> Config:
-    """`config` with one dotted key changed."""
+    """Returns the `config` with one dotted key changed."""
     *sections, name = key.split(".")
     owners: list[BaseModel] = [config]
     for section in sections:

@@ -51,7 +51,7 @@ class Shard(NamedTuple):
 def shards(
     config: DecoderConfig, axes: Axes, layout: Literal["stacked", "unstacked"] = "stacked"
 ) -> tuple[Shard, ...]:
-    """Every parameter's piece on one device of a mesh with these axes."""
+    """Returns every parameter's piece on one device of a mesh with these axes."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config, layout=layout))
     mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
     shardings = jax.tree.leaves(param_shardings(config, mesh, layout))  # type: ignore[arg-type]
@@ -68,31 +68,32 @@ def shards(
 
 @lru_cache(maxsize=256)
 def weight_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
-    """Bytes of the model's parameters on one device."""
+    """Returns the bytes of the model's parameters on one device."""
     return sum(shard.bytes(dtype) for shard in shards(config, axes))
 
 
 @lru_cache(maxsize=256)
 def trained_shards(config: DecoderConfig, axes: Axes) -> tuple[Shard, ...]:
-    """Those of `shards` that the actor trains: the adapters, where the model has any."""
+    """Returns those of `shards` that the actor trains: the adapters, where the model has any."""
     every = shards(config, axes)
     adapters = tuple(shard for shard in every if shard.path.endswith(NAMES))
     return adapters or every
 
 
 def trained_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
-    """Bytes of the parameters that the actor trains on one device."""
+    """Returns the bytes of the parameters that the actor trains on one device."""
     return ITEMSIZE[dtype] * sum(shard.size for shard in trained_shards(config, axes))
 
 
 @lru_cache(maxsize=256)
 def layer_bytes(config: DecoderConfig, axes: Axes, dtype: DType) -> int:
-    """`weight_bytes` without embedding, final norm and head."""
+    """Returns `weight_bytes` without embedding, final norm and head."""
     return sum(s.bytes(dtype) for s in shards(config, axes) if s.path.startswith("layers"))
 
 
 def cache_bytes(config: DecoderConfig, axes: Axes, rows: int, positions: int, dtype: DType) -> int:
-    """Bytes of keys and values of `rows` sequences on one device, all layers, and of states."""
+    """Returns the bytes of keys and values of `rows` sequences on one device, all layers, and of
+    states."""
     item = ITEMSIZE[dtype]
     state = 0 if config.delta is None else config.delta.state_bytes(item, axes.tensor)
     token = item * sum(
@@ -111,7 +112,7 @@ def optimizer_bytes(
     param_dtype: str,
     moment_dtype: str,
 ) -> int:
-    """Bytes of the optimizer's state on one device of the actor; exact."""
+    """Returns the bytes of the optimizer's state on one device of the actor; exact."""
     mesh = AbstractMesh(tuple(axes), AXIS_NAMES)
     _, params = frozen_and_trained(abstract_params(model, jnp.dtype(param_dtype)))
     maker = make_optimizer(optimizer, 1, jnp.dtype(moment_dtype))

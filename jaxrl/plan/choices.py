@@ -20,11 +20,10 @@ FROZEN = ("teacher", "reference", "reward", "grouper")
 
 
 def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str, ...]]:
-    """The config with the axes of these roles, one role after the other, then with the rollout's
-    slots, and what to say of it. A role keeps the axes that it is given, and its usual ones where
-    its device's limit is unknown; `rollout.slots` stays null where all sequences fit, or where
-    fewer slots alone do not make the rollout fit.
-    """
+    """Returns the config with the axes of these roles, one role after the other, then with the
+    rollout's slots, and what to say of it. A role keeps the axes that it is given, and its usual
+    ones where its device's limit is unknown; `rollout.slots` stays null where all sequences fit, or
+    where fewer slots alone do not make the rollout fit."""
     notes: list[str] = []
     for role in ("rollout", *FROZEN):
         given = config.roles[role].parallel.model_dump(exclude_none=True)

@@ -34,7 +34,7 @@ class Entry:
     the host."""
 
     def there(self, moment: str) -> bool:
-        """Whether a resident entry is on the device at `ROLE: PHASE`."""
+        """Returns whether a resident entry is on the device at `ROLE: PHASE`."""
         return not self.away & {moment, moment.partition(":")[0]}
 
 
@@ -50,7 +50,7 @@ class Account:
         return sum(p.bytes for p in self.entries if p.phase is None)
 
     def phases(self) -> dict[str, int]:
-        """Phase -> bytes beyond what is resident."""
+        """Maps each phase to its bytes beyond what is resident."""
         found: dict[str, int] = {}
         for entry in self.entries:
             if entry.phase is not None:
@@ -58,7 +58,7 @@ class Account:
         return found
 
     def column(self, column: Column) -> int:
-        """What is resident of a column, and the most that one phase adds to it."""
+        """Returns what is resident of a column, and the most that one phase adds to it."""
         mine = Account(self.role, tuple(e for e in self.entries if e.column == column))
         return mine.peak
 
@@ -68,7 +68,8 @@ class Account:
 
 
 def peak(accounts: Iterable[Account]) -> tuple[int, str]:
-    """Peak bytes of a device that holds these roles, and the moment of it (`actor: update`)."""
+    """Returns the peak bytes of a device that holds these roles, and the moment of it (`actor:
+    update`)."""
     accounts = tuple(accounts)
     moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
     resident = [entry for a in accounts for entry in a.entries if entry.phase is None]
@@ -98,7 +99,7 @@ class PoolPeak:
 
     @property
     def excess(self) -> str:
-        """By how much it does not fit, in words."""
+        """Says by how much it does not fit."""
         assert self.limit is not None
         return (
             f"{self.pool.name} needs {self.bytes / GB:.1f} GB ({self.moment}) of"
@@ -119,11 +120,11 @@ class HostMemory:
     """How many devices of each pool it emulates."""
 
     def needed(self, sizes: Sequence[int]) -> int:
-        """Bytes of the run, given those of one device of each pool."""
+        """Returns the bytes of the run, given those of one device of each pool."""
         return self.beside + sum(n * size for n, size in zip(self.devices, sizes, strict=True))
 
     def excess(self, pools: Sequence[PoolPeak]) -> str:
-        """By how much a run of these pools does not fit, in words; empty where it fits."""
+        """Says by how much a run of these pools does not fit; empty where it fits."""
         needed = self.needed([pool.bytes for pool in pools])
         if needed <= self.limit:
             return ""
@@ -139,7 +140,8 @@ class HostMemory:
         )
 
     def left(self, pool: int, sizes: Sequence[int]) -> int | None:
-        """Bytes that the other pools leave to a device of this one; None where it has none here."""
+        """Returns the bytes that the other pools leave to a device of this one; None where it has
+        none here."""
         n, size = self.devices[pool], sizes[pool]
         return (self.limit - self.needed(sizes)) // n + size if n else None
 
@@ -175,7 +177,7 @@ class PlanInputs:
         return self.target.platform == "cpu"
 
     def widths(self, config: Config) -> tuple[int, int]:
-        """Of the longest prompts and completions, as arrays have them."""
+        """Returns the widths of the longest prompts and completions, as arrays have them."""
         multiple = self.target.width_multiple
         asked = config.max_prompt_tokens, config.max_new_tokens
         return round_up(asked[0], multiple), round_up(asked[1], multiple)
@@ -185,7 +187,7 @@ class PlanInputs:
         return own.get(role) or self.student
 
     def axes(self, config: Config) -> dict[str, Axes]:
-        """Mesh axes of each role of the run.
+        """Returns the mesh axes of each role of the run.
 
         Raises:
             UserError: axes that do not divide the role's devices or the model's heads.
@@ -221,7 +223,7 @@ class PlanInputs:
         return found
 
     def pools(self, accounts: Mapping[str, Account]) -> tuple[PoolPeak, ...]:
-        """The fullest device of each pool; roles on the same device add up.
+        """Returns the fullest device of each pool; roles on the same device add up.
 
         Where devices are emulated, the limit of a pool is what the others leave of its hosts: one
         fits where all do.
@@ -245,7 +247,7 @@ class PlanInputs:
         )
 
     def together(self, a: str, b: str) -> bool:
-        """Whether two roles share a worker."""
+        """Returns whether two roles share a worker."""
         return self.placement.roles[a].pool == self.placement.roles[b].pool
 
 

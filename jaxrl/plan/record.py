@@ -17,7 +17,7 @@ Size = Annotated[int, Field(ge=0)]
 
 
 def plan_json(plan: Plan) -> str:
-    """One JSON object. All sizes are bytes on one device.
+    """Writes one JSON object. All sizes are bytes on one device.
 
     `pools`: name, roles, devices (numbers of the placement), device (`gpu`, or null in a plan for
     another machine), peak, moment (role and phase then, as `actor: loss`), limit (null where nobody
@@ -83,7 +83,7 @@ class _Record(BaseModel):
 
 
 def read_plan(text: str | bytes) -> JsonObject:
-    """The object that `plan_json` wrote. Raises ValueError for any other text."""
+    """Reads the object that `plan_json` wrote. Raises ValueError for any other text."""
     value: JsonObject = parse_json(text)
     plan = _Record.model_validate(value, strict=True)
     if any(not 0 <= role.pool < len(plan.pools) for role in plan.roles):

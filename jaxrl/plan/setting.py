@@ -50,13 +50,13 @@ class Setting:
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
 
     def on_actors_mesh(self, role: str) -> bool:
-        """Whether a role has the actor's devices and axes."""
+        """Returns whether a role has the actor's devices and axes."""
         where = self.inputs.placement.roles
         same = where["actor"].devices == where[role].devices
         return same and self.axes["actor"] == self.axes[role]
 
     def sampled(self, role: str) -> DecoderConfig:
-        """The model that a role samples from."""
+        """Returns the model that a role samples from."""
         if role == "teacher":
             assert self.teacher is not None
             return self.teacher
@@ -64,22 +64,23 @@ class Setting:
 
     @property
     def reference(self) -> DecoderConfig:
-        """The policy before training: with adapters that were trained before, merged weights."""
+        """Returns the policy before training: with adapters that were trained before, merged
+        weights."""
         return self.student.plain if self.inputs.adapted else self.student.base
 
     @property
     def aligned(self) -> bool:
-        """Whether the teacher reads completions in its own tokens."""
+        """Returns whether the teacher reads completions in its own tokens."""
         return self.teacher is not None and self.config.teacher.tokenizer == "own"
 
     @property
     def teacher_rows(self) -> int:
-        """Rows of a teacher's LM head on the actor."""
+        """Returns the rows of a teacher's LM head on the actor."""
         return self.teacher.vocab_size if self.teacher and self.aligned else self.vocab
 
     @property
     def teacher_widths(self) -> tuple[int, ...]:
-        """Of the hidden states of each teacher."""
+        """Returns the widths of the hidden states of each teacher."""
         return tuple(model.d_model for model in self.inputs.teachers)
 
     def layout(self, role: str) -> Layout:
@@ -88,17 +89,17 @@ class Setting:
         return "unstacked" if samples else "stacked"
 
     def stacked(self, role: str) -> bool:
-        """Whether all layers of a role's model are one array."""
+        """Returns whether all layers of a role's model are one array."""
         return self.layout(role) == "stacked"
 
     def published_dtype(self, role: str) -> DType:
-        """Dtype in which the actor holds the weights that it publishes to a role."""
+        """Returns the dtype in which the actor holds the weights that it publishes to a role."""
         averaged = role == "teacher" and self.config.keeps_ema
         return "float32" if averaged else self.config.actor.param_dtype
 
     def shared_bytes(self, role: str) -> int:
-        """Bytes on one device of the policy's trained weights in arrays that the rollout, or a
-        teacher that follows the policy, shares with the actor."""
+        """Returns the bytes on one device of the policy's trained weights in arrays that the
+        rollout, or a teacher that follows the policy, shares with the actor."""
         c, dtype = self.config, self.config.roles[role].compute_dtype
         own = c.rollout.merge  # or, of a teacher, where each gets arrays of its own from the host
         if role == "teacher":
@@ -113,8 +114,8 @@ class Setting:
         return whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
     def base_bytes(self, role: str) -> int:
-        """Bytes on one device of the frozen base weights, in arrays of the role's own: what it
-        shares with the actor is the actor's. 0 without adapters."""
+        """Returns the bytes on one device of the frozen base weights, in arrays of the role's own:
+        what it shares with the actor is the actor's. 0 without adapters."""
         if self.student.lora is None:
             return 0
         dtype = self.config.base_dtype
@@ -126,7 +127,7 @@ class Setting:
         return weight_bytes(model, self.axes[role], dtype)
 
     def _shares_base(self, role: str) -> bool:
-        """Whether the frozen base weights are arrays of the actor's."""
+        """Returns whether the frozen base weights are arrays of the actor's."""
         if role == "reference" and self.inputs.adapted:
             return False
         c, stacked = self.config, self.config.rollout.merge or self.stacked(role)
@@ -134,7 +135,8 @@ class Setting:
         return same and self.on_actors_mesh(role)
 
     def counted_as_the_actors(self, role: str) -> int:
-        """Bytes of the arrays of a role on one device that are among the actor's entries."""
+        """Returns the bytes of the arrays of a role on one device that are among the actor's
+        entries."""
         shared = self.shared_bytes(role) if role in ("rollout", "teacher") else 0
         reads = ("reference",) if self.config.rollout.merge else ("reference", "rollout")
         if self.student.lora is not None and role in reads:
@@ -143,28 +145,29 @@ class Setting:
         return shared
 
     def prompts(self, role: str) -> int:
-        """Width of the longest prompts that a role reads."""
+        """Returns the width of the longest prompts that a role reads."""
         if role != "teacher" or (self.config.teacher.prompt is None and not self.aligned):
             return self.prompt_tokens
         return round_up(self.config.teacher_prompt_tokens, self.inputs.target.width_multiple)
 
     def completions(self, role: str) -> int:
-        """Width of the longest completions that a role reads."""
+        """Returns the width of the longest completions that a role reads."""
         if role != "teacher" or not self.aligned:
             return self.new_tokens
         return round_up(self.config.teacher_new_tokens, self.inputs.target.width_multiple)
 
     @property
     def teacher_samples(self) -> bool:
-        """Whether the teacher generates, for the student to learn from or to be evaluated."""
+        """Returns whether the teacher generates, for the student to learn from or to be
+        evaluated."""
         c = self.config
         evaluated = c.eval.teacher and c.data.eval is not None and c.mixture is None
         return c.distill.seq_kd or evaluated
 
     @property
     def in_flight(self) -> int:
-        """Bytes of a batch's signal that stay on a device of the teacher while something else runs
-        there."""
+        """Returns the bytes of a batch's signal that stay on a device of the teacher while
+        something else runs there."""
         waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
         if not waits or self.on_actors_mesh("teacher"):
             return 0
@@ -172,19 +175,20 @@ class Setting:
 
     @property
     def budget(self) -> int | None:
-        """`roles.update.ActorPrograms.budget`."""
+        """Returns the most tokens of a micro-batch in one row shard
+        (`roles.update.ActorPrograms.budget`)."""
         tokens = self.config.actor.micro_batch_tokens
         return None if tokens is None else tokens * self.axes["actor"].context
 
     @cached_property
     def shared_group(self) -> int:
-        """Number of completions that share a prompt in an update, if all prompts and completions
-        are as long as allowed; 1 if the actor would not share prompts then."""
+        """Returns the number of completions that share a prompt in an update, if all prompts and
+        completions are as long as allowed; 1 if the actor would not share prompts then."""
         c = self.config
         return 1 if c.batch_size % c.minibatches else self._shared("actor", self.budget)
 
     def _shared(self, role: str, budget: int | None) -> int:
-        """Number of completions for which a role computes one prompt once.
+        """Returns the number of completions for which a role computes one prompt once.
 
         Args:
             budget: most tokens of a micro-batch on one device.
@@ -197,7 +201,7 @@ class Setting:
         return c.group_size if shared else 1
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
-        """A role's forward pass over one of `parts` slices of the batch, as
+        """Returns a role's forward pass over one of `parts` slices of the batch, as
         `roles.microbatch.scored_part` cuts it."""
         shards, prompts = self.axes[role].rows, self.prompts(role)
         apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
@@ -208,13 +212,14 @@ class Setting:
         return replace(run, shared=None if group == 1 else (group, prompts))
 
     def rows(self, role: str, sequences: int) -> int:
-        """How many of `sequences` are on one device of a role."""
+        """Returns how many of `sequences` are on one device of a role."""
         axes = self.axes[role]
         return -(-sequences // axes.rows)
 
     @property
     def padded_rows(self) -> int:
-        """Sequences of a batch, including padding so that every mesh divides it."""
+        """Returns the number of sequences of a batch with its padding, so that every mesh divides
+        it."""
         multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
         return -(-self.sequences // multiple) * multiple
 
@@ -227,7 +232,8 @@ class Setting:
         return Pass(model, self.axes[role], rows, width, dtype, fused)
 
     def chunk(self, rows: int, role: str = "actor") -> int:
-        """Completion tokens of `rows` sequences that are projected onto the vocabulary at once."""
+        """Returns how many completion tokens of `rows` sequences are projected onto the vocabulary
+        at once."""
         return min(self.config.distill.chunk_tokens, rows * self.completions(role))
 
     def micro_batches(self) -> tuple[int, int]:
@@ -240,7 +246,8 @@ class Setting:
         return count, -(-groups // count) * group
 
     def step_kernel(self, role: str, dim: int) -> str | None:
-        """Names the kernel of a decode step's attention, if there is one for heads of `dim`."""
+        """Returns the name of the kernel of a decode step's attention for heads of `dim`; None
+        without one."""
         return step_kernel_of(self.inputs.target, dim, self.config.roles[role].compute_dtype)
 
     def prefill_rows(self, role: str) -> int:
@@ -308,7 +315,7 @@ def evaluated(config: Config, role: str) -> bool:
 
 
 def signal_bytes(config: Config, widths: Sequence[int]) -> int:
-    """Bytes that the teacher sends for each completion token.
+    """Returns the bytes that the teacher sends for each completion token.
 
     Args:
         widths: of the hidden states of each teacher.

@@ -30,7 +30,7 @@ def plan_table(
     accounts: Mapping[str, Account],
     pools: Sequence[PoolPeak],
 ) -> Table:
-    """One row for each role, and one for each pool that several roles share."""
+    """Makes one row for each role, and one for each pool that several roles share."""
     largest = max(pool.bytes for pool in pools)
     unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
 
@@ -63,12 +63,12 @@ def plan_table(
 
 
 def _limit(memory: PoolPeak) -> int | None:
-    """Never below 0, as what others leave of a shared memory may be."""
+    """Returns the limit, never below 0, as what others leave of a shared memory may be."""
     return None if memory.limit is None else max(memory.limit, 0)
 
 
 def _folded(name: str) -> str:
-    """The name of a pool; a long one in lines that end with a `+`."""
+    """Returns the name of a pool; a long one in lines that end with a `+`."""
     if len(name) <= LINE:
         return name
     return textwrap.fill(name.replace("+", "+ "), LINE).replace("+ ", "+")
@@ -77,7 +77,7 @@ def _folded(name: str) -> str:
 def _where(
     role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[DeviceFacts]
 ) -> tuple[str, str, str, str]:
-    """Role, devices (platform, ids), processes, mesh."""
+    """Returns role, devices (platform, ids), processes and mesh."""
     numbers = placement.roles[role].devices
     if not numbers:
         return role, "none", "-", "-"

@@ -125,7 +125,8 @@ class Pass:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether attention with a window reads whole sequences, each with its own prompt."""
+        """Returns whether attention with a window reads whole sequences, each with its own
+        prompt."""
         return self.shared is not None and self.config.windows.keys() > {None}
 
     @property

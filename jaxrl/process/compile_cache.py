@@ -71,13 +71,14 @@ def compile_unordered_programs_again() -> None:
 
 
 def collectives_lose_order(hlo: str) -> bool:
-    """Whether the collectives of an HLO module, given as text, stand in more than one computation;
-    a line that is `}` ends each of these."""
+    """Returns whether the collectives of an HLO module, given as text, stand in more than one
+    computation; a line that is `}` ends each of these."""
     return len({hlo.rfind("\n}", 0, found.start()) for found in COLLECTIVE.finditer(hlo)}) > 1
 
 
 def _is_unordered(program: Any) -> bool:
-    """Whether a compiled program, or what else it may be, is one of a CPU that loses its order."""
+    """Returns whether a compiled program, or what else it may be, is one of a CPU that loses its
+    order."""
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
     # Half the text, in half the time; no public module has its options.
@@ -88,7 +89,8 @@ def _is_unordered(program: Any) -> bool:
 
 
 def _without_unordered(read: Callable[..., Entry]) -> Callable[..., Entry]:
-    """Reads of the cache, in which an unordered program is found only if this process made it."""
+    """Wraps the reads of the cache, in which an unordered program is found only if this process
+    made it."""
 
     @wraps(read)
     def found(key: str, *args: object) -> Entry:

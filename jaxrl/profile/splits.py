@@ -79,7 +79,7 @@ class RunSetup:
 
 
 def run_advice(run_dir: Path) -> list[str]:
-    """What the times of a run say, in lines; none where there is nothing to say.
+    """Returns what the times of a run say, in lines; none where there is nothing to say.
 
     Reads `config.yaml`, `plan.json` and `timeline.json` of the run.
     """
@@ -91,7 +91,7 @@ def run_advice(run_dir: Path) -> list[str]:
 
 
 def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
-    """The best split under the run's schedule, and what another schedule would do."""
+    """Returns the best split under the run's schedule, and what another schedule would do."""
     lines = []
     top = max(measured.pools, key=lambda pool: pool.busy)
     split, best = best_split(setup, measured, setup.staleness)
@@ -118,7 +118,7 @@ def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
 
 
 def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
-    """Seconds of a step once the pipeline is full.
+    """Predicts the seconds of a step once the pipeline is full.
 
     Args:
         stages: seconds a step of each stage.
@@ -130,7 +130,8 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
     updates: list[float] = []
 
     def run(role: str, method: str, ready: float) -> float:
-        """When a call ends that is queued now and has its arguments at `ready`."""
+        """Returns the time at which a call ends that is queued now and has its arguments at
+        `ready`."""
         if (role, method) not in stages:
             return ready
         pool = pool_of[role]
@@ -157,7 +158,7 @@ def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness
 def scaled(
     stages: Mapping[Stage, float], before: Mapping[str, int], after: Mapping[str, int]
 ) -> dict[Stage, float]:
-    """Seconds of the stages on another number of devices.
+    """Scales the seconds of the stages to another number of devices.
 
     Args:
         before, after: role -> devices; 0 where it has none.
@@ -171,7 +172,7 @@ def scaled(
 
 
 def splits(placement: Placement) -> Iterator[str]:
-    """Every other `--mesh` with the same pools over as many devices, or `MOST` of them."""
+    """Yields every other `--mesh` with the same pools over as many devices, or `MOST` of them."""
     n, pools = placement.n_devices, placement.pools
     units = (unit for unit in range(1, n + 1) if n % unit == 0)
     unit = next(unit for unit in units if comb(n // unit - 1, len(pools) - 1) <= MOST)
@@ -184,9 +185,8 @@ def splits(placement: Placement) -> Iterator[str]:
 
 
 def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[str | None, float]:
-    """The fastest other `--mesh` that can be had, and how many times faster it is than the run;
-    None, and 1, where none is worth it.
-    """
+    """Finds the fastest other `--mesh` that can be had, and how many times faster it is than the
+    run; None, and 1, where none is worth it."""
     kept = speedup(setup, measured, setup.devices, staleness)
     found = []
     for spec in splits(parse(setup.config.mesh)):
@@ -201,13 +201,15 @@ def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[st
 def speedup(
     setup: RunSetup, measured: StepTimes, devices: Mapping[str, int], staleness: int
 ) -> float:
-    """How many times faster than the run; what its replay does not explain stays as it is."""
+    """Returns how many times faster than the run the step would be; what the run's replay does not
+    explain stays as it is."""
     stages = scaled(measured.stages, setup.devices, devices)
     return measured.step / (measured.unexplained + predict(stages, setup.pool_of, staleness))
 
 
 def _devices(setup: RunSetup, spec: str) -> dict[str, int] | None:
-    """Role -> its devices under another `--mesh`; None where a role's slice of them cannot be."""
+    """Maps each role to its devices under another `--mesh`; None where a role's slice of them is
+    impossible."""
     slices = {role: section.devices for role, section in setup.config.roles.items()}
     try:
         roles = place(spec, [role for role, n in setup.devices.items() if n], slices).roles
@@ -217,7 +219,8 @@ def _devices(setup: RunSetup, spec: str) -> dict[str, int] | None:
 
 
 def _possible(setup: RunSetup, spec: str) -> bool:
-    """Whether the plan takes another `--mesh`: axes divide, and the memory is enough."""
+    """Returns whether the plan accepts another `--mesh`: the axes divide, and the memory is
+    enough."""
     config = setup.config.model_copy(update={"mesh": spec})
     limit = None if setup.limit is None else setup.limit / GB
     try:
@@ -227,7 +230,8 @@ def _possible(setup: RunSetup, spec: str) -> bool:
 
 
 def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
-    """None where the config or the plan of the run cannot be read, or it has too few steps."""
+    """Reads the setup and the step times of a run; None where the config or the plan of the run
+    cannot be read, or it has too few steps."""
     try:
         if not (run_dir / CONFIG_FILE).is_file():  # a pipe would be waited for
             return None
@@ -250,7 +254,7 @@ def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
 
 
 def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -> StepTimes | None:
-    """What the steady steps among these calls took; None where they are too few."""
+    """Measures what the steady steps among these calls took; None where they are too few."""
     windows = steady_steps(calls, staleness)
     if len(windows) < ENOUGH:
         return None
@@ -262,7 +266,7 @@ def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -
 
 
 def _wait_line(pool: PoolWait) -> str:
-    """As in `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`."""
+    """Formats a line such as `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`."""
     longest = sorted(pool.waited.items(), key=lambda item: -item[1])
     waited = ", ".join(
         f"{seconds:.2f} s for {name}" for name, seconds in longest if seconds >= 0.005

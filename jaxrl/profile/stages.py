@@ -67,7 +67,7 @@ class StepBatch:
 
     @property
     def tokens(self) -> float:
-        """Of all completions."""
+        """Returns the number of tokens of all completions."""
         return len(self.prompts) * self.samples * self.mean
 
 
@@ -142,21 +142,20 @@ class StageTable:
     pools: tuple[PoolWait, ...]
 
     def to_json(self) -> str:
-        """One object: of each pool its name and the shares of the step in which it was `busy` and
-        `idle`; the rest as here.
-        """
+        """Returns one object: for each pool its name and the shares of the step in which it was
+        `busy` and `idle`; the rest as here."""
         pools = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
         return json.dumps(asdict(self) | {"pools": pools}, indent=1) + "\n"
 
     @staticmethod
     def read(text: str | bytes) -> JsonObject:
-        """The object that `to_json` wrote. Raises ValueError for any other text."""
+        """Reads the object that `to_json` wrote. Raises ValueError for any other text."""
         value: JsonObject = parse_json(text)
         _Record.model_validate(value, strict=True)
         return value
 
     def text(self) -> str:
-        """For the console and the log."""
+        """Renders the table for the console and the log."""
         first, last = self.steps
         steps = f"step {first}" if first == last else f"steps {first}-{last}"
         title = f"profile of {steps}: {_number(self.step_seconds)} s a step"
@@ -178,7 +177,7 @@ def stage_rows(
     devices: Mapping[str, int],
     ceilings: Mapping[str, Ceilings],
 ) -> tuple[StageRow, ...]:
-    """The longest stage first.
+    """Returns the rows of the stages, the longest stage first.
 
     Args:
         seconds, work, moved: of each stage, a step.
@@ -207,7 +206,7 @@ def stage_rows(
 def step_work(
     models: RunModels, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
 ) -> dict[Stage, list[Work]]:
-    """The work of each stage whose model is known here, the mean over some steps."""
+    """Computes the work of each stage whose model is known here, the mean over some steps."""
     each = [_batch_work(models, axes, batch) for batch in batches]
     return {
         stage: [
@@ -258,7 +257,8 @@ def _batch_work(
 def _scoring(
     c: DecoderConfig, vocab: int | None, batch: StepBatch, reads: tuple[int, int]
 ) -> list[Work]:
-    """One pass over the batch and, with a vocabulary, the logits of its completions."""
+    """Returns the work of one pass over the batch and, with a vocabulary, of the logits of its
+    completions."""
     forward = forward_work(c, batch.prompts, *reads, samples=batch.samples, mean=batch.mean)
     return [forward, *([head_work(vocab, c.d_model, batch.tokens, *reads)] if vocab else [])]
 
@@ -266,7 +266,8 @@ def _scoring(
 def _update(
     models: RunModels, teacher_width: int, batch: StepBatch, reads: tuple[int, int], replicas: int
 ) -> list[Work]:
-    """Forward and backward of each pass over the batch, and the optimizer at each update."""
+    """Returns the work of the forward and backward of each pass over the batch, and of the
+    optimizer at each update."""
     config, c = models.config, models.student
     passes = config.actor.epochs_per_batch
     (forward,) = _scoring(c, None, batch, reads)
@@ -301,12 +302,12 @@ def _cells(row: StageRow, step: float) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Formats a number with three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ceiling_lines(ceilings: Mapping[str, Ceilings]) -> list[str]:
-    """What `compute` and `memory` are shares of."""
+    """Returns lines that say what `compute` and `memory` are shares of."""
     if not ceilings:
         return []
     lines = ["compute, memory: shares of what the devices of the pool can do; * bounds the stage"]

@@ -55,11 +55,11 @@ class Profile:
     _finished: bool = False
 
     def watch(self, role: str, handle: Handle) -> Handle:
-        """The handle, whose calls are remembered for the table."""
+        """Returns the handle, whose calls are remembered for the table."""
         return Watched(role, handle, self._remember) if self.steps else handle
 
     def row(self, row: Row) -> None:
-        """A row is written."""
+        """Takes note of a row that is written."""
         if row["step"] in self.steps:
             self._rows[row["step"]] = row
 
@@ -77,7 +77,8 @@ class Profile:
             self._finish()
 
     def close(self) -> None:
-        """At the end of a run that may have been interrupted: what there is of the profile."""
+        """Finishes what there is of the profile, at the end of a run that may have been
+        interrupted."""
         if self._begun and not self._ended:
             self._ended = self._ask(None)
         if self._ended:
@@ -115,7 +116,7 @@ class Profile:
             self.notify(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
 
     def _table(self, ended: Mapping[str, Traced]) -> StageTable:
-        """Of the steps that have a row."""
+        """Builds the table of the steps that have a row."""
         placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
         steps = [row["step"] for row in rows]
@@ -143,7 +144,7 @@ class Profile:
         )
 
     def _windows(self, spans: Sequence[Span], steps: Sequence[int]) -> list[Window]:
-        """From update to update, without the time in which the trace began."""
+        """Returns the windows from update to update, without the time in which the trace began."""
         ends = {span.step: span.end for span in spans if span.name == "update"}
         pause = max(
             (future.times for future in self._begun.values()), key=lambda t: t.finished or 0
@@ -166,9 +167,8 @@ class Profile:
         return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"], theirs)
 
     def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
-        """Bytes a step from one pool to another, of weights and of the teacher's signal; and those
-        to the host and back for a call.
-        """
+        """Counts the bytes a step moves from one pool to another, of weights and of the teacher's
+        signal; and those to the host and back for a call."""
         pool_of, teachers = self.plan.placement.pool_of, self.models.teachers
         found: dict[Stage, float] = defaultdict(float)
         if pool_of("actor") != pool_of("rollout"):
@@ -202,8 +202,8 @@ class _Call:
 
 
 def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]) -> range:
-    """The steps that a run still has to train of those that its config names; says so where it is
-    too late for some.
+    """Returns those of the steps named in the config that a run still has to train; says so where
+    it is too late for some.
 
     Args:
         trained: steps that the run has trained already.

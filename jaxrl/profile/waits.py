@@ -92,7 +92,7 @@ class PoolWait:
 
 
 def span_of(event: JsonObject) -> Span | None:
-    """The span of a trace event, in microseconds; None for all other events."""
+    """Reads the span of a trace event, in microseconds; None for all other events."""
     if event.get("ph") != "X" or not {"cat", "name", "ts", "dur"} <= event.keys():
         return None
     args = event.get("args") or {}
@@ -110,19 +110,18 @@ def span_of(event: JsonObject) -> Span | None:
 
 
 def is_time(value: object) -> bool:
-    """Whether a value of a trace event can be its microseconds."""
+    """Returns whether a value in a trace event can be its microseconds."""
     return isinstance(value, int | float) and abs(value) < 1e18
 
 
 def begins_run(event: JsonObject) -> bool:
-    """Whether a run was started or resumed at a trace event."""
+    """Returns whether a trace event marks that a run was started or resumed."""
     return event.get("ph") == "i" and event.get("name") in BEGUN and is_time(event.get("ts"))
 
 
 def read_calls(path: Path) -> list[Span]:
-    """The calls of a timeline since its run was last started or resumed, in the order of their
-    ends, in seconds; none if there is no file. Lines that are cut are left out.
-    """
+    """Reads the calls of a timeline since its run was last started or resumed, in the order of
+    their ends, in seconds; none if there is no file. Lines that are cut are left out."""
     try:
         if not path.is_file():  # a pipe would be waited for
             return []
@@ -146,8 +145,8 @@ def read_calls(path: Path) -> list[Span]:
 
 
 def steady_steps(calls: Sequence[Span], staleness: int) -> list[Window]:
-    """The steps without those that fill or drain the pipeline, or took much longer than most. The
-    last one is left out too: only the calls after it show what their pools waited for.
+    """Returns the steps without those that fill or drain the pipeline, or took much longer than
+    most. The last one is left out too: only the calls after it show what their pools waited for.
 
     Args:
         staleness: batches that the schedule generates ahead.
@@ -181,7 +180,7 @@ def stage_seconds(
 def pool_waits(
     calls: Sequence[Span], windows: Sequence[Window], steps: int, pool_of: Mapping[str, str]
 ) -> list[PoolWait]:
-    """How busy each pool was, and whom it waited for while it was not.
+    """Returns how busy each pool was, and whom it waited for while it was not.
 
     Args:
         windows, steps: as in `stage_seconds`.
@@ -207,7 +206,7 @@ def pool_waits(
 def gaps(
     own: Iterable[Span], others: Iterable[Span], lives: Iterable[Window], touch: float = TOUCH_S
 ) -> Iterator[Gap]:
-    """The times in which a pool did nothing, and what it waited for.
+    """Yields the times in which a pool did nothing, and what it waited for.
 
     A gap is followed back from its end: the call of another pool that ended last before it, then
     the one that ended last before that one began, and so on to the beginning of the gap.
@@ -233,7 +232,7 @@ def gaps(
 def _causes(
     start: float, end: float, others: Sequence[Span], ends: Sequence[float], touch: float
 ) -> Iterator[tuple[Span | None, float, float]]:
-    """As in `Gap.causes`; `others` and their `ends` are in the order of the ends."""
+    """Yields causes as in `Gap.causes`; `others` and their `ends` are in the order of the ends."""
     at = end
     while at > start:
         cause = _ended_last(at, others, ends, touch)
@@ -249,9 +248,8 @@ def _causes(
 def _ended_last(
     at: float, others: Sequence[Span], ends: Sequence[float], touch: float
 ) -> Span | None:
-    """The call whose end is nearest to `at`, of those that began before and ended until `touch`
-    after it.
-    """
+    """Finds the call whose end is nearest to `at`, of those that began before it and ended no later
+    than `touch` after it."""
     nearest = None
     for i in range(bisect_right(ends, at + touch) - 1, -1, -1):
         call = others[i]
@@ -265,7 +263,7 @@ def _ended_last(
 
 
 def union(spans: Iterable[Window]) -> list[Window]:
-    """The same stretches of time, without overlap."""
+    """Merges spans into the same stretches of time, without overlap."""
     merged: list[Window] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -276,7 +274,7 @@ def union(spans: Iterable[Window]) -> list[Window]:
 
 
 def _inside(spans: Iterable[Window], windows: Sequence[Window]) -> float:
-    """Seconds of the spans that lie in the windows, which rise and do not overlap."""
+    """Sums the seconds of the spans that lie in the windows, which rise and do not overlap."""
     ends = [end for _, end in windows]
     total = 0.0
     for start, end in spans:

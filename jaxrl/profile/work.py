@@ -27,7 +27,8 @@ class Work:
 
 
 def block_params(c: DecoderConfig, tokens: float | None = None) -> float:
-    """Weights of all blocks that enter matrix products: of a mixture, those that compute a token.
+    """Counts the weights of all blocks that enter matrix products: of a mixture, those that compute
+    a token.
 
     Args:
         tokens: those that so many tokens read, each of which may pass other experts.
@@ -74,27 +75,30 @@ def forward_work(
 
 
 def _pairs(start: float, stop: float, window: int | None) -> float:
-    """Of the tokens [start, stop) of a sequence and those that they attend to, themselves too."""
+    """Counts the pairs of the tokens [start, stop) of a sequence and those that they attend to,
+    themselves included."""
     whole = stop if window is None else min(max(window, start), stop)
     reached = (whole - start) * (start + whole + 1) / 2
     return reached if window is None else reached + (stop - whole) * window
 
 
 def head_work(vocab: int, width: int, tokens: float, itemsize: int, copies: int = 1) -> Work:
-    """The logits of `tokens` tokens."""
+    """Returns the work of the logits of `tokens` tokens."""
     return Work(2 * vocab * width * tokens, copies * vocab * width * itemsize)
 
 
 def divergence_work(
     vocab: int, width: int, teacher_width: int, tokens: float, itemsize: int, copies: int = 1
 ) -> Work:
-    """Both models' logits, and the gradients by the student's hidden states and head."""
+    """Returns the work of both models' logits, and of the gradients with respect to the student's
+    hidden states and head."""
     flops = 2 * vocab * tokens * (3 * width + teacher_width)
     return Work(flops, copies * vocab * (2 * width + teacher_width) * itemsize)
 
 
 def adamw_work(params: int) -> Work:
-    """Gradient read; parameters and both moments read and written; all in float32."""
+    """Returns the work of AdamW: gradient read; parameters and both moments read and written; all
+    in float32."""
     return Work(12 * params, 7 * 4 * params)
 
 
@@ -107,9 +111,9 @@ def decode_work(
     copies: int = 1,
     read: float | None = None,
 ) -> Work:
-    """`tokens` tokens, each after `context` others on average. Each of the `steps` of the batch
-    reads every weight, of experts those that its tokens pass, and each token the keys and values
-    before it; states, in float32, are read and written.
+    """Returns the work of `tokens` tokens, each after `context` others on average. Each of the
+    `steps` of the batch reads every weight, but of experts only those that its tokens pass, and
+    each token reads the keys and values before it; states, in float32, are read and written.
 
     Args:
         read: keys that are read for a token, on average, where tokens share those of a prompt.

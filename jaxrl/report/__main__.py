@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _write(place: Path, made: bytes) -> None:
-    """All of the page or nothing; into what is no file, as a pipe, as it is."""
+    """Writes all of the page or nothing; directly into what is not a file, such as a pipe."""
     if place.exists() and not place.is_file():
         place.write_bytes(made)
         return

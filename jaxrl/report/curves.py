@@ -50,7 +50,7 @@ UNKNOWN = Metric("", "not in the table of metrics")
 
 
 def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
-    """Groups of charts for the page's script, most important first.
+    """Returns groups of charts for the page's script, most important first.
 
     A metric that has one value in each run is no chart: it stands in the group's `constants`.
     """
@@ -95,9 +95,8 @@ def _chart(name: str, runs: Sequence[RunFiles]) -> JsonObject:
 
 
 def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:
-    """x, y: points; mx, my: means to smooth, where they are others; low, high: 95% interval; lost:
-    steps without a finite value.
-    """
+    """Returns a series: x, y are points; mx, my are means to smooth, where they differ; low, high
+    are the 95% interval; lost are steps without a finite value."""
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     lost = [row["step"] for row in rows if name in row and row[name] is None]
     series: JsonObject = {"run": number, "lost": evenly(lost, MARKS)}
@@ -116,7 +115,7 @@ def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObje
 
 
 def short(values: Sequence[float | None]) -> list[float | None]:
-    """Six digits of each: more than a screen shows, in half the bytes."""
+    """Rounds each value to six digits: more than a screen shows, in half the bytes."""
     return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
 
 
@@ -139,9 +138,8 @@ class Curve:
 
 
 def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
-    """At most `limit` values (4 at the least): the first, the last, and of each stretch of equally
-    many the lowest and the highest; of each stretch also the mean.
-    """
+    """Thins values to at most `limit` (4 at the least): the first, the last, and the lowest and the
+    highest of each stretch of equally many values; also returns the mean of each stretch."""
     n = len(steps)
     if n <= limit:
         return Curve(list(steps), list(values), [float(s) for s in steps], list(values))
@@ -158,9 +156,8 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` (2 at the least) of the items: the first, the last, and those that lie as
-    evenly between them as they can.
-    """
+    """Picks at most `limit` (2 at the least) of the items: the first, the last, and those that lie
+    as evenly between them as possible."""
     if len(items) <= limit:
         return list(items)
     last = len(items) - 1

@@ -26,7 +26,7 @@ PLACES = ("run_dir", "name", "resume")
 
 
 def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
-    """Heading -> text; what nothing is known of is left out."""
+    """Maps headings to text; what nothing is known of is left out."""
     config = run.config
     found = {
         "state": state(run),
@@ -45,7 +45,7 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
 
 
 def state(run: RunFiles) -> str:
-    """Whether it has ended, is going on, or was cut."""
+    """Says whether the run has ended, is going on, or was cut."""
     of = "" if run.wanted is None else f" of {run.wanted}"
     if run.running:
         return f"going on: step {run.steps}{of} at {datetime.now():%Y-%m-%d %H:%M}"
@@ -57,7 +57,8 @@ def state(run: RunFiles) -> str:
 
 
 def wall_time(run: RunFiles, activity: Activity) -> str:
-    """From the first call to the last, by the timeline; else the steps alone."""
+    """Returns the time from the first call to the last, by the timeline; else that of the steps
+    alone."""
     if activity.pools:
         time, parts = clock(activity.pools[0].window / 1e6), len(activity.sessions)
         return time if parts < 2 else f"{time} in {parts} sessions"
@@ -66,7 +67,7 @@ def wall_time(run: RunFiles, activity: Activity) -> str:
 
 
 def clock(seconds: float) -> str:
-    """As `12.3 s` or `1:02:03`."""
+    """Formats seconds as `12.3 s` or `1:02:03`."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -74,7 +75,7 @@ def clock(seconds: float) -> str:
 
 
 def _models(run: RunFiles) -> str:
-    """The student's, and those of the other roles that the plan places."""
+    """Lists the student's model, and those of the other roles that the plan places."""
     placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
     found = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
     found |= {
@@ -98,7 +99,7 @@ def _batch(prompts: int | None, group: int | None, tokens: int | None) -> str:
 
 
 def _accuracy(rows: Rows) -> str:
-    """The first and the last, with their 95% intervals."""
+    """Returns the first and the last accuracy, with their 95% intervals."""
     found = [row for row in rows if row.get("eval/accuracy") is not None]
     teacher = next(iter(_values(rows, "teacher/accuracy")), None)
     texts = [
@@ -138,7 +139,8 @@ def _values(rows: Rows, name: str) -> list[float]:
 
 
 def changed_keys(run: RunFiles) -> dict[str, tuple[object, object]]:
-    """Key -> (the run's value, the default), where they differ; None where no key has that name."""
+    """Maps each key to (the run's value, the default), where they differ; the default is None where
+    no key has that name."""
     # As a default is read back from YAML.
     defaults = {
         key.path: list(key.default) if isinstance(key.default, tuple) else key.default
@@ -152,7 +154,7 @@ def changed_keys(run: RunFiles) -> dict[str, tuple[object, object]]:
 
 
 def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[object]]:
-    """Key -> the value of each run, where they differ."""
+    """Maps each key to the value of each run, where they differ."""
     names = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {name: [run.config.get(name) for run in runs] for name in names}
     return {

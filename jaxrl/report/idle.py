@@ -43,17 +43,18 @@ class PoolUse:
 
     @property
     def counted(self) -> list[Gap]:
-        """The gaps that are worth counting, the longest first."""
+        """Returns the gaps that are worth counting, the longest first."""
         return sorted((g for g in self.gaps if g.length >= LEAST_GAP_US), key=lambda g: -g.length)
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """Its workers' states, its roles' calls and what those moved to the host and back."""
+        """Returns the tracks of its workers' states, its roles' calls and what those moved to the
+        host and back."""
         calls = (track for role in self.roles for track in (role, f"offload {role}"))
         return (*self.workers, *calls)
 
     def waited(self) -> dict[str, float]:
-        """What the pool waited for, as `rollout.generate` -> microseconds, most first."""
+        """Returns what the pool waited for, as `rollout.generate` -> microseconds, most first."""
         return waited(self.gaps)
 
 
@@ -73,7 +74,7 @@ class Activity:
 
 
 def waited(idle: Iterable[Gap]) -> dict[str, float]:
-    """What gaps waited for, as `rollout.generate` -> microseconds, most first."""
+    """Returns what gaps waited for, as `rollout.generate` -> microseconds, most first."""
     total: dict[str, float] = defaultdict(float)
     for gap in idle:
         for cause, start, end in gap.causes:
@@ -82,7 +83,7 @@ def waited(idle: Iterable[Gap]) -> dict[str, float]:
 
 
 def understand(events: Iterable[JsonObject]) -> Activity:
-    """The events of a `timeline.json`; those that are not complete are left out."""
+    """Parses the events of a `timeline.json`; those that are not complete are left out."""
     events = list(events)
     spans: dict[str, list[Span]] = {}
     for span in filter(None, map(span_of, events)):
@@ -134,10 +135,9 @@ def _use(spans: Mapping[str, Sequence[Span]], sessions: Sequence[int]) -> tuple[
 
 
 def _pools(spans: Iterable[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Pool -> tracks of its roles, and of its workers. Workers are named after their pool, the
-    second process of one `worker actor+rollout.1`; a role that no worker's name holds is a pool by
-    itself.
-    """
+    """Maps each pool to the tracks of its roles, and of its workers. Workers are named after their
+    pool, the second process of one `worker actor+rollout.1`; a role that no worker's name holds is
+    a pool by itself."""
     tracks = sorted(spans)
     workers: dict[str, list[str]] = {}
     for track in tracks:

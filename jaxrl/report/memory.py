@@ -7,10 +7,9 @@ from jaxrl.report.read import RunFiles
 
 
 def memory_pools(run: RunFiles) -> list[JsonObject]:
-    """The pools of the run's plan as in `plan.json`, none without a plan. Also of each:
+    """Returns the pools of the run's plan as in `plan.json`, none without a plan. Each also has:
     `device_text`; `parts`, those of its roles at its peak, with their `role`, whose `bytes` add up
-    to `peak`; `measured`, bytes of its fullest device, None where nothing was measured.
-    """
+    to `peak`; `measured`, bytes of its fullest device, None where nothing was measured."""
     if run.plan is None:
         return []
     return [
@@ -51,7 +50,7 @@ def _measured(run: RunFiles, roles: list[str]) -> float | None:
 
 
 def _present(role: str, part: JsonObject, moment: str) -> bool:
-    """Whether a part of a role is on the device at a moment."""
+    """Returns whether a part of a role is on the device at a moment."""
     if part["phase"] is not None:
         return f"{role}: {part['phase']}" == moment
     return not {moment, moment.partition(":")[0]} & set(part.get("away", ()))

@@ -33,7 +33,7 @@ UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
-    """The whole file. Timeline, memory and samples are shown where there is one run.
+    """Renders the whole file. Timeline, memory and samples are shown where there is one run.
 
     Args:
         advice: lines about the run's split of devices.
@@ -109,7 +109,8 @@ def _asset(name: str) -> str:
 
 
 def bytes_text(n: float | None) -> str:
-    """Three digits, in the largest unit that the number fills; a dash for None."""
+    """Formats bytes with three digits, in the largest unit that the number fills; a dash for
+    None."""
     if n is None:
         return "–"
     for unit, size in UNITS:
@@ -135,5 +136,5 @@ def _axes(axes: Mapping[str, int] | None) -> str:
 
 
 def _step_at(activity: Activity, at: float) -> str:
-    """The step whose update ended first after that time."""
+    """Finds the step whose update ended first after that time."""
     return next((str(step) for end, step in activity.steps if end >= at), "–")

@@ -110,8 +110,8 @@ def _text(path: Path, notes: list[str]) -> str:
 def _lines(
     path: Path, notes: list[str], checked: Callable[[JsonObject], JsonObject]
 ) -> list[JsonObject]:
-    """The objects of a file with one a line. Every whole line ends with a newline; those of the
-    timeline begin with a comma, between lines of brackets.
+    """Reads the objects of a file with one per line. Every whole line ends with a newline; those of
+    the timeline begin with a comma, between lines of brackets.
 
     Args:
         checked: gives what is used of an object; raises ValueError for one that nobody wrote so.
@@ -158,7 +158,7 @@ class _Sample(BaseModel):
 
 
 def _document(path: Path, notes: list[str], read: Callable[[str], JsonObject]) -> JsonObject | None:
-    """The value of a JSON file; None where there is none."""
+    """Reads the value of a JSON file; None where there is none."""
     text = _text(path, notes)
     try:
         return read(text) if text else None
@@ -168,7 +168,7 @@ def _document(path: Path, notes: list[str], read: Callable[[str], JsonObject]) -
 
 
 def _locked(path: Path) -> bool:
-    """Whether another process holds the lock; it is taken and given back at once."""
+    """Returns whether another process holds the lock; it is taken and given back at once."""
     if not path.is_file():
         return False
     try:

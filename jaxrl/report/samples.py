@@ -17,7 +17,8 @@ FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens",
 
 
 def samples(run: RunFiles) -> list[JsonObject]:
-    """Those of the first step, the last, and of as many evenly between them as there is room for.
+    """Returns the samples of the first step, of the last, and of as many steps evenly between them
+    as there is room for.
 
     `agreement` is the sample's own, or that of all completions of its step (`of_step`).
     """
@@ -38,7 +39,7 @@ def _shown(sample: JsonObject, of_step: float | None) -> JsonObject:
 
 
 def cut(text: str) -> str:
-    """A long text without its middle."""
+    """Cuts the middle out of a long text."""
     left_out = len(text) - TEXT
     if left_out <= 0:
         return text
@@ -46,7 +47,7 @@ def cut(text: str) -> str:
 
 
 def chosen(run: RunFiles, shown: Sequence[JsonObject]) -> str:
-    """How many samples there are, and which of them are on the page."""
+    """Says how many samples there are, and which of them are on the page."""
     if len(shown) == len(run.samples):
         return f"{len(shown)} samples"
     steps = len({sample["step"] for sample in shown})

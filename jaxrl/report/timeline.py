@@ -76,7 +76,8 @@ def lanes(activity: Activity) -> JsonObject:
 
 
 def _plain(span: Span) -> Span:
-    """With a name that is the same at every step: versions and counts of steps are dropped."""
+    """Returns the span with a name that is the same at every step: versions and counts of steps are
+    dropped."""
     name = re.sub(r"[,:]? (version|step) -?\d+|(?<=^write) \d+$", "", span.name)
     return replace(span, name=name)
 
@@ -97,7 +98,7 @@ def _merged(spans: Sequence[Span], within: int) -> Sequence[Span]:
 
 
 def reason(gap: Gap) -> str:
-    """What a gap waited for most, and what came after it."""
+    """Says what a gap waited for most, and what came after it."""
     most, length = next(iter(waited([gap]).items()))
     part = length / gap.length
     share = f" ({part:.0%})" if part < 0.995 else ""

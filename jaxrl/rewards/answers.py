@@ -166,7 +166,8 @@ class Number:
     """The unit of a decimal's last digit, 1/100 of `1.25`; 0 of what is spelled exactly."""
 
     def same(self, other: Number) -> bool:
-        """Whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 is not y = 5."""
+        """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 is not y =
+        5."""
         for both in ({self.unit, other.unit}, {self.name, other.name}):
             if len(both) == 2 and "" not in both:
                 return False
@@ -181,14 +182,15 @@ class Number:
 
 
 def same_number(a: Fraction, b: Fraction, step: Fraction) -> bool:
-    """Whether two values are equal: exactly, or where the last digit of the coarser decimal is
-    worth `step`, one is the other rounded to that; to a relative TOLERANCE at least."""
+    """Returns whether two values are equal: exactly, or where the last digit of the coarser decimal
+    is worth `step`, one is the other rounded to that; to a relative TOLERANCE at least."""
     difference = abs(a - b)
     return difference <= min(step / 2, TOLERANCE * max(abs(a), abs(b)))
 
 
 def step_of(number: str, value: Fraction) -> Fraction:
-    """The unit of the last digit of a decimal that `NUMBER` found; 0 where its value is whole."""
+    """Returns the unit of the last digit of a decimal that `NUMBER` found; 0 where its value is
+    whole."""
     digits = re.search(r"\.(\d*)(?:[eE]([-+]?\d+))?\Z", number)
     if digits is None or value.denominator == 1:
         return Fraction(0)
@@ -196,14 +198,14 @@ def step_of(number: str, value: Fraction) -> Fraction:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last closed \boxed{} holds, nested braces and all."""
+    r"""Returns what the last closed \boxed{} holds, nested braces included."""
     boxes = _boxes(text)
     return boxes[-1][2] if boxes else None
 
 
 def marked(text: str) -> str | None:
-    r"""The final answer that is marked as such: what the last <answer></answer>, \boxed{} or
-    `#### ` holds; None without any.
+    r"""Returns the final answer that is marked as such: what the last <answer></answer>, \boxed{}
+    or `#### ` holds; None without any.
 
     Boxes with nothing but `,`, `and`, `or`, `x =` between them are one answer of several parts. A
     line that begins with #### and is no number is a heading, unless it is the text's last.
@@ -220,19 +222,21 @@ def marked(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """What is marked as the final answer, else all of the text; stripped."""
+    """Returns what is marked as the final answer, or else the whole text, stripped."""
     answer = marked(text)
     return text.strip() if answer is None else answer
 
 
 def stated(text: str) -> str | None:
-    """The rest of the last sentence with `answer is` or `answer:`; None without one."""
+    """Returns the rest of the last sentence that contains `answer is` or `answer:`, or None if
+    there is none."""
     found = [m[1].strip(" *") for m in _STATED.finditer(text)]
     return found[-1] if found and found[-1] else None
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, with its unit, currency or per cent; else None.
+    """Returns the number that makes up the whole text, with its unit, currency or per cent, or else
+    None.
 
     `x = 5` and `2 + 3 = 5` are 5. A unit is any words behind the number that cannot change it.
     """
@@ -273,14 +277,15 @@ def read_number(text: str) -> Number | None:
 
 
 def whole_number(text: str) -> Number | None:
-    """The number that the whole text is, as `read_number`, but not with words that are no unit:
-    `10 apples` and `3 kings` are texts."""
+    """Returns the number that makes up the whole text, as `read_number` does, but not with words
+    that are no unit: `10 apples` and `3 kings` are texts."""
     number = read_number(text)
     return None if number is None or number.things else number
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in a text; None without one, and where that is part of an expression."""
+    """Returns the last number in a text, or None if there is none or if it is part of an
+    expression."""
     spelled = _AREA.sub("", plain(text))
     found = list(NUMBER.finditer(spelled))
     if not found:
@@ -300,15 +305,15 @@ def last_number(text: str) -> Number | None:
 
 
 def given_number(text: str) -> Number | None:
-    """The number that a completion gives: what is marked, or stated, or else its last number. Where
-    an expression or a formula stands in its place, that must be a number as a whole."""
+    """Returns the number that a completion gives: what is marked, or stated, or else its last
+    number. If an expression or a formula stands in its place, that must be a number as a whole."""
     answer = given_expression(text)
     return read_number(answer) if isinstance(answer, str) else answer
 
 
 def given_expression(text: str) -> str | Number | None:
-    """What a completion gives: what is marked, or stated, or else its last formula, or the number
-    behind that."""
+    """Returns what a completion gives: what is marked, or stated, or else its last formula, or the
+    number behind that."""
     answer = marked(text)
     if answer is not None:
         return _NEGATIVE.sub("-", answer)
@@ -332,7 +337,7 @@ def given_expression(text: str) -> str | Number | None:
 
 
 def given_texts(text: str) -> list[str]:
-    """The texts that may be the answer of a completion where it is words."""
+    """Returns the texts that may be the answer of a completion when that answer is words."""
     answer = marked(text)
     if answer is None:
         answer = stated(text)
@@ -342,8 +347,9 @@ def given_texts(text: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A text whose LaTeX for numbers and words is as it is outside of LaTeX: `1{,}234` is 1,234,
-    `\\frac{-1}{2}` -1/2, `3.2\\times 10^5` 3.2e5, `\\text{cm}` cm, `0.\\overline{3}` 1/3."""
+    """Returns a text whose LaTeX for numbers and words is written as it is outside LaTeX: `1{,}234`
+    is 1,234, `\\frac{-1}{2}` -1/2, `3.2\\times 10^5` 3.2e5, `\\text{cm}` cm, `0.\\overline{3}` 1/3.
+    """
     text = tidy(text)
     text = _REPEATING.sub(_repeating, text)
     text = _FRACTION.sub(_fraction, text)
@@ -356,7 +362,8 @@ def plain(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """A text with ASCII for typographic characters, without LaTeX's spaces and separators."""
+    """Returns a text with ASCII in place of typographic characters, and without LaTeX's spaces and
+    separators."""
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
@@ -382,7 +389,7 @@ def _ascii(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without what surrounds an answer in a sentence."""
+    """Strips what surrounds an answer in a sentence."""
     return text.lstrip(" ,;:*`").rstrip(" .,;:*`")
 
 
@@ -395,7 +402,7 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _changed(before: str, after: str) -> bool:
-    """Whether the words around a number or a formula make another value of it."""
+    """Returns whether the words around a number or a formula change its value."""
     return bool(_WORDS_BEFORE.search(before[-80:]) or _WORDS_AFTER.match(after))
 
 
@@ -406,7 +413,7 @@ def _unchanged(formula: re.Match[str]) -> str | None:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether the whole text may be an expression: one line without words of prose."""
+    """Returns whether the whole text may be an expression: one line without words of prose."""
     if len(text) > LONGEST_EXPRESSION or "\n" in text.strip() or not re.search(r"\w", text):
         return False
     if read_number(text) is not None:
@@ -416,7 +423,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of every closed box, those within another one included."""
+    """Returns (start, end, content) of every closed box, including those nested in another one."""
     boxes, opened = [], list[tuple[int, int] | None]()
     for m in _BRACES.finditer(text):
         if m[0] == "}":
@@ -428,7 +435,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
-    """Where the last box ends, and what it and those that belong to it hold."""
+    """Returns where the last box ends, and what it and the boxes that belong to it hold."""
     boxes = _boxes(text)
     if not boxes:
         return None
@@ -445,7 +452,8 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
 
 
 def unit_of(rest: str) -> str | None:
-    """The unit that the text behind a number is, "" for none; None where it is something else."""
+    """Returns the unit that the text behind a number is: "" if there is none, None if the text is
+    something else."""
     rest = rest.rstrip(" .,;:")
     m = _UNIT.fullmatch(rest)
     if rest == "" or m is None:
@@ -479,7 +487,8 @@ def _repeating(m: re.Match[str]) -> str:
 
 
 def _fraction(m: re.Match[str]) -> str:
-    """`a/b` with one sign in front, and a space before it where it is a mixed number."""
+    """Returns `a/b` with one sign in front, and a space before it if it is part of a mixed
+    number."""
     over, under = (re.sub(r"[\s,]", "", m[i] or m[i + 1]) for i in (1, 3))
     negative = (over[0] == "-") != (under[0] == "-")
     before = m.string[: m.start()].rstrip()[-1:]
@@ -494,7 +503,7 @@ def _times_ten(m: re.Match[str]) -> str:
 
 
 def _to_fraction(text: str) -> Fraction | None:
-    """The value of what `NUMBER` found; None of a division by 0."""
+    """Returns the value of what `NUMBER` found, or None for a division by 0."""
     if len(text) > LONGEST_NUMBER:
         return None
     sign = -1 if text[0] == "-" else 1
@@ -510,8 +519,8 @@ def _to_fraction(text: str) -> Fraction | None:
 
 
 def spelled(text: str) -> str:
-    """A text without what does not change it: delimiters of formulas, spaces, the final full stop,
-    quotes; `\\dfrac` as `\\frac`, `1011_{2}` as 1011_2."""
+    """Strips from a text what does not change it: delimiters of formulas, spaces, the final full
+    stop, quotes; writes `\\dfrac` as `\\frac`, and `1011_{2}` as 1011_2."""
     text = re.sub(r"\\[()\[\]]|\\(?:left|right)(?![A-Za-z])|\*\*|[\"`]", "", tidy(text))
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     for _ in range(3):
@@ -523,8 +532,8 @@ def spelled(text: str) -> str:
 
 
 def literal(text: str) -> str | None:
-    """An answer that is compared as a text: words, a choice such as `(B)`, a date, a time, a ratio,
-    a number in a base; None of an expression."""
+    """Returns an answer that is compared as a text: words, a choice such as `(B)`, a date, a time,
+    a ratio, a number in a base; returns None for an expression."""
     bare = re.sub(r"\s*([,:])\s*", r"\1 ", plain(text.replace("$", ""))).strip(" .,;:\"'`")
     if m := re.fullmatch(r"\(([A-Ja-j])\)|([A-J])", bare):
         return (m[1] or m[2]).lower()
@@ -549,8 +558,8 @@ def _words(text: str) -> str:
 
 
 def same_literal(wanted: str, text: str) -> bool:
-    """Whether a text is a literal answer. Of a choice its letter is enough, with what it stands for
-    behind it; of a number in a base its digits."""
+    """Returns whether a text is a literal answer. For a choice its letter is enough, optionally
+    followed by what it stands for; for a number in a base its digits are enough."""
     if len(wanted) == 1:
         m = re.match(
             r"\(([A-Ja-j])\)|([A-Ja-j])(?:[.:)]|\Z)", plain(text.replace("$", "")).strip(" *`")
@@ -563,7 +572,7 @@ def same_literal(wanted: str, text: str) -> bool:
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Whether both are the same number or the same text."""
+    """Returns whether both are the same number or the same text."""
     numbers = read_number(a), read_number(b)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].same(numbers[1])

@@ -68,7 +68,8 @@ _BARE_UNIT = re.compile(
 
 
 def judge(completion: str, answer: str) -> float | None:
-    """1 where the completion gives the answer, else 0; None where the answer is not understood."""
+    """Returns 1 if the completion gives the answer, else 0, or None if the answer is not
+    understood."""
     wanted = literal(answer)
     if wanted is not None:
         return float(any(same_literal(wanted, text) for text in given_texts(completion)))
@@ -87,9 +88,9 @@ def judge(completion: str, answer: str) -> float | None:
 
 
 def _may_be_one(gold: str, found: str) -> bool:
-    """Whether brackets and units of two answers let them be equal: a set in braces is no tuple, an
-    interval without its ends is not one with them, a tuple is a list only in the same order, and
-    \\text{ cm} behind an expression is not \\text{ m}."""
+    """Returns whether the brackets and units of two answers allow them to be equal: a set in braces
+    is no tuple, an interval without its ends is not one with them, a tuple is a list only in the
+    same order, and \\text{ cm} behind an expression is not \\text{ m}."""
     units = {unit for text in (gold, found) if (unit := _unit(text))}
     if len(units) > 1:
         return False
@@ -107,7 +108,7 @@ def _may_be_one(gold: str, found: str) -> bool:
 
 
 def _equal(gold: Any, found: Any) -> bool:
-    """Whether two numbers or expressions are equal; an equation `x = 5` equals 5."""
+    """Returns whether two numbers or expressions are equal; an equation `x = 5` equals 5."""
     gold, found = (_decimal(x) if isinstance(x, sympy.Float) else x for x in (gold, found))
     if isinstance(gold, Number) and isinstance(found, Number):
         return gold.same(found)
@@ -161,12 +162,13 @@ def _equal_expressions(gold: Any, found: Any) -> bool:
 
 
 def _derivatives(expression: Any) -> set[Any]:
-    """Those such as dy/dx, which math-verify would compute to be 0."""
+    """Finds derivatives such as dy/dx, which math-verify would compute to be 0."""
     return {x for x in expression.atoms(sympy.Derivative) if x.expr.is_Symbol}
 
 
 def _same_solutions(gold: Any, found: Any) -> bool:
-    """Whether two inequalities are equal, or have the same solutions in their only symbol."""
+    """Returns whether two inequalities are equal, or have the same solutions in their only
+    symbol."""
     if verify([gold], [found], timeout_seconds=None):
         return True
     if len(gold.free_symbols) != 1 or gold.free_symbols != found.free_symbols:
@@ -178,8 +180,8 @@ def _same_solutions(gold: Any, found: Any) -> bool:
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    """Whether two constants are equal, with as many digits as they have; where they are too large
-    for that, whether they are the same power or the same expression."""
+    """Returns whether two constants are equal, to as many digits as they have; if they are too
+    large for that, whether they are the same power or the same expression."""
     bits = _bits(a) + _bits(b)
     if bits > EXACT_BITS:
         powers = isinstance(a, sympy.Pow) and isinstance(b, sympy.Pow) and a.base == b.base
@@ -201,7 +203,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _bits(x: Any) -> float:
-    """About how many bits the exact value of a constant takes."""
+    """Estimates how many bits the exact value of a constant takes."""
     if x.is_Rational:
         return float(int(x.p).bit_length() + int(x.q).bit_length())
     if x.is_Float:
@@ -217,7 +219,7 @@ def _bits(x: Any) -> float:
 
 
 def _rational(decimal: Any) -> Any:
-    """A decimal as it was spelled, of at most 15 digits."""
+    """Returns a decimal as it was spelled, with at most 15 digits."""
     return sympy.Rational(str(decimal))
 
 
@@ -229,7 +231,8 @@ def _decimal(decimal: Any) -> Number:
 
 
 def _is_value(constant: Any, number: Number) -> bool:
-    """Whether a number is a constant: exactly, or where it is a decimal, rounded."""
+    """Returns whether a number equals a constant: exactly or, if it is a decimal, after
+    rounding."""
     for value in {number.value, number.value / 100} if number.percent else {number.value}:
         if _same_value(constant, sympy.Rational(value.numerator, value.denominator)):
             return True
@@ -256,7 +259,8 @@ def _is_inequality(expression: Any) -> bool:
 
 
 def _assigned(relation: Any) -> Any:
-    """The value of `x = 5`, `f(x) = x + 5` or `2 + 3 = 5`; None of any other relation."""
+    """Returns the value of `x = 5`, `f(x) = x + 5` or `2 + 3 = 5`, or None for any other
+    relation."""
     parts = list(getattr(relation, "_unsorted_args", ())) or [relation]
     left = parts[0].args[0] if parts[0].args else parts[0]
     named = isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef)
@@ -266,7 +270,7 @@ def _assigned(relation: Any) -> Any:
 
 
 def _values(number: Number) -> list[Any]:
-    """The number for sympy; one per cent is 1 and is 0.01."""
+    """Converts the number for sympy; one per cent counts both as 1 and as 0.01."""
     value = sympy.Rational(number.value.numerator, number.value.denominator)
     rounded = {2, 5}.issuperset(sympy.primefactors(value.q)) and value.q > 1
     values = [value, value / 100] if number.percent else [value]
@@ -274,8 +278,8 @@ def _values(number: Number) -> list[Any]:
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """The brackets around a whole list or tuple, `,` of a list without any, "" of no list; and
-    what is between the commas that stand in no other brackets."""
+    """Splits a list: returns the brackets around a whole list or tuple (`,` for a list without any,
+    "" if it is no list), and what is between the commas that stand in no other brackets."""
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = spelled(text).replace("\\{", "⟨").replace("\\}", "⟩")
@@ -295,14 +299,16 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _unit(text: str) -> str:
-    r"""The unit behind an expression, as in `10\sqrt3\text{ cm}`; empty where none is known."""
+    r"""Returns the unit behind an expression, as in `10\sqrt3\text{ cm}`; empty if no known one is
+    there."""
     text = tidy(text).replace("$", "").rstrip(" .,;:*`")
     m = _UNIT.search(text) or _BARE_UNIT.search(text)
     return (unit_of(plain(m[0])) or "") if m else ""
 
 
 def _latex(text: str) -> str:
-    """An answer as LaTeX: no delimiters, units and prose, and its characters as commands."""
+    """Writes an answer as LaTeX: without delimiters, units and prose, and with its characters as
+    commands."""
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"\\[()]|\\\[|\\\](?!\])|\\[dtc]?frac(?=\s*[{\d])", _kept, tidy(text))
@@ -324,8 +330,8 @@ def _kept(m: re.Match[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def _expression(latex: str) -> Any:
-    """The sympy object that LaTeX is; None where it is none. Constants may have the imaginary
-    unit."""
+    """Parses LaTeX into a sympy object; returns None if it is none. Constants may have the
+    imaginary unit."""
     # It would read 42 from `4 2`, and f(x) from `f'(x)`.
     if (
         not 0 < len(latex) <= LONGEST_EXPRESSION
@@ -354,7 +360,7 @@ def _expression(latex: str) -> Any:
 
 
 def _union(found: Any) -> Any:
-    """The solutions of inequalities with `or` between them; anything else as it is."""
+    """Returns the solutions of inequalities joined by `or`; anything else is returned as it is."""
     parts = list(found.args)
     if not parts or not all(_is_inequality(x) and len(x.free_symbols) == 1 for x in parts):
         return found

@@ -50,14 +50,15 @@ Verifier = Callable[[str, Judged], float | None]
 
 
 def answer_of(prompt: Judged) -> str | None:
-    """The reference answer; None where the row has none, or a NaN, which is how tables and JSON
-    write that."""
+    """Returns the reference answer; None if the row has none, or has a NaN, which is how tables and
+    JSON write that."""
     answer = prompt.answer
     return None if answer is None or answer != answer else answer
 
 
 def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
-    """The verifier that compares a completion, without its thoughts, with its prompt's answer.
+    """Returns the verifier that compares a completion, without its thoughts, with its prompt's
+    answer.
 
     None where there is no answer, 0 where the thoughts never ended.
     """
@@ -75,13 +76,14 @@ def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
 
 @_with_answer
 def exact(completion: str, answer: str) -> float:
-    """1 where completion and answer are the same text, white space at the ends aside."""
+    """Returns 1 if completion and answer are the same text, apart from white space at the ends."""
     return float(completion.strip() == answer.strip())
 
 
 @_with_answer
 def contains(completion: str, answer: str) -> float:
-    """1 where the answer stands in the completion as whole words, upper and lower case aside."""
+    """Returns 1 if the answer occurs in the completion as whole words, ignoring upper and lower
+    case."""
     words = re.escape(answer.strip())
     found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
     return float(bool(words) and found is not None)
@@ -89,7 +91,7 @@ def contains(completion: str, answer: str) -> float:
 
 @_with_answer
 def number(completion: str, answer: str) -> float | None:
-    r"""1 where the completion's number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75.
+    r"""Returns 1 if the completion's number equals the answer: 1,234.50 is 1234.5, 3/4 is 0.75.
 
     It is what the last \boxed{}, `#### ` or <answer></answer> holds, else what `the answer is`
     says, else the last number. None where the answer is not one number.
@@ -103,15 +105,16 @@ def number(completion: str, answer: str) -> float | None:
 
 @_with_answer
 def boxed(completion: str, answer: str) -> float:
-    r"""1 where the completion's last \boxed{} is the answer, as a number or as the same text."""
+    """ "Returns 1 if the completion's last \boxed{} is the answer, as a number or as the same
+    text."""
     got, wanted = last_boxed(completion), final_answer(answer)
     return float(got is not None and same_answer(got, wanted))
 
 
 @_with_answer
 def math(completion: str, answer: str) -> float | None:
-    """1 where the completion's expression equals the answer, for which math-verify (extra `tasks`)
-    computes; None where the answer is not understood."""
+    """Returns 1 if the completion's expression equals the answer, as computed by math-verify (extra
+    `tasks`), or None if the answer is not understood."""
     try:
         from jaxrl.rewards import expressions  # needs an optional package
     except ImportError as error:
@@ -122,7 +125,7 @@ def math(completion: str, answer: str) -> float | None:
 
 
 def reasoning_gym(completion: str, prompt: Judged) -> float | None:
-    r"""The data set's own score of the completion's final answer.
+    r"""Returns the data set's own score of the completion's final answer.
 
     The final answer is what the last <answer></answer> or \boxed{} holds, else the whole
     completion. Where the answer is a number, the completion's last number may be it too: the better
@@ -145,8 +148,8 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
 
 
 def auto(completion: str, prompt: Judged) -> float | None:
-    r"""The verifier of the prompt's task; else `number` where the answer, or what its `#### ` or
-    \boxed{} holds, is one; else the same text, of all or of what these hold."""
+    r"""Applies the verifier of the prompt's task; else `number` if the answer, or what its `#### `
+    or \boxed{} holds, is one; else compares the texts: whole ones, or what these hold."""
     task = str(prompt.columns.get("task", ""))
     if task.startswith("reasoning_gym/") and "entry" in prompt.columns:
         return reasoning_gym(completion, prompt)
@@ -162,7 +165,7 @@ def auto(completion: str, prompt: Judged) -> float | None:
 
 @_with_answer
 def _final(completion: str, answer: str) -> float:
-    """1 where the completion's final answer is that of the whole solution that the row has."""
+    """Returns 1 if the completion's final answer is that of the whole solution that the row has."""
     return float(same_answer(final_answer(completion), final_answer(answer)))
 
 
@@ -203,7 +206,8 @@ def verifier(name: str, opening: str = "") -> Verifier:
 
 
 def why_unjudged(prompts: Sequence[Judged]) -> str:
-    """Why a verifier judges none of some prompts, for a message that has named it."""
+    """Explains why a verifier judges none of some prompts, for a message that has already named
+    it."""
     answers = [answer for prompt in prompts if (answer := answer_of(prompt)) is not None]
     if not answers:
         return "they have no answer to compare with (data.answer_key names its column)"
@@ -215,7 +219,7 @@ def why_unjudged(prompts: Sequence[Judged]) -> str:
 
 
 def may_hang(name: str, prompt: Judged) -> bool:
-    """Whether the verifier evaluates what the completion contains: `9**9**9` is enough."""
+    """Returns whether the verifier evaluates what the completion contains: `9**9**9` is enough."""
     if name == "math":
         return prompt.answer is not None
     task = str(prompt.columns.get("task", ""))
@@ -224,7 +228,7 @@ def may_hang(name: str, prompt: Judged) -> bool:
 
 @cache
 def _pool(name: str) -> RewardPool:
-    """One process for each such verifier; it ends with this one."""
+    """Starts one process for each such verifier; it ends with this one."""
     source = ItemSource(name, name, "verifier")
     return RewardPool([source], workers=1, timeout=TIMEOUT_S, startup=STARTUP_S)
 

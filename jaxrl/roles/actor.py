@@ -268,11 +268,11 @@ class Actor:
 
     @property
     def _read(self) -> Frozen:
-        """What an update reads and does not change."""
+        """Returns what an update reads and does not change."""
         return {**self._frozen, BASE: self._base} if self._base else self._frozen
 
     def _taught(self) -> Params:
-        """The weights that teach: the policy's, or their moving average."""
+        """Returns the weights that teach: the policy's, or their moving average."""
         return self.state.params if self.state.ema is None else self.state.ema
 
     def _send(self, version: int, given: Params, to: Receiver) -> Weights:
@@ -393,7 +393,8 @@ class Actor:
     def _with_old_logprobs(
         self, placed: TrainBatch, sequences: Sequences, units: np.ndarray, live: int
     ) -> TrainBatch:
-        """The batch with the log-probs under the policy before the batch's first update.
+        """Returns the batch with the log-probs under the policy as it was before the batch's first
+        update.
 
         Args:
             placed: the batch on the actor's mesh.
@@ -442,7 +443,7 @@ class Actor:
 
 
 def _added(totals: Mapping[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """(sum, count) of each metric, over all updates."""
+    """Adds up (sum, count) of each metric over all updates."""
     return {
         name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
         for name, pairs in totals.items()
@@ -460,5 +461,6 @@ def _fill(
 
 
 def _dumped(leaf: jax.Array) -> np.ndarray:
-    """numpy's file format has no bfloat16."""
+    """Copies an array to the host, with bfloat16 as float32: numpy's file format has no
+    bfloat16."""
     return to_host(leaf).astype(np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype)

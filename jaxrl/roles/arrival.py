@@ -15,8 +15,8 @@ from jaxrl.types import Tree, Weights
 
 
 def received(weights: Weights, shardings: Tree, sent: str) -> tuple[Params, dict[str, float]]:
-    """The weights in the receiver's shardings, and the metric of the transfer. The caller has freed
-    the version before.
+    """Returns the weights in the receiver's shardings, and the metric of the transfer. The caller
+    has freed the previous version.
 
     Args:
         sent: their name in the ledger while they were on their way.
@@ -28,7 +28,7 @@ def received(weights: Weights, shardings: Tree, sent: str) -> tuple[Params, dict
 
 
 def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:
-    """Names, shapes and dtypes against those of the receiver's model (`described`)."""
+    """Checks names, shapes and dtypes against those of the receiver's model (`described`)."""
     found = described(weights.params)
     for name in {**expected, **found}:
         if found.get(name) != expected.get(name):
@@ -40,6 +40,6 @@ def check_fit(weights: Weights, expected: Mapping[str, str], role: str) -> None:
 
 
 def described(params: Tree) -> dict[str, str]:
-    """Path -> dtype and shape of each leaf."""
+    """Maps the path of each leaf to its dtype and shape."""
     leaves = leaves_by_path(params)
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}

@@ -55,14 +55,15 @@ class Encoder:
         self.mesh, self._batch_tokens = mesh, batch_tokens
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text with the special ones; what is too long loses its end."""
+        """Returns the token ids of each text, including the special ones; a text that is too long
+        loses its end."""
         limit = self.config.max_tokens
         stripped = [text.strip() for text in texts]  # as sentence-transformers does
         ids = self.tokenizer(stripped, truncation=True, max_length=limit, padding=False)
         return ids["input_ids"] if stripped else []
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> np.ndarray:
-        """[N, D] float32 of length 1, in the order of the texts."""
+        """Computes the embeddings [N, D] float32 of length 1, in the order of the texts."""
         if not texts:
             return np.zeros((0, self.config.d_model), np.float32)
         return run_batches(

@@ -27,8 +27,8 @@ WORTH = 0.1
 
 
 def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
-    """Number of consecutive rows that must be in the same minibatch: all completions of a prompt if
-    the minibatches divide the number of prompts, else 1.
+    """Returns the number of consecutive rows that must be in the same minibatch: all completions of
+    a prompt if the minibatches divide the number of prompts, else 1.
 
     Args:
         group_ids: [B], equal for rows of one prompt; -1 at padding rows, which are the last ones.
@@ -43,8 +43,8 @@ def unit_rows(group_ids: np.ndarray, minibatches: int) -> int:
 
 
 def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
-    """Number of consecutive rows for which a prompt is computed once: `group`, or 1 if their
-    prompts differ or sharing saves too little (`shares`).
+    """Returns the number of consecutive rows for which a prompt is computed once: `group`, or 1 if
+    their prompts differ or sharing saves too little (`shares`).
 
     Args:
         sequences: on the host; padding rows are the last ones.
@@ -67,7 +67,8 @@ def shared_group(sequences: Sequences, group: int, budget: int | None) -> int:
 
 
 def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool:
-    """Whether sharing prompts of these widths saves enough, and a group fits into a micro-batch."""
+    """Returns whether sharing prompts of these widths saves enough, and a group fits into a
+    micro-batch."""
     together = prompt + group * completion
     return (
         group > 1
@@ -91,12 +92,13 @@ class ScoredPart:
 
     @property
     def live(self) -> int:
-        """Number of rows without the padding."""
+        """Returns the number of rows without the padding."""
         return self.rows.stop - self.rows.start
 
 
 def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) -> ScoredPart | None:
-    """The `part`-th of `parts` slices of a rollout, for a role to score; None where no row is left.
+    """Returns the `part`-th of `parts` slices of a rollout, for a role to score, or None if no row
+    is left.
 
     A prompt is computed once for its group where that is worth it (`shared_group`) and each device
     has a group in each part.
@@ -122,8 +124,8 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
 def own_parts(
     given: ScoredPart, weights: np.ndarray, devices: RowDevices, mixed: bool
 ) -> dict[int, ScoredPart]:
-    """Number of a teacher -> what of a part it computes: the tokens of the rows in which it has a
-    share, which are whole groups where these share a prompt.
+    """Maps the number of each teacher to what it computes of a part: the tokens of the rows in
+    which it has a share, which are whole groups where these share a prompt.
 
     Args:
         weights: [rows, K] shares of each of several teachers, of the part without its padding; 0 in
@@ -152,7 +154,7 @@ def scored_padding(
     weights: np.ndarray | None = None,
     mixed: bool = False,
 ) -> float:
-    """The fraction of padding among the tokens that a role computes to score a rollout.
+    """Computes the fraction of padding among the tokens that a role computes to score a rollout.
 
     Args:
         weights: [B, K] shares of several teachers, each of which computes its own rows; None where
@@ -177,8 +179,9 @@ def scored_padding(
 def _scored_cuts(
     rollout: Rollout, parts: int, devices: RowDevices
 ) -> tuple[Sequences, list[np.ndarray]]:
-    """The rollout's sequences with the group that its scorers share prompts by, and the row numbers
-    of each part, -1 for padding. The last part may be smaller, and few rows make fewer parts."""
+    """Returns the rollout's sequences with the group by which its scorers share prompts, and the
+    row numbers of each part, with -1 for padding. The last part may be smaller, and few rows make
+    fewer parts."""
     n, shards = len(rollout.group_ids), devices.count
     group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
     group = scored_group(n, parts, shards, group)
@@ -190,26 +193,28 @@ def _scored_cuts(
 
 
 def scored_group(rows: int, parts: int, shards: int, group: int) -> int:
-    """`group`, or 1 where a part of these rows would have less than a group for each device."""
+    """Returns `group`, or 1 if a part of these rows would have less than a group for each
+    device."""
     return group if rows >= parts * shards * group else 1
 
 
 def tokens_of(lengths: np.ndarray, group: int) -> np.ndarray:
-    """[B] tokens of rows -> tokens of each `group` rows after each other; the last may be fewer."""
+    """Sums the [B] tokens of rows over every `group` consecutive rows; the last sum may be over
+    fewer."""
     return np.pad(lengths, (0, -len(lengths) % group)).reshape(-1, group).sum(-1)
 
 
 def rows_of_groups(groups: np.ndarray, group: int) -> np.ndarray:
-    """[..., b] group numbers, -1 where there is none -> [..., b * group] row numbers."""
+    """Converts [..., b] group numbers, -1 where there is none, to [..., b * group] row numbers."""
     rows = groups[..., None] * group + np.arange(group, dtype=groups.dtype)
     rows = np.where(groups[..., None] < 0, -1, rows)
     return rows.reshape(*groups.shape[:-1], -1)
 
 
 def padded_count(rows: int, most: int) -> int:
-    """Number of rows to which a minibatch of `rows` is padded: a quarter, half, three quarters or
-    all of `most`, so that few programs are compiled however many rows are left out of a batch.
-    """
+    """Returns the number of rows to which a minibatch of `rows` is padded: a quarter, half, three
+    quarters or all of `most`, so that few programs are compiled however many rows are left out of a
+    batch."""
     sizes = [max(1, -(-most * k // ROOMS)) for k in range(1, ROOMS + 1)]
     return next(size for size in sizes if size >= rows)
 
@@ -245,7 +250,8 @@ def cut_minibatches(
     count: int,
     seed: tuple[int, ...],
 ) -> list[np.ndarray]:
-    """`minibatch_rows` of whole units, each as the numbers of the groups that are computed for it.
+    """Cuts a batch into the `minibatch_rows` of whole units, each given as the numbers of the
+    groups that are computed for it.
 
     Args:
         lengths: [B] tokens of each row, 0 where it trains nothing.
@@ -299,7 +305,7 @@ def split_rows(
 def micro_batch(
     batch: TrainBatch, rows: jax.Array, mesh: Mesh, group: int, room: tuple[int, int] | None
 ) -> TrainBatch:
-    """Some rows of a batch, inside a program; batch and result lie over (data, fsdp).
+    """Takes some rows of a batch, inside a program; batch and result are sharded over (data, fsdp).
 
     No device ever holds more than its share of the rows: the shares are passed around the ring of
     devices, and each device fills in the rows that it holds. Rows are copied, never summed, so that
@@ -352,8 +358,9 @@ def micro_batch(
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index] for row numbers [b] in range. Of an array of three dims a TPU would first copy all
-    rows, in slices of columns; as rows of a matrix it copies only those asked for."""
+    """Returns x[index] for row numbers [b] that are in range. For an array of three dims a TPU
+    would first copy all rows, in slices of columns; from the rows of a matrix it copies only those
+    asked for."""
     if x.ndim < 3:
         return x[index]
     flat = index[:, None] * x.shape[1] + jnp.arange(x.shape[1], dtype=index.dtype)[None]

@@ -26,8 +26,8 @@ AVERAGE_ERROR = 0.05
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
-    """Learning rate as a function of the number of updates planned before; it reaches its end at
-    `updates`.
+    """Returns the learning rate as a function of the number of updates planned before; it reaches
+    its end at `updates`.
 
     Rises linearly from peak / (warmup_steps + 1), so that no update is wasted at rate 0.
     """
@@ -59,7 +59,8 @@ def schedule_at(state: Tree, number: jax.Array) -> Tree:
 def make_optimizer(
     config: OptimizerConfig, updates: int, moment_dtype: DTypeLike
 ) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the named optimizer under its schedule.
+    """Makes the optimizer: clipping by the global norm, then the named optimizer under its
+    schedule.
 
     Gradients enter in `moment_dtype`, and their average is kept in `average_dtype`, whatever the
     parameters' dtype. All else is kept and computed in float32: an average of squared gradients
@@ -116,7 +117,7 @@ def average_dtype(config: OptimizerConfig, moment_dtype: DTypeLike) -> jnp.dtype
 def in_float32(
     inner: optax.GradientTransformation, dtype: DTypeLike
 ) -> optax.GradientTransformation:
-    """`inner` with gradients in `dtype`, and with all that it keeps computed in float32: in
+    """Returns `inner` with gradients in `dtype`, and with all that it keeps computed in float32: in
     bfloat16 the decays themselves are rounded, 0.999 to 1."""
 
     def full(tree: Tree) -> Tree:
@@ -136,7 +137,7 @@ def in_float32(
 
 
 def apply_changes(params: Tree, changes: Tree, seed: int, updates: jax.Array) -> Tree:
-    """params + changes; what is held in bfloat16 is rounded up or down at random.
+    """Computes params + changes; what is held in bfloat16 is rounded up or down at random.
 
     Rounded to the nearest, most of Adam's moves are lost: at a learning rate of 1e-5 they are
     smaller than half of bfloat16's step at all but the smallest weights. The random numbers depend
@@ -156,18 +157,16 @@ def apply_changes(params: Tree, changes: Tree, seed: int, updates: jax.Array) ->
 
 
 def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 to one of the two nearest bfloat16 numbers, each as likely as the other is far: the
-    mean is x. What is not finite stays so.
-    """
+    """Rounds float32 to one of the two nearest bfloat16 numbers, each with a probability
+    proportional to the distance of the other: the mean is x. What is not finite stays so."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(key, x.shape) >> 16)
     upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), upper, x).astype(jnp.bfloat16)
 
 
 def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32, a hash of the key and of each place in an array. It is fused into the update: with
-    `jax.random.bits` a CPU takes 16 bytes a number, and seven to nine times as long to round.
-    """
+    """Hashes the key and each place in an array to uint32. The hash is fused into the update: with
+    `jax.random.bits` a CPU takes 16 bytes a number, and seven to nine times as long to round."""
     first, last = jax.random.key_data(key)
     x = jnp.broadcast_to(first, shape)
     for axis in range(len(shape)):
@@ -176,15 +175,16 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: a bijection that changes half of the bits for each bit."""
+    """Applies the finaliser of MurmurHash3: a bijection that changes half of the bits for each
+    bit."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def decayed(params: Tree) -> Tree:
-    """True for the kernels of the blocks, and for adapters: embeddings, head, norms, biases and
-    sinks are not decayed."""
+    """Returns True for the kernels of the blocks, and for adapters: embeddings, head, norms, biases
+    and sinks are not decayed."""
 
     def is_kernel(path: KeyPath, _: object) -> bool:
         names = [getattr(key, "key", "") for key in path]
@@ -196,8 +196,8 @@ def decayed(params: Tree) -> Tree:
 def state_shardings(
     optimizer: optax.GradientTransformation, params: Tree, shardings: Tree, mesh: Mesh
 ) -> Tree:
-    """Shardings of the optimizer's state: a moment lies where its parameter does, all else is
-    replicated.
+    """Returns the shardings of the optimizer's state: a moment lies where its parameter does,
+    everything else is replicated.
 
     Args:
         params: the parameters or their `jax.ShapeDtypeStruct`s.
@@ -209,7 +209,7 @@ def state_shardings(
     shapes = {path: leaf.shape for path, leaf in leaves}
 
     def place(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """A moment's path ends with the path of its parameter."""
+        """Returns the sharding of a leaf: a moment's path ends with the path of its parameter."""
         own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
         return placed[own] if own and leaf.shape == shapes[own] else everywhere
 
@@ -217,8 +217,8 @@ def state_shardings(
 
 
 def _muon_dims(params: Tree) -> Tree:
-    """Muon for the kernels of the blocks [L, in, out] and of experts [L, E, in, out]; Adam, its
-    fallback, for the rest."""
+    """Selects Muon for the kernels of the blocks [L, in, out] and of experts [L, E, in, out], and
+    Adam, its fallback, for the rest."""
 
     def dims(kernel: bool, x: Array) -> MuonDimensionNumbers | None:
         return MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if kernel else None

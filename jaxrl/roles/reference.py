@@ -51,7 +51,8 @@ class Reference:
         self._score = reference_program(model, mesh, temperature, chunk)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
-        """[rows, C] float32 nats of the completion tokens of some rows; None where there are none.
+        """Computes the log-probs [rows, C], float32 nats, of the completion tokens of some rows;
+        returns None if there are none.
 
         Args:
             part, parts: which of how many slices of rows.
@@ -68,7 +69,8 @@ class Reference:
 
 
 def reference_program(model: DecoderConfig, mesh: Mesh, temperature: float, chunk: int) -> Wrapped:
-    """Jitted: (parameters, sequences) -> [B, C] float32 log-probs, whole on every device."""
+    """Returns the jitted program (parameters, sequences) -> [B, C] float32 log-probs, whole on
+    every device."""
     options: Keywords = {"temperature": temperature, "chunk": chunk}
     everywhere = NamedSharding(mesh, PartitionSpec())
 

@@ -85,8 +85,8 @@ class RewardModel:
 
 
 def before_last_turn(prompt: Prompt, completion: Completion) -> str | Sequence[Message]:
-    """What the last turn of a completion answers: the prompt and, of an episode, all turns before
-    it, as messages where the prompt is a chat."""
+    """Returns what the last turn of a completion answers: the prompt and, for an episode, all turns
+    before it, as messages if the prompt is a chat."""
     chat, turns = chat_of(prompt), completion.turns[:-1]
     if chat is None:
         return prompt.text + "".join(turn.text for turn in turns)

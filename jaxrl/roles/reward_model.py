@@ -103,7 +103,7 @@ def tokenizer_of_reward(source: RewardSource) -> Tokenizer:
 
 
 def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
-    """The folder of a reward model, and the config of its decoder.
+    """Finds the folder of a reward model, and reads the config of its decoder.
 
     Raises:
         UserError: nothing there, not a reward model, or one with several labels.
@@ -129,7 +129,8 @@ def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
 def render(
     tokenizer: Tokenizer, prompt: str | Sequence[Message], completion: str
 ) -> tuple[int, ...]:
-    """Tokens of a prompt with its completion, by the reward model's own tokenizer and template.
+    """Returns the tokens of a prompt with its completion, by the reward model's own tokenizer and
+    template.
 
     Args:
         prompt: chat messages; or a text, which becomes a user message where there is a template and
@@ -148,7 +149,7 @@ def render(
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Tokens of a whole conversation, the assistant's last turn included."""
+    """Returns the tokens of a whole conversation, including the assistant's last turn."""
     if not has_template(tokenizer):
         raise UserError(
             "the reward model's tokenizer has no chat template to render chat messages with: put"
@@ -242,7 +243,7 @@ def score_batch(
     tokens: jax.Array,
     mask: jax.Array,
 ) -> jax.Array:
-    """head . hidden state of each row's last token.
+    """Computes head . hidden state of each row's last token.
 
     Args:
         head: [D] float32.

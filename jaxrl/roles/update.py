@@ -109,12 +109,13 @@ class ActorPrograms:
         """Parameters -> the optimizer's state before the first update."""
 
     def abstract_base(self) -> Params:
-        """The frozen base weights of adapters, {} without: `jax.ShapeDtypeStruct`s, placed."""
+        """Returns the frozen base weights of adapters, or {} without adapters:
+        `jax.ShapeDtypeStruct`s, placed."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
         return _placed(base, self.base_shardings)
 
     def abstract_state(self) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s with shardings."""
+        """Returns the state as `jax.ShapeDtypeStruct`s with shardings."""
         opt_state = jax.eval_shape(self.optimizer.init, self.abstract)
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
@@ -122,16 +123,17 @@ class ActorPrograms:
         return _placed(state, self.shardings)
 
     def differing(self, params: Params, dtype: jnp.dtype, layout: Layout) -> Params:
-        """The top-level entries of stacked parameters whose dtype or layout differs in the role
-        that gets them."""
+        """Returns the top-level entries of stacked parameters whose dtype or layout differs in the
+        role that gets them."""
         if dtype != jax.tree.leaves(params)[0].dtype:
             return params
         return {"layers": params["layers"]} if layout == "unstacked" else {}
 
     @property
     def budget(self) -> int | None:
-        """Most tokens of a micro-batch in one row shard: `actor.micro_batch_tokens` times the
-        devices along `context`, which share its tokens. None: no limit."""
+        """Returns the largest number of tokens of a micro-batch in one row shard:
+        `actor.micro_batch_tokens` times the devices along `context`, which share its tokens. None
+        means no limit."""
         tokens = self.config.actor.micro_batch_tokens
         return None if tokens is None else tokens * self.mesh.shape[TOKENS]
 
@@ -172,9 +174,8 @@ class ActorPrograms:
             group: int,
             room: Room,
         ) -> Tree:
-            """The gradient of the loss summed over all micro-batches, the sums and maxima for
-            metrics, and the metrics of each row, [n, b].
-            """
+            """Computes the gradient of the loss summed over all micro-batches, the sums and maxima
+            for metrics, and the metrics of each row, [n, b]."""
             totals = _totals(batch, rows)
             if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
                 given = join(frozen.get(BASE, {}), params), batch, rows, group, room
@@ -252,8 +253,8 @@ class ActorPrograms:
     def _tokens_to_balance(
         self, params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room
     ) -> Array:
-        """`Totals.of_experts`: a forward pass, because the loss of each micro-batch needs those of
-        all."""
+        """Computes `Totals.of_experts` with a forward pass, because the loss of each micro-batch
+        needs those of all."""
 
         def body(added: Array, index: jax.Array) -> tuple[Array, None]:
             micro = micro_batch(batch, index, self.mesh, group, room)
@@ -264,7 +265,8 @@ class ActorPrograms:
         return jax.lax.scan(body, jnp.zeros(self.model.experts.count + 1), rows)[0]
 
     def _make_old(self) -> jax.stages.Wrapped:
-        """The jitted forward pass for the log-probs under the policy at the start of a batch."""
+        """Returns the jitted forward pass for the log-probs under the policy at the start of a
+        batch."""
         c = self.config
 
         def old(
@@ -299,7 +301,7 @@ class ActorPrograms:
         return jax.jit(copy_head)
 
     def _make_convert(self) -> jax.stages.Wrapped:
-        """The jitted conversion to the dtype and layout of another role."""
+        """Returns the jitted conversion to the dtype and layout of another role."""
 
         def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
             _, shardings = frozen_and_trained(param_shardings(self.model, self.mesh, layout))
@@ -333,7 +335,8 @@ def start_optimizer(optimizer: optax.GradientTransformation) -> Callable[[Params
 
 
 def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
-    """Jitted: an LM head [V, width] -> its first rows, those of tokens that two models share."""
+    """Returns the jitted program that maps an LM head [V, width] to its first rows, those of tokens
+    that two models share."""
 
     def first_rows(head: jax.Array) -> jax.Array:
         return head[:rows]
@@ -342,7 +345,7 @@ def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
-    """The `Totals` of all rows [n, b] of an update; -1 is padding."""
+    """Computes the `Totals` of all rows [n, b] of an update; -1 is padding."""
     size = len(batch.sequences.loss_mask)
     chosen = jnp.zeros(size, bool).at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
     trained = replace(batch.sequences, loss_mask=batch.sequences.loss_mask & chosen[:, None])
@@ -358,7 +361,7 @@ def apply_if(
     given: tuple[Tree, ...],
     branches: bool,
 ) -> TrainState:
-    """`apply(state, *given)` if `ok` (scalar bool), else the old state.
+    """Returns `apply(state, *given)` if `ok` (scalar bool), else the old state.
 
     Args:
         branches: use `lax.cond`. On a CPU this needs less temporary memory. On an accelerator

@@ -51,7 +51,7 @@ AGAIN = "nothing to do. A larger `steps` trains further; another `run_dir` start
 
 
 def plan_run(config: Config, dry: bool = False) -> Plan:
-    """The plan of a run, from the models' `config.json` and the devices. Its config names the
+    """Plans a run from the models' `config.json` and the devices. The config of the plan names the
     commits of what is on a hub.
 
     Args:
@@ -64,9 +64,9 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
 
 
 def checks(config: Config, given: Mapping[str, bytes]) -> tuple[list[str], tuple[str, ...]]:
-    """The notes on the run's data, and the errors that would stop it before it reads a weight: in
-    data, tokenizers, rewards, trackers or the run directory. Each check reports its first error
-    only.
+    """Returns the notes on the run's data, and the errors that would stop the run before it reads a
+    weight: in data, tokenizers, rewards, trackers or the run directory. Each check reports only its
+    first error.
 
     Args:
         given: as in `run_config`.
@@ -147,9 +147,8 @@ def _interrupt_s(config: Config) -> float:
 
 
 def _run_job(context: RunContext, run: RunDir) -> None:
-    """From the plan to the exported model. Where workers are lost that cannot be restarted alone,
-    another attempt starts from the newest checkpoint.
-    """
+    """Runs the job from the plan to the exported model. If workers are lost that cannot be
+    restarted alone, another attempt starts from the newest checkpoint."""
     config, lost, reached = context.job.config, 0, run.step
     while True:
         try:
@@ -236,7 +235,7 @@ def _attempt(context: RunContext, run: RunDir) -> None:
 
 
 def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
-    """What ran out, beside what was planned, and what would help."""
+    """Explains what ran out, next to what was planned, and what would help."""
     role = str(error).partition(".")[0]
     lines = [str(error)]
     if role in plan.peaks:
@@ -245,7 +244,7 @@ def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
 
 
 def _export(job: Job, worker_group: WorkerGroup, path: Path, saved: int | None) -> None:
-    """The trained policy as a Hugging Face folder with its tokenizer.
+    """Exports the trained policy as a Hugging Face folder with its tokenizer.
 
     Args:
         saved: step of the newest checkpoint, for the error of a disk that refuses.
@@ -266,14 +265,14 @@ def _kept(saved: int | None) -> str:
 
 
 def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
-    """The last words of a run that was asked to stop."""
+    """Returns the last words of a run that was asked to stop."""
     if saved == trained:
         return f"interrupted; saved at step {trained} in {run_dir}: resume=auto continues there"
     return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
 
 
 def _summary(context: RunContext, run: RunDir, records: Records) -> list[str]:
-    """The last words of a run that has ended."""
+    """Returns the last words of a run that has ended."""
     first_row, last_row = records.first_and_last()
     first_step, took = records.reporter.first_step_at, time.monotonic() - context.started
     lines = [f"done: {last_row['step'] - run.step} steps in {took:.0f} s"]

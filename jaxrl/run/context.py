@@ -30,7 +30,7 @@ class Notifier:
         self.to_log(text)
 
     def to_log(self, text: str) -> None:
-        """A message for the log alone."""
+        """Writes a message to the log alone."""
         if self._log is None:
             self._kept.append(text)
         else:
@@ -38,7 +38,7 @@ class Notifier:
 
     @contextmanager
     def into(self, log: RunLog) -> Iterator[RunLog]:
-        """Inside this block the log is open; it is closed at the end."""
+        """Opens the log for this block, and closes it at the end."""
         with log:
             for text in self._kept:
                 log.write(text)

@@ -19,7 +19,7 @@ from jaxrl.teacher.protocol import Info
 
 
 def dependencies(job: Job) -> dict[str, str]:
-    """Key and value of the config -> digest of what they name."""
+    """Maps each key and value of the config to the digest of what they name."""
     config = job.config
     weights = config.needs_reference or config.trains_adapters
     student = job.student.path if weights else job.student.tokenizer_path
@@ -72,7 +72,7 @@ def _of_rewards(job: Job) -> dict[str, str]:
 
 
 def _module_file(module: str) -> Path | None:
-    """The file of a module, found without importing it or its packages."""
+    """Finds the file of a module without importing it or its packages."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top) if top.isidentifier() else None
     if spec is None or spec.origin is None:

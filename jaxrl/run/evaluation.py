@@ -40,7 +40,8 @@ class Estimate:
 def evaluation_row(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Judge
 ) -> dict[str, float]:
-    """The metrics `eval/...` of one evaluation; those of each named set as `eval/NAME/...`.
+    """Computes the metrics `eval/...` of one evaluation; those of each named set as
+    `eval/NAME/...`.
 
     What cannot be judged is left out of every mean and counted in `eval/unjudged`; where nothing
     can be, there is no accuracy.
@@ -54,7 +55,7 @@ def evaluation_row(
 def judged(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Judge
 ) -> list[list[float | None]]:
-    """The scores of each prompt's samples, in the order of `groups`."""
+    """Judges each prompt's samples; returns their scores in the order of `groups`."""
     prompts = [prompt for held_out in sets for prompt in held_out.prompts]
     return [
         [None if one.failure else judge(one.text, prompt) for one in group]
@@ -65,7 +66,7 @@ def judged(
 def row_of_scores(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], scores: Scores
 ) -> dict[str, float]:
-    """`evaluation_row` of completions that have been judged."""
+    """Computes `evaluation_row` for completions that have already been judged."""
     by_set = [estimates(part) for part in split(sets, scores)]
     row = _named("eval", _means(by_set), groups, scores)
     parts = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
@@ -76,7 +77,7 @@ def row_of_scores(
 
 
 def estimates(scores: Scores) -> dict[str, Estimate]:
-    """`accuracy` (mean@k) of one set and, where k > 1, `pass@2`, `pass@4`, ..., `pass@k`.
+    """Computes `accuracy` (mean@k) of one set and, if k > 1, `pass@2`, `pass@4`, ..., `pass@k`.
 
     pass@K is of the prompts of which every sample is judged, the same for each K, so that it never
     falls with K; a value that no prompt is left for is absent.
@@ -94,13 +95,14 @@ def estimates(scores: Scores) -> dict[str, Estimate]:
 
 
 def pass_ks(n: int) -> tuple[int, ...]:
-    """Powers of two from 2 up to n samples, and n itself; none for a single sample."""
+    """Returns the powers of two from 2 up to n samples, and n itself; none for a single sample."""
     powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
     return (*powers, n) if n > 1 else ()
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples passes, unbiased, from n samples of which c do.
+    """Computes the probability that at least one of k samples passes, unbiased, from n samples of
+    which c do.
 
     1 - C(n - c, k) / C(n, k), as a product of factors in [0, 1] (Chen et al. 2021, arXiv
     2107.03374, eq. 1).
@@ -112,7 +114,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def wilson(mean: float, n: int) -> Estimate:
-    """Wilson's score interval of the mean of n independent values in [0, 1].
+    """Computes Wilson's score interval of the mean of n independent values in [0, 1].
 
     Exact in form for values 0 and 1; for others conservative, since no values in [0, 1] of this
     mean vary more (Wilson 1927).
@@ -125,7 +127,7 @@ def wilson(mean: float, n: int) -> Estimate:
 
 
 def mean_of(parts: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates, its interval from theirs.
+    """Computes the mean of independent estimates, and its interval from theirs.
 
     low = mean - sqrt(sum (value_s - low_s)^2) / S, high alike: each side's distances stand for
     standard errors (Newcombe 1998; MOVER of Zou and Donner 2008). One part is itself.
@@ -137,7 +139,7 @@ def mean_of(parts: Sequence[Estimate]) -> Estimate:
 
 
 def _means(by_set: Sequence[Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Of each name, the mean over the sets that have it."""
+    """Computes for each name the mean over the sets that have it."""
     names = dict.fromkeys(name for values in by_set for name in values)
     return {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
 
@@ -169,7 +171,7 @@ def _named(
 
 
 def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The items of each set's prompts."""
+    """Yields the items of each set's prompts."""
     start = 0
     for held_out in sets:
         yield flat[start : start + len(held_out.prompts)]

@@ -27,7 +27,8 @@ CACHE_BYTES = 2**31
 
 
 def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model:
-    """The model, in the layout that sampling wants, on `devices` of which `tensor` share a copy.
+    """Loads the model, in the layout that sampling wants, on `devices`, of which `tensor` share a
+    copy.
 
     Raises:
         UserError: there is no such model, or `tensor` does not divide `devices`.
@@ -49,7 +50,8 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
 def sample(
     model: Model, prompts: Sequence[PromptLike], *, n: int, sampling: SamplingParams, seed: int
 ) -> tuple[list[list[Completion]], EngineStats]:
-    """n completions of each prompt, as `jaxrl.generate` gives them, and what they took."""
+    """Samples n completions of each prompt, as `jaxrl.generate` gives them; also returns what they
+    took."""
     if isinstance(prompts, str):
         raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{prompts!r}]")
     tokenizer = model.tokenizer
@@ -69,7 +71,7 @@ def end_ids_of(model: Model) -> tuple[int, ...]:
 
 
 def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:
-    """An engine whose shapes are rounded up, so that another call like this one compiles
+    """Makes an engine whose shapes are rounded up, so that another call like this one compiles
     nothing."""
     config, mesh = model.config, model.mesh
     if longest + new_tokens > config.max_positions:
@@ -95,7 +97,8 @@ def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine
 
 
 def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[PromptLike]:
-    """The texts and the rows of a file; with `chat` each text is a user's turn."""
+    """Reads the prompts: the texts and the rows of a file; with `chat` each text is a user's
+    turn."""
     prompts: list[PromptLike] = list(texts)
     if path is not None:
         file = JsonlFile(path, label="--prompts")
@@ -124,7 +127,7 @@ def rows(
 
 
 def shown(row: JsonObject) -> str:
-    """One of `rows`, for a reader."""
+    """Renders one of `rows` for a reader."""
     prompt = row.get("prompt") or row["messages"][-1]["content"]
     about = f"{row['finish_reason']}, {row['tokens']} tokens, log-prob {row['logprob']:.2f}"
     return f"prompt:     {prompt}\ncompletion: {row['completion']}\n[{about}]\n"

@@ -74,7 +74,8 @@ class Evaluation:
     """What a reader should know."""
 
     def run(self) -> tuple[JsonObject, list[str]]:
-        """The result of `jaxrl.evaluate`, and every completion as a line of `samples.jsonl`."""
+        """Runs the evaluation; returns the result of `jaxrl.evaluate`, and every completion as a
+        line of `samples.jsonl`."""
         groups, speeds = _sample(replace(self, source=self.source.with_weights()))
         scores = judged(self.sets, groups, self.judge)
         result = {
@@ -101,7 +102,7 @@ class Evaluation:
 def prepare(
     source: ModelSource, given: PathLike | Config | None, overrides: Overrides, mesh: str | None
 ) -> Evaluation:
-    """All that can be checked before a weight is read.
+    """Prepares an evaluation, with every check that is possible before a weight is read.
 
     Args:
         given: the config whose keys about evaluation count; None for that of the model's run.
@@ -129,7 +130,7 @@ def prepare(
 
 
 def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
-    """The keys that the overrides go on top of."""
+    """Returns the keys that the overrides are applied on top of."""
     if isinstance(config, Config):
         return config.model_dump(mode="json")
     path = source.run_config if config is None else user_path(config)
@@ -153,7 +154,7 @@ def _step(source: ModelSource, base: JsonObject) -> int | None:
 def _config(
     source: ModelSource, base: JsonObject, overrides: Overrides, mesh: str | None
 ) -> Config:
-    """The config of an evaluation: what only training reads keeps its defaults."""
+    """Returns the config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
     given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
@@ -185,12 +186,12 @@ def _within(key: str, names: Sequence[str]) -> bool:
 
 
 def _reads(key: str) -> bool:
-    """Whether an evaluation reads the key."""
+    """Returns whether an evaluation reads the key."""
     return _within(key, EVALUATED) and key not in NOT_EVALUATED
 
 
 def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
-    """Dotted key -> its value in nested sections, of the keys that are there."""
+    """Maps each dotted key to its value in nested sections, for the keys that are there."""
     found: JsonObject = {}
     for key in keys:
         *sections, last = key.split(".")
@@ -205,7 +206,7 @@ def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
 
 
 def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
-    """The mesh of the role that samples, and messages about it."""
+    """Returns the mesh of the role that samples, and messages about it."""
     placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
     seen = ensure_devices(placement.n_devices)
     placement = check_visible(placement, len(seen.devices))
@@ -222,7 +223,7 @@ def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
 
 
 def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]:
-    """The samples of all prompts, set by set, and what each set took."""
+    """Samples all prompts, set by set; returns the samples, and what each set took."""
     sampler = _sampler(job)
     working = Phase()
     enter(working, lambda: False)
@@ -240,7 +241,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
 
 
 def _sampler(job: Evaluation) -> Sampler:
-    """The rollout role with the checkpoint's weights."""
+    """Makes the rollout role with the checkpoint's weights."""
     config, mesh = job.config, job.mesh
     params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
     verify_arrays("rollout", params, mesh)
@@ -276,7 +277,7 @@ def _by_set(
     scores: Scores,
     speeds: Sequence[EngineStats],
 ) -> Iterator[JsonObject]:
-    """Of each set its metrics, without `eval/`, and its prompts and speed."""
+    """Yields for each set its metrics, without `eval/`, and its prompts and speed."""
     parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
     for held_out, stats, completions, marks in parts:
         row = row_of_scores([replace(held_out, name="")], completions, marks)
@@ -293,7 +294,8 @@ def _by_set(
 
 
 def table(result: JsonObject) -> Table:
-    """mean@k and each pass@k of every set and, where there are several, of all; 80 columns wide."""
+    """Renders mean@k and each pass@k of every set and, if there are several, of all; 80 columns
+    wide."""
     shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)
     shown.add_column("set", min_width=9, overflow="fold")
     for heading in ("prompts", "", "95% interval", "tokens", "cut", "unjudged", "tokens/s"):
@@ -310,7 +312,7 @@ def table(result: JsonObject) -> Table:
 
 
 def _add_rows(shown: Table, name: str, row: Row) -> None:
-    """One line for each value; what is the same for all stands in the first."""
+    """Adds one line for each value; what is the same for all stands in the first."""
     k = row["samples"]
     about = (
         f"{row['mean_completion_tokens']:.1f}",
@@ -324,7 +326,7 @@ def _add_rows(shown: Table, name: str, row: Row) -> None:
 
 
 def _cell(row: Row, name: str) -> str:
-    """Per cent, with the interval."""
+    """Formats a value as per cent, with its interval."""
     if name not in row:
         return "not judged"
     return f"{row[name]:.1%} [{100 * row[f'{name}_low']:.1f}, {100 * row[f'{name}_high']:.1f}]"

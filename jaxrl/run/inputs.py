@@ -25,7 +25,7 @@ TWICE = " (by default they are twice the student's)"
 
 
 def tokenizer_of(source: ModelSource | ScoreCache, chat_date: str | None = None) -> Tokenizer:
-    """The transformers tokenizer; None where the checkpoint has none.
+    """Returns the transformers tokenizer, or None if the checkpoint has none.
 
     Args:
         chat_date: that its chat template shows (`data.chat_date`).
@@ -84,13 +84,13 @@ def token_notes(config: Config, source: ModelSource, tokenizer: Tokenizer) -> li
 
 
 def pad_id(source: ModelSource, ends: tuple[int, ...]) -> int:
-    """What fills the padding: the model's own pad token, else an end token."""
+    """Returns the token that fills the padding: the model's own pad token, else an end token."""
     return ends[0] if source.config.pad_id is None else source.config.pad_id
 
 
 def longest_sequence(config: Config, teacher: bool = False) -> int:
-    """Tokens of the longest sequence of a run and its evaluations; of those that the teacher reads,
-    where that is asked. A policy that teaches itself reads both."""
+    """Computes the number of tokens of the longest sequence of a run and its evaluations; with
+    `teacher`, of those that the teacher reads. A policy that teaches itself reads both."""
     own = config.max_prompt_tokens + max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     new = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
     read = config.teacher_prompt_tokens + new
@@ -122,7 +122,7 @@ def check_positions(
 
 
 def keys(config: Config) -> Keys:
-    """Names of the fields of a data row."""
+    """Returns the names of the fields of a data row."""
     d = config.data
     names = d.prompt_key, d.messages_key, d.completion_key, d.answer_key, d.tools_key
     return Keys(*names, d.completion_turns)
@@ -136,7 +136,7 @@ def encoder(
     teacher: bool = False,
     teacher_tokenizer: Tokenizer | None = None,
 ) -> PromptEncoder:
-    """How the rows of `data.train` and `data.eval` become tokens.
+    """Returns the encoder that turns the rows of `data.train` and `data.eval` into tokens.
 
     Args:
         rows: of the model's embedding.
@@ -187,7 +187,7 @@ def tools_note(config: Config, train: PromptStream, tokenizer: Tokenizer) -> str
 
 
 def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:
-    """The sets of `data.eval`; none where it is null."""
+    """Opens the sets of `data.eval`; returns none if it is null."""
     if config.data.eval is None:
         return ()
 
@@ -198,9 +198,8 @@ def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:
 
 
 def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> list[str]:
-    """What a reader should know of each set before anything is sampled: its size, what was left out
-    or cut, and prompts without an answer that the verifier can judge by.
-    """
+    """Returns what a reader should know of each set before anything is sampled: its size, what was
+    left out or cut, and prompts without an answer that the verifier can judge by."""
     longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
     if config.teacher.prompt is not None and config.eval.teacher:
         longer += f", or for the teacher {config.teacher_prompt_tokens},"

@@ -103,9 +103,8 @@ class Setup:
         return cloudpickle.loads(packed) if isinstance(packed, bytes) else packed
 
     def packing(self, target: Target) -> dict[str, int]:
-        """How prompts and completions become arrays for the devices of a run: arguments of
-        `make_rollout`.
-        """
+        """Returns how prompts and completions become arrays for the devices of a run, as arguments
+        of `make_rollout`."""
         return {
             "pad_id": self.pad_id,
             "max_prompt_tokens": self.config.max_prompt_tokens,
@@ -134,7 +133,8 @@ class Job(Setup):
 
     @property
     def stored_samples(self) -> Callable[[Sequence[Prompt]], list[list[Completion]]] | None:
-        """The teacher's samples of prompts on disk; None where the run reads none."""
+        """Returns a function that reads the teacher's samples of prompts from disk, or None if the
+        run reads none."""
         cache, tokenizer = self.cache, self.tokenizer
         if cache is None or not self.config.distill.seq_kd:
             return None
@@ -147,18 +147,18 @@ class Job(Setup):
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
-        """The student and the teachers that are loaded here."""
+        """Returns the student and the teachers that are loaded here."""
         return self.student, *self.teachers.values()
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
-        """Those of all sets, one after the other."""
+        """Returns the held-out prompts of all sets, one set after the other."""
         return tuple(prompt for one in self.held_out for prompt in one.prompts)
 
     def for_workers(
         self, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
     ) -> Setup:
-        """What workers need of it, once meshes and folder are known."""
+        """Returns what workers need of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
         return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
@@ -273,7 +273,7 @@ def check_weights(job: Job) -> None:
 
 
 def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
-    """The notes on the run's data, or the UserError that `make_job` would raise.
+    """Returns the notes on the run's data, or raises the UserError that `make_job` would raise.
 
     Of models that have no weights here, as in a plan for another machine, only `config.json` is
     known, and data on a hub may not have been fetched: then the models, the data that are here and
@@ -318,7 +318,7 @@ def episodes(
     *,
     run_dir: Path | None = None,
 ) -> Episodes | None:
-    """The environments of the run; None where completions are single turns.
+    """Returns the environments of the run, or None if completions are single turns.
 
     Args:
         run_dir: where their answers are recorded; None: nowhere.
@@ -329,7 +329,7 @@ def episodes(
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
-    """Key, sources and split of all that a run reads."""
+    """Yields the key, the sources and the split of everything that a run reads."""
     d = config.data
     yield "data.train", d.train, "train"
     if d.few_shot is not None:
@@ -342,14 +342,14 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
 
 
 def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
-    """Those of the sources that are not to be fetched first."""
+    """Returns those of the sources that need not be fetched first."""
     names = [(text, data_name(text)) for text in sources]
     with about(label):
         return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
 
 
 def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:
-    """Everything about the rewards that would otherwise fail after the first sampling."""
+    """Checks everything about the rewards that would otherwise fail after the first sampling."""
     notes: list[str] = []
     with user_input("policy"):
         configured_correction(config)

@@ -65,7 +65,8 @@ STOP_S = 10.0
 
 
 def devices_for(config: Config) -> Callable[[int], Visible]:
-    """A function that finds the devices of a run, on this host or in a cluster (`launcher`)."""
+    """Returns a function that finds the devices of a run, on this host or in a cluster
+    (`launcher`)."""
 
     def find(needed: int) -> Visible:
         launcher, why = _choose_launcher(config, needed)
@@ -80,7 +81,7 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
 
 
 def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
-    """`local` or `ray`, and the reason if the choice needs an explanation."""
+    """Chooses `local` or `ray`; also returns the reason if the choice needs an explanation."""
     if config.launcher != "auto":
         return config.launcher, f"launcher={config.launcher}"
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
@@ -169,7 +170,8 @@ def pool_makers(
     pool: int,
     devices: Sequence[jax.Device],
 ) -> dict[str, Callable[[], object]]:
-    """Role -> what makes it, in a process that sees the devices of one pool and no others."""
+    """Maps each role to the function that makes it, in a process that sees the devices of one pool
+    and no others."""
     enable_compile_cache(setup.config.compile_cache)
     start, roles = placement.pools[pool].devices.start, placement.pools[pool].roles
     meshes = {
@@ -210,7 +212,8 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
 
 
 def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
-    """dtype -> the parameters that the actor trains, before training."""
+    """Returns a function of the dtype that loads the parameters that the actor trains, as they are
+    before training."""
     student = setup.student
     if student.config.lora is None:
         return lambda dtype: student.load(mesh, dtype, "stacked")
@@ -222,8 +225,8 @@ _BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = 
 
 
 def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
-    """The frozen base weights of a model with adapters; {} without. Roles that ask for the same
-    ones on the same mesh share the arrays."""
+    """Loads the frozen base weights of a model with adapters; returns {} without adapters. Roles
+    that ask for the same ones on the same mesh share the arrays."""
     if setup.student.config.lora is None:
         return {}
     key = (setup.student.name, setup.student.config.quantised, mesh, dtype, layout)
@@ -238,7 +241,7 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
 
 
 def _gone(array: jax.Array) -> bool:
-    """Whether the array was deleted or is offloaded to host memory."""
+    """Returns whether the array was deleted or is offloaded to host memory."""
     return array.is_deleted() or array.sharding.memory_kind == HOST
 
 

@@ -45,9 +45,8 @@ class Resumed:
 
 
 def evaluates(config: Config, version: int) -> bool:
-    """Whether an evaluation of the weights after `version` batches is due. The caller checks that
-    there are held-out prompts.
-    """
+    """Returns whether an evaluation of the weights after `version` batches is due. The caller
+    checks that there are held-out prompts."""
     every = config.eval.every
     return version in (0, config.steps) or (every > 0 and version % every == 0)
 
@@ -66,7 +65,8 @@ class PendingRows:
         self._reporter, self._roles = reporter, roles
 
     def scores_to_train_on(self, batch: int) -> dict[str, list[Future[object]]]:
-        """Role -> its scores, some of which are freed once the actor has them."""
+        """Maps each role to its scores. The teacher's, the largest, are freed once the actor has
+        them."""
         return {
             role: [part.consume() if self._roles[role].consumed else part for part in parts]
             for role, parts in self.scores[batch].items()

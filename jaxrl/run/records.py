@@ -107,12 +107,13 @@ class Records:
         self._stack.__exit__(*failed)
 
     def first_and_last(self) -> tuple[Row, Row]:
-        """The first and the last row of the run."""
+        """Returns the first and the last row of the run."""
         none = {"step": self._run.step}
         return self._metrics.first or none, self._metrics.last or none
 
     def watch(self, worker_group: WorkerGroup) -> dict[str, Handle]:
-        """The roles, their calls drawn in the timeline, and counted where they are profiled."""
+        """Returns the roles, whose calls are drawn in the timeline, and counted where they are
+        profiled."""
         return {
             role: self.profile.watch(role, self._timeline.watch(role, worker_group.handle(role)))
             for role in worker_group.roles
@@ -125,7 +126,7 @@ class Records:
         self._check_folder()
 
     def resumed(self, packing: Mapping[str, int]) -> Resumed | None:
-        """Where the loop resumes; None at the beginning of a run.
+        """Returns where the loop resumes, or None at the beginning of a run.
 
         Args:
             packing: arguments of `make_rollout`, for the meshes of this run.
@@ -147,8 +148,8 @@ class Records:
         return Resumed(step, rollouts, evaluated=not (due and incomplete))
 
     def _check_folder(self) -> int:
-        """Before a checkpoint begins, before it is completed, and at the end: writes again what
-        somebody removed. Raises RunError where another process has the folder.
+        """Checks the folder before a checkpoint begins, before it is completed, and at the end:
+        writes again what somebody removed. Raises RunError if another process has the folder.
 
         Returns how often files of this run were found removed.
         """
@@ -172,7 +173,7 @@ class Records:
 
 
 def _describe_policy(job: Job, folder: Path) -> None:
-    """The config and the tokenizer of the policy: what its weights are read with."""
+    """Writes the config and the tokenizer of the policy: what its weights are read with."""
     dtype, tokenizer = job.config.actor.param_dtype, job.student.tokenizer_path
     write_description(folder, job.student.config, dtype, tokenizer)
     if job.student.config.lora is not None:

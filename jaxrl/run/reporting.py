@@ -122,7 +122,7 @@ class Reporter:
         self._show(step, rollout, rewards, trained.by_row.get(AGREEMENT))
 
     def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
-        """Metrics of sampling and scoring, with the times of the calls."""
+        """Computes the metrics of sampling and scoring, with the times of the calls."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
         sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # by policy or teacher
@@ -165,7 +165,8 @@ class Reporter:
         return row
 
     def _work(self, futures: Futures) -> dict[str, float]:
-        """Overhead of the calls of a row: seconds to build roles, bytes moved by offloading."""
+        """Computes the overhead of the calls of a row: seconds to build roles, bytes moved by
+        offloading."""
         for key, future in futures.items():
             if future.times.made_s is not None:
                 role = _scored_by(key) or key.rpartition(".")[2]
@@ -180,8 +181,8 @@ class Reporter:
         }
 
     def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
-        """Metrics of the weight syncs to the rollout and to scorers that follow the policy: both
-        halves, what the actor sent and what the role took."""
+        """Returns the metrics of the weight syncs to the rollout and to a teacher that follows the
+        policy."""
         row: dict[str, float] = {}
         for role in [key.removeprefix("load.") for key in futures if key.startswith("load.")]:
             taken = self._value(futures, f"load.{role}")
@@ -221,8 +222,8 @@ class Reporter:
             return None
 
     def checkpoint(self) -> dict[str, float]:
-        """Metrics of the newest checkpoint finished since the last call; {} if there is none.
-        Draws all finished ones in the timeline."""
+        """Returns the metrics of the newest checkpoint finished since the last call, or {} if there
+        is none. Draws all finished ones in the timeline."""
         row: dict[str, float] = {}
         for written in self.checkpoints.written():
             row["checkpoint/step"] = float(written.step)
@@ -238,8 +239,8 @@ class Reporter:
         return {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
 
     def _memory(self) -> dict[str, float]:
-        """Peak bytes of each role's fullest device: measured, or as planned if that is
-        impossible."""
+        """Returns the peak bytes of each role's fullest device: measured, or as planned if
+        measuring is impossible."""
         row, peaks = {}, self.worker_group.peaks()
         for role, planned in self.context.plan.peaks.items():
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
@@ -249,7 +250,7 @@ class Reporter:
     def _show(
         self, step: int, rollout: Rollout, rewards: np.ndarray | None, agreement: np.ndarray | None
     ) -> None:
-        """Some samples; rewards and agreement with the teacher are [B], or None."""
+        """Shows some samples; rewards and agreement with the teacher are [B], or None."""
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
         rows = range(0, len(rollout.completions), stride)[:count]
@@ -273,18 +274,18 @@ class Reporter:
 
 
 def _scored_by(key: str) -> str | None:
-    """The role of a future whose key is `score.ROLE` or `score.ROLE.PART`."""
+    """Returns the role of a future whose key is `score.ROLE` or `score.ROLE.PART`."""
     kind, _, rest = key.partition(".")
     return rest.partition(".")[0] if kind == "score" else None
 
 
 def _value_at(values: np.ndarray | None, i: int) -> float | None:
-    """Entry i of [B]; None where there are no values, or none for it."""
+    """Returns entry i of [B], or None if there are no values, or none for it."""
     return None if values is None or np.isnan(values[i]) else float(values[i])
 
 
 def _clock(at: float) -> str:
-    """Local time of day at `time.monotonic` seconds `at`."""
+    """Returns the local time of day at `time.monotonic` seconds `at`."""
     when = datetime.fromtimestamp(time.time() - (time.monotonic() - at))
     return when.strftime("%H:%M:%S.%f")[:-3]
 

@@ -50,7 +50,8 @@ class RunDir:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def write(self, name: str, text: str) -> None:
-        """A file in the folder: all of it, or what was there before. Raises UserError."""
+        """Writes a file in the folder: all of it is there then, or what was there before. Raises
+        UserError."""
         partial = self.path / f".{name}.partial"
         try:
             partial.unlink(missing_ok=True)  # what is there may be a link
@@ -60,13 +61,14 @@ class RunDir:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
     def sessions_with(self, mesh: str) -> str:
-        """The text of `SESSIONS_FILE` that says what the steps from here on are trained on."""
+        """Returns the text of `SESSIONS_FILE` that says what the steps from here on are trained
+        on."""
         kept = [one for one in sessions(self.path) if one["step"] < self.step]
         lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
         return "".join(lines)
 
     def write_missing(self, texts: Mapping[str, str]) -> None:
-        """Those of these files that are not in the folder. Raises UserError."""
+        """Writes those of these files that are not in the folder. Raises UserError."""
         for name, text in texts.items():
             if not (self.path / name).exists():
                 self.write(name, text)
@@ -78,13 +80,13 @@ class RunDir:
         hf.remove_model(self.path / FINAL)
 
     def finished(self, steps: int) -> bool:
-        """Whether the run has been trained to its end, and exported."""
+        """Returns whether the run has been trained to its end, and exported."""
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
         return self.step == steps and any(file.is_file() for file in described)
 
 
 def sessions(path: Path) -> list[JsonObject]:
-    """Of the run in a folder, as far as its file can be read."""
+    """Reads the sessions of the run in a folder, as far as its file can be read."""
     found = []
     with suppress(OSError):
         for line in read_file(path / SESSIONS_FILE).splitlines():
@@ -100,7 +102,7 @@ def sessions(path: Path) -> list[JsonObject]:
 
 
 def meshes(used: Sequence[JsonObject]) -> str:
-    """The meshes of sessions, one after the other: `A to step 300, then B`."""
+    """Returns the meshes of sessions, one after the other: `A to step 300, then B`."""
     text, mesh = "", None
     for one in used:
         if one["mesh"] != mesh:
@@ -111,7 +113,7 @@ def meshes(used: Sequence[JsonObject]) -> str:
 
 @contextmanager
 def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]:
-    """The folder of the run, made or taken up as `resume` says; no other process may use it
+    """Opens the folder of the run, made or taken up as `resume` says; no other process may use it
     meanwhile.
 
     Args:
@@ -128,7 +130,7 @@ def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]
 
 
 def check_run_dir(config: Config) -> Path:
-    """The folder that the run would use; nothing is made or changed.
+    """Returns the folder that the run would use; nothing is made or changed.
 
     Raises:
         UserError: `resume` does not allow what it holds.
@@ -151,7 +153,7 @@ def check_run_dir(config: Config) -> Path:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether there is anything to lose."""
+    """Returns whether there is anything to lose."""
     metrics = path / METRICS_FILE
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or bool(store.folders(path))
@@ -189,7 +191,7 @@ class Lock:
         self._file.close()
 
     def check(self) -> bool:
-        """Whether the folder is still this run's; returns whether the lock was removed.
+        """Checks that the folder is still this run's; returns whether the lock was removed.
 
         A lock that somebody removed is taken again, in a new folder where that was removed too.
 
@@ -244,8 +246,8 @@ class _Held(Exception):
 
 
 def recorded_config(config: Config) -> JsonObject:
-    """The config of the run that this one would resume, as a mapping; empty where it starts one,
-    or where that config cannot be read, which `find_run` reports."""
+    """Returns the config of the run that this one would resume, as a mapping; empty if this one
+    starts a run, or if that config cannot be read, which `find_run` reports."""
     if config.resume == "never" or not _holds_run(config.run_path):
         return {}
     with suppress(UserError):
@@ -254,8 +256,8 @@ def recorded_config(config: Config) -> JsonObject:
 
 
 def with_date(config: Config) -> Config:
-    """The config with the date that chat templates show: its own, that of the run which it resumes,
-    or today's."""
+    """Returns the config with the date that chat templates show: its own, that of the run that it
+    resumes, or today's."""
     if config.data.chat_date is not None:
         return config
     recorded = recorded_config(config)
@@ -273,7 +275,7 @@ def _written_config(path: Path) -> JsonObject | None:
 
 
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
-    """What the folder holds to resume from; no other process may use it meanwhile."""
+    """Finds what the folder holds to resume from; no other process may use it meanwhile."""
     if not _holds_run(path):
         store.sweep(path)
         return RunDir(path, None, (), depends)

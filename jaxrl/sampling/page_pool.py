@@ -25,7 +25,7 @@ class PagePool:
     """The pages of one call of `Engine.generate`."""
 
     def __init__(self, shards: int, pages: int):
-        """`pages` are those of each shard."""
+        """Starts with all pages free; `pages` is the number of pages of each shard."""
         self.pages = pages
         self._free = [list(range(pages))[::-1] for _ in range(shards)]
         self._held: dict[tuple[int, int], tuple[int, list[int]]] = {}

@@ -44,7 +44,8 @@ class PromptRows:
     """The rows of one call of `Engine.generate`."""
 
     def __init__(self, shards: int, slots: int, samples: int, prompts: int, *, fixed: bool = False):
-        """For `prompts` prompts of `samples` samples each; `slots` are those of each shard.
+        """Makes the rows for `prompts` prompts of `samples` samples each; `slots` is the number of
+        slots of each shard.
 
         Args:
             fixed: all rows that may be needed are there from the start, so that no shape depends on

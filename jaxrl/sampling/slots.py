@@ -35,7 +35,7 @@ class Slots:
         launch_tokens: int,
         pool: PagePool | None,
     ):
-        """All samples wait, the oldest first.
+        """Queues all samples, the oldest first.
 
         Args:
             slots: of all data shards.

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def config_of(arguments: Namespace) -> Config:
-    """The run whose off-policy batches are scored.
+    """Returns the config of the run whose off-policy batches are scored.
 
     Raises:
         UserError: a wrong key, or an option and a key that differ.

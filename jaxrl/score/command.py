@@ -123,7 +123,7 @@ def _begin(
 
 
 def _hidden(scoring: Scoring, teacher: SamplingTeacherRole, batches: Sequence[int]) -> np.ndarray:
-    """[n, Dt] of the completions of some batches."""
+    """Computes the teacher's hidden states [n, Dt] of the completions of some batches."""
     found = []
     for index in batches:
         rollout, signal = scoring.scored(teacher, index)
@@ -134,7 +134,8 @@ def _hidden(scoring: Scoring, teacher: SamplingTeacherRole, batches: Sequence[in
 
 @contextmanager
 def _progress(rows: int, log: Log) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, else a line every few seconds; to be called with the rows scored."""
+    """Shows a bar on a terminal, else a line every few seconds; yields a function to be called with
+    the number of rows scored."""
     terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
     if terminal.is_terminal:
         columns = TextColumn("{task.completed}/{task.total} rows"), BarColumn()
@@ -207,7 +208,8 @@ def _check_same(folder: Path, there: ScoreManifest, now: ScoreManifest) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """No other process writes scores there meanwhile. Raises UserError where one does."""
+    """Holds the folder's lock: no other process writes scores there meanwhile. Raises UserError
+    where one does."""
     try:
         lock = Lock(folder)
     except UserError as error:
@@ -217,7 +219,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
-    """What is about to be written, in words.
+    """Says how much is about to be written.
 
     Args:
         first: the teacher's LM head is still to be written too.
@@ -249,7 +251,7 @@ def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
 
 @contextmanager
 def reported(folder: Path) -> Iterator[None]:
-    """What a disk refuses ends the command; whole shards stay."""
+    """Ends the command where a disk refuses; whole shards stay."""
     try:
         yield
     except OSError as error:

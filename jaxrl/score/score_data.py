@@ -80,7 +80,8 @@ class Scoring:
 
     @property
     def samples(self) -> int:
-        """The teacher's samples of each prompt; 0: the completions are the data's."""
+        """Returns how many samples the teacher writes for each prompt; 0 means that the completions
+        are the data's."""
         return self.config.group_size if self.config.distill.seq_kd else 0
 
     @cached_property
@@ -97,7 +98,7 @@ class Scoring:
 
     @property
     def setup(self) -> Setup:
-        """What the teacher is made from."""
+        """Returns what the teacher is made from."""
         return self.job.for_workers({"teacher": self.axes}, self.folder)
 
     @property
@@ -130,7 +131,7 @@ class Scoring:
         return Remaining(tuple(batches), keys, each * len(keys), tokens, each * len(stored))
 
     def scored(self, teacher: SamplingTeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
-        """The completions of a batch, and their scores on the host."""
+        """Scores a batch; returns its completions, and their scores on the host."""
         config, prompts = self.config, self.job.train.batch(index)
         if self.samples:
             rollout = teacher.generate([prompt.to_sample for prompt in prompts], index)
@@ -142,7 +143,7 @@ class Scoring:
         return rollout, join_parts(parts)
 
     def rows(self, rollout: Rollout, signal: TeacherSignal) -> Iterator[list[ScoredRow]]:
-        """The rows of a batch, those of a prompt together."""
+        """Yields the rows of a batch, those of a prompt together."""
         arrays, each = in_storage(signal, self.stored), self.samples or 1
         for first in range(0, len(rollout.completions), each):
             group = []
@@ -157,7 +158,8 @@ class Scoring:
 
 
 def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring, list[str]]:
-    """All that can be checked before a weight is read, and messages about it."""
+    """Prepares the scoring, with every check that is possible before a weight is read, and messages
+    about it."""
     if config.teacher.tokenizer == "own":
         raise UserError(
             "teacher.tokenizer=own: scores on disk are of the student's own tokens; set it to"
@@ -194,8 +196,8 @@ def storage_error(
     distill: DistillConfig,
     softcap: float | None = None,
 ) -> StorageError:
-    """KL(P || P') of next-token distributions P of hidden states [n, D] and P' of what the disk
-    holds of them, over the head [V, D], in nats.
+    """Returns the KL(P || P') of next-token distributions P of hidden states [n, D] and P' of what
+    the disk holds of them, over the head [V, D], in nats.
 
     Args:
         softcap: `DecoderConfig.final_softcap` of the teacher.
@@ -222,7 +224,7 @@ def _kl(
     scale: jax.Array,
     softcaps: tuple[jax.Array | None, ...],
 ) -> jax.Array:
-    """[n] nats, float32."""
+    """Computes the KL [n], nats, float32."""
     whole = VocabShard(0, len(head), len(head), padded=False)
     log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, *softcaps)) for x in (p, q))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)

@@ -52,26 +52,27 @@ class Axes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Into how many parts the rows of a batch are divided."""
+        """Returns the number of parts into which the rows of a batch are divided."""
         return self.data * self.fsdp * self.expert
 
     @property
     def weights(self) -> int:
-        """Into how many parts a width of the weights is divided, to be gathered layer by layer."""
+        """Returns the number of parts into which a width of the weights is divided, to be gathered
+        layer by layer."""
         return self.fsdp * self.context
 
     @property
     def gathered(self) -> Axes:
-        """The axes that are left where a layer's weights are gathered."""
+        """Returns the axes that are left where a layer's weights are gathered."""
         return self._replace(fsdp=1, context=1)
 
     @property
     def heads(self) -> int:
-        """Into how many parts the heads of attention are divided."""
+        """Returns the number of parts into which the heads of attention are divided."""
         return self.tensor * self.context
 
     def __str__(self) -> str:
-        """The axes above 1, as in `fsdp=2 tensor=2`; `1 device` where there is none."""
+        """Lists the axes above 1, as in `fsdp=2 tensor=2`; gives `1 device` if there is none."""
         sizes = zip(AXIS_NAMES, self, strict=True)
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "1 device"
 
@@ -85,7 +86,7 @@ def resolve_axes(
     context: int | None = None,
     expert: int | None = None,
 ) -> Axes:
-    """The sizes of a role's mesh axes on `n_devices` devices.
+    """Computes the sizes of a role's mesh axes on `n_devices` devices.
 
     An axis of -1 takes what the others leave. Without one, the first axis of `DEFAULT_AXES[role]`
     that has no size does; every other axis without a size is 1.
@@ -121,13 +122,14 @@ def resolve_axes(
 
 
 def row_shards(sizes: Mapping[str, int]) -> int:
-    """Into how many parts a mesh of these axis sizes (`mesh.shape`) divides the rows of a batch."""
+    """Returns the number of parts into which a mesh of these axis sizes (`mesh.shape`) divides the
+    rows of a batch."""
     return math.prod(sizes[axis] for axis in ROWS)
 
 
 def divided(size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> SplitOver:
-    """The entry of a `PartitionSpec` for a dim of this size: its axes, without those of one device;
-    None where they do not divide it."""
+    """Returns the entry of a `PartitionSpec` for a dim of this size: its axes, without those of one
+    device, or None if they do not divide it."""
     axes = tuple(axis for axis in axes if sizes[axis] > 1) or axes[:1]
     if size % math.prod(sizes[axis] for axis in axes):
         return None

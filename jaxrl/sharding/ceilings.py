@@ -69,7 +69,7 @@ class Ceilings:
 
 
 def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
-    """What a device reaches, in products of `dtype` where it has to be measured."""
+    """Returns what a device reaches, with products of `dtype` where it has to be measured."""
     kind, shared = device.device_kind, device.platform == "cpu"
     if kind in PUBLISHED:
         tflops, gbytes = PUBLISHED[kind]
@@ -82,16 +82,15 @@ def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:
 
 
 def product_flops(rows: int, inner: int, columns: int, dtype: DTypeLike) -> float:
-    """FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
+    """Measures the FLOPs per second of one XLA product [rows, inner] @ [inner, columns]."""
     a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
     run = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     return 2 * rows * inner * columns / best_seconds(lambda: run(a, b))
 
 
 def read_bandwidth(nbytes: int) -> float:
-    """Bytes per second at which an array of `nbytes` is read, far more than any cache holds: the
-    best of a sum in XLA and, on a CPU, of the threads of numpy.
-    """
+    """Measures the bytes per second at which an array of `nbytes`, far more than any cache holds,
+    is read: the best of a sum in XLA and, on a CPU, of the threads of numpy."""
     x = jnp.ones(nbytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     seconds = best_seconds(lambda: total(x))
@@ -103,7 +102,7 @@ def read_bandwidth(nbytes: int) -> float:
 
 
 def best_seconds(run: Callable[[], object]) -> float:
-    """The shortest of some calls, after one to warm up."""
+    """Measures how long the shortest of some calls takes, after one to warm up."""
     jax.block_until_ready(run())
     found: list[float] = []
     while len(found) < TRIES or sum(found) < TRY_S:

@@ -53,7 +53,7 @@ class Move:
     """Seconds by which it delayed the start of a stage."""
 
     def later(self, seconds: float) -> Move:
-        """The same transfer with its times shifted to the clock of another process."""
+        """Returns the same transfer with its times shifted to the clock of another process."""
         return replace(self, started=self.started + seconds, finished=self.finished + seconds)
 
 
@@ -78,7 +78,7 @@ class _Coming:
 
 
 def attribute(owner: object, name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
-    """What gets and sets an attribute, for `Ledger.resident`."""
+    """Returns the functions that get and set an attribute, for `Ledger.resident`."""
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
@@ -162,8 +162,8 @@ class Ledger:
         self.changed()
 
     def nearly_done(self) -> None:
-        """A role calls this when the rest of its stage needs less memory: the arrays of the next
-        stage then start to move back."""
+        """Starts to move the arrays of the next stage back; a role calls this when the rest of its
+        stage needs less memory."""
         following = self._after.get(self._stage)
         for resident in self._residents.values():
             if following not in resident.stages:
@@ -176,7 +176,8 @@ class Ledger:
                 self._call_back(resident)
 
     def changed(self) -> None:
-        """A role calls this when a resident has other arrays than before. `enter` does it too."""
+        """Notes that a resident has other arrays than before; a role calls this then. `enter` does
+        it too."""
         seen: set[Buffer] = set()
         for resident in self._residents.values():
             mine: Counter[jax.Device] = Counter()
@@ -315,14 +316,15 @@ def use(ledger: Ledger) -> None:
 
 
 def current() -> Ledger:
-    """The ledger of this thread's worker; outside of workers a dummy."""
+    """Returns the ledger of this thread's worker; outside workers a dummy."""
     if not hasattr(_here, "ledger"):
         _here.ledger = Ledger()
     return _here.ledger
 
 
 def buffer(array: jax.Array) -> Buffer:
-    """Device and address of the array's first shard. Arrays that share memory have the same one."""
+    """Returns the device and address of the array's first shard. Arrays that share memory have the
+    same one."""
     first = array.addressable_data(0)
     return next(iter(first.devices())), first.unsafe_buffer_pointer()
 
@@ -332,9 +334,8 @@ def _arrays(tree: Tree) -> list[jax.Array]:
 
 
 def _is_here(leaf: object) -> TypeGuard[jax.Array]:
-    """Whether this is an array with a part on a device of this process that was not deleted. (An
-    update donates arrays that the rollout may share.)
-    """
+    """Returns whether this is an array with a part on a device of this process that was not
+    deleted. (An update donates arrays that the rollout may share.)"""
     if not isinstance(leaf, jax.Array) or leaf.is_deleted():
         return False
     return bool(leaf.sharding.addressable_devices)
@@ -345,13 +346,13 @@ def _is_away(leaf: object) -> TypeGuard[jax.Array]:
 
 
 def _per_device(array: jax.Array) -> Counter[jax.Device]:
-    """Device of this process -> bytes of the array on it."""
+    """Counts the bytes of the array on each device of this process."""
     size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return Counter(dict.fromkeys(array.sharding.addressable_devices, size))
 
 
 def _nbytes(arrays: Collection[jax.Array]) -> int:
-    """Over all devices of this process."""
+    """Counts the bytes of the arrays over all devices of this process."""
     return sum(sum(_per_device(array).values()) for array in arrays)
 
 

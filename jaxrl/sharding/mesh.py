@@ -58,7 +58,8 @@ class Visible:
 
 
 def ensure_devices(needed: int) -> Visible:
-    """The visible devices, at least `needed`; on a host without an accelerator they are emulated.
+    """Returns the visible devices, at least `needed`; on a host without an accelerator they are
+    emulated.
 
     Call it before anything asks jax for its devices: their number is fixed by the first question.
     A number given by JAX_NUM_CPU_DEVICES, XLA_FLAGS or `jax.config` is kept.
@@ -92,7 +93,7 @@ def ensure_devices(needed: int) -> Visible:
 
 
 def accelerators_here() -> int:
-    """GPUs of this host that a process may use, told without starting jax."""
+    """Counts the GPUs of this host that a process may use, without starting jax."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -102,9 +103,8 @@ def accelerators_here() -> int:
 
 
 def tpu_chips_here() -> int:
-    """TPU chips of this host that a process may use, told without starting jax; 0 where jax has not
-    the package that drives them.
-    """
+    """Counts the TPU chips of this host that a process may use, without starting jax; 0 if jax
+    lacks the package that drives them."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return 0
@@ -126,8 +126,8 @@ def threads_of_one_process(needed: int) -> int:
 
 
 def _count_asked_for() -> str | None:
-    """Where the number of CPU devices was set, and to what, or None; jax's own setting wins over
-    XLA's flag."""
+    """Returns where the number of CPU devices was set, and to what, or None; jax's own setting
+    takes precedence over XLA's flag."""
     settings: Any = jax.config  # the types of jax 0.10 do not know it
     value: int = settings.jax_num_cpu_devices
     if value >= 0:
@@ -148,7 +148,7 @@ def _too_few(devices: Sequence[jax.Device], needed: int, asked: str | None, late
 
 
 def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
-    """A mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis."""
+    """Makes a mesh (data, fsdp, tensor) over `devices` in order; neighbours share the last axis."""
     if len(devices) > 1 and devices[0].platform == "cpu":
         compile_unordered_programs_again()
     grid = np.asarray(devices, dtype=object).reshape(axes)
@@ -158,7 +158,7 @@ def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:
 def role_meshes(
     devices: Sequence[jax.Device], placement: Placement, axes: Mapping[str, Axes]
 ) -> dict[str, Mesh]:
-    """Role -> its mesh, for the roles that `axes` names."""
+    """Maps each role that `axes` names to its mesh."""
     return {
         role: role_mesh([devices[i] for i in placement.roles[role].devices], sizes)
         for role, sizes in axes.items()
@@ -177,7 +177,8 @@ def verify_arrays(role: str, arrays: Tree, mesh: Mesh) -> None:
 
 
 def is_primary(devices: Iterable[jax.Device]) -> bool:
-    """Whether this process is the first of those that share `devices`: the one that writes files.
+    """Returns whether this process is the first of those that share `devices`: the one that writes
+    files.
 
     The others have the same values, and take part where an array is gathered.
     """
@@ -185,9 +186,8 @@ def is_primary(devices: Iterable[jax.Device]) -> bool:
 
 
 def bytes_limit(device: DeviceFacts) -> int | None:
-    """Bytes that a run may use on `device`, of an emulated one those that all on its host share;
-    None where nobody knows.
-    """
+    """Returns the bytes that a run may use on `device` (for an emulated one, those that all on its
+    host share), or None if nobody knows."""
     try:
         stats = device.memory_stats()
     except jax.errors.JaxRuntimeError:  # of a machine that programs are compiled for elsewhere
@@ -198,7 +198,7 @@ def bytes_limit(device: DeviceFacts) -> int | None:
 
 
 def host_available() -> int:
-    """Bytes of host memory that can still be had, within the container's limit."""
+    """Returns the bytes of host memory that are still available, within the container's limit."""
     available = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:

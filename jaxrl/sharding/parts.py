@@ -13,8 +13,8 @@ from jaxrl.types import Tree
 
 
 def part_rows(n: int, part: int, parts: int, unit: int) -> slice | None:
-    """The rows of the `part`-th of `parts` slices of n, of a size that is a multiple of `unit`; of
-    few rows the last slices are empty: None."""
+    """Returns the rows of the `part`-th of `parts` slices of n, of a size that is a multiple of
+    `unit`; if there are few rows the last slices are empty: None."""
     assert 0 <= part < parts, (part, parts)
     size = -(-n // (parts * unit)) * unit
     start, stop = part * size, min((part + 1) * size, n)
@@ -22,7 +22,8 @@ def part_rows(n: int, part: int, parts: int, unit: int) -> slice | None:
 
 
 def join_parts(scores: Tree) -> Tree:
-    """A list or tuple of trees with the same leaves as one tree; anything else as it is.
+    """Joins a list or tuple of trees with the same leaves into one tree; anything else is returned
+    as it is.
 
     What lies on devices or in another worker stays there, as `Rows` or `Shards`: `reshard` fetches
     it.

@@ -29,7 +29,7 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """As written in the spec: `actor+rollout`."""
+        """Returns the name as written in the spec: `actor+rollout`."""
         return "+".join(self.roles)
 
 
@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def n_devices(self) -> int:
-        """Devices needed in all."""
+        """Returns the number of devices needed in all."""
         return self.pools[-1].devices.stop
 
     def pool_of(self, role: str) -> Pool:
@@ -174,7 +174,7 @@ def _join_actor(placement: Placement, role: str) -> Placement:
 
 
 def narrow(placement: Placement, role: str, text: str) -> Placement:
-    """`role` on the slice `start:stop` of its pool's devices.
+    """Restricts `role` to the slice `start:stop` of its pool's devices.
 
     Raises:
         UserError: not a slice, an empty one, or one that leaves the pool.

@@ -64,7 +64,8 @@ def put(tree: Tree, shardings: Tree) -> Tree:
 
 
 def reshard(tree: Tree, shardings: Tree) -> Tree:
-    """The arrays of `tree` in `shardings` (a tree of the same form, or one sharding for all).
+    """Moves the arrays of `tree` into `shardings` (a tree of the same form, or one sharding for
+    all).
 
     A leaf that has its sharding already is returned as it is, without a copy.
 
@@ -83,7 +84,7 @@ def reshard(tree: Tree, shardings: Tree) -> Tree:
 
 
 def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole `x` on the host of every process. All processes of its mesh must call it
+    """Copies the whole of `x` to the host of every process. All processes of its mesh must call it
     together."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
@@ -92,12 +93,13 @@ def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of the arrays of `tree`, each counted once however it is replicated."""
+    """Counts the bytes of the arrays of `tree`, each array once however it is replicated."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
-    """Of an array on devices only where they belong to several processes: see `_moves_here`."""
+    """Moves `x` into the target sharding; an array on devices comes here only if the devices belong
+    to several processes: see `_moves_here`."""
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
@@ -111,14 +113,14 @@ def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Ar
 
 
 def _moves_here(x: object, target: Sharding) -> bool:
-    """Whether `x` is an array that goes from devices of this process to others of it."""
+    """Returns whether `x` is an array that goes from devices of this process to others of it."""
     if not isinstance(x, jax.Array) or x.sharding == target:
         return False
     return x.is_fully_addressable and target.is_fully_addressable
 
 
 def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
-    """With few dispatches however many arrays there are."""
+    """Moves arrays with few dispatches, however many arrays there are."""
     devices: set[jax.Device] = set().union(
         *(s.device_set for s in (*targets, *(x.sharding for x in xs)))
     )
@@ -131,7 +133,8 @@ def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    """Consecutive items of at most `TOGETHER` bytes in all, or one that is larger."""
+    """Yields slices of consecutive items of at most `TOGETHER` bytes in all, or of one item that is
+    larger."""
     start = held = 0
     for i, size in enumerate(sizes):
         if i > start and held + size > TOGETHER:
@@ -153,7 +156,8 @@ def _from_boxes(
     read: Callable[[tuple[slice, ...]], np.ndarray],
     target: Sharding,
 ) -> jax.Array:
-    """An array of the boxes that `read` gives; each is read once for all devices that hold it."""
+    """Builds an array from the boxes that `read` gives; each is read once for all devices that hold
+    it."""
     boxes: dict[Box, np.ndarray] = {}
 
     def box(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -189,9 +193,9 @@ def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax
 
 
 def piece_programs(xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]) -> list[Call]:
-    """What `reshard` would run on accelerators that are not present: functions that cut slices out
-    of arrays, and functions that join them at their destinations. Of devices that do the same,
-    one.
+    """Returns what `reshard` would run on accelerators that are not present: functions that cut
+    slices out of arrays, and functions that join them at their destinations. Of devices that do the
+    same, only one is listed.
 
     Args:
         xs: arrays with shardings, or `Rows` of such.
@@ -244,12 +248,12 @@ def _abstract(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Ab
 
 
 def _device(x: jax.Array | Abstract) -> jax.Device:
-    """Of an array on one device."""
+    """Returns the device of an array that lies on one device."""
     return next(iter(x.sharding.device_set))
 
 
 def _held(x: jax.Array | Abstract) -> Held:
-    """The shards of `x` by their boxes, with all copies of each."""
+    """Returns the shards of `x` by their boxes, with all copies of each."""
     held: Held = {}
     if isinstance(x, Abstract):
         for device, index in x.sharding.devices_indices_map(x.shape).items():
@@ -263,7 +267,7 @@ def _held(x: jax.Array | Abstract) -> Held:
 
 
 def _held_rows(x: Rows) -> tuple[Held, tuple[int, ...]]:
-    """The shards of all parts, and the shape of the whole."""
+    """Returns the shards of all parts, and the shape of the whole."""
     sources: Held = {}
     rows = 0
     for part in x.parts:
@@ -274,7 +278,7 @@ def _held_rows(x: Rows) -> tuple[Held, tuple[int, ...]]:
 
 
 def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[jax.Array]:
-    """For each the array of its shape in its sharding."""
+    """Assembles for each the array of its shape in its sharding."""
     each = zip(_assemble(wanted, targets, _Devices()), wanted, targets, strict=True)
     return [
         jax.make_array_from_single_device_arrays(shape, target, shards)
@@ -285,7 +289,7 @@ def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[ja
 def _assemble(
     wanted: Sequence[Wanted], targets: Sequence[Sharding], on: _Devices
 ) -> list[list[Array]]:
-    """For each array its shards in its sharding, from the boxes that cover it."""
+    """Assembles for each array its shards in its sharding, from the boxes that cover it."""
     cuts: dict[jax.Device, list[tuple[Array, Box]]] = {}
     """By source device: what is cut out of a shard."""
     pieces: list[tuple[jax.Device, int]] = []
@@ -331,7 +335,7 @@ def _assemble(
 
 
 def _cut_all(held: Sequence[tuple[Array, Box]], on: _Devices) -> list[Array]:
-    """Boxes of arrays on one device; one that is whole is the array itself."""
+    """Cuts boxes out of arrays on one device; one that is whole is the array itself."""
     out = [data for data, _ in held]
     partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
     if partial:

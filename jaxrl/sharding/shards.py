@@ -41,7 +41,8 @@ class Shards:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The values at `index` (slices of step 1), put together from the pieces that overlap it.
+        """Reads the values at `index` (slices of step 1), put together from the pieces that overlap
+        it.
 
         Where one piece covers it all, its own memory, without a copy.
         """
@@ -71,18 +72,19 @@ class Shards:
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """The ranges that slices of step 1 stand for."""
+    """Returns the ranges that slices of step 1 stand for."""
     return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None where that is nothing."""
+    """Returns what two boxes share, or None if that is nothing."""
     shared = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in shared) else shared
 
 
 def concat_rows(parts: Sequence[Shards]) -> Shards:
-    """One array with the rows (dim 0) of all parts, one part after the other; nothing is moved."""
+    """Concatenates the rows (dim 0) of all parts to one array, one part after the other; nothing is
+    moved."""
     first, start = parts[0], 0
     pieces: list[Piece] = []
     for part in parts:
@@ -95,9 +97,8 @@ def concat_rows(parts: Sequence[Shards]) -> Shards:
 
 
 def held_pieces(x: jax.Array) -> list[tuple[Box, np.ndarray]]:
-    """The boxes of `x` that this process answers for, copied to the host: together the processes
-    of its mesh give each box once.
-    """
+    """Copies to the host the boxes of `x` that this process answers for: together the processes of
+    its mesh give each box once."""
     return [
         (box_of(shard.index, x.shape), np.asarray(shard.data))
         for shard in x.addressable_shards
@@ -106,5 +107,5 @@ def held_pieces(x: jax.Array) -> list[tuple[Box, np.ndarray]]:
 
 
 def _within(shared: Box, box: Box) -> tuple[slice, ...]:
-    """`shared` as slices of an array that fills `box`."""
+    """Returns `shared` as slices of an array that fills `box`."""
     return tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, box, strict=True))

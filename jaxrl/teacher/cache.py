@@ -93,12 +93,13 @@ class ScoreManifest(ProtocolMessage):
     """Measured where `stored` cannot hold what the teacher computed."""
 
     def key(self, prompt: Sequence[int], completion: Sequence[int] | None) -> bytes:
-        """Of what is scored as a whole: a row of the data, or a prompt with its samples."""
+        """Returns the key of what is scored as a whole: a row of the data, or a prompt with its
+        samples."""
         return key_of(prompt, () if self.samples or completion is None else completion)
 
 
 def key_of(prompt: Sequence[int], completion: Sequence[int] = ()) -> bytes:
-    """Digest of the tokens of a row; of a prompt alone without a completion."""
+    """Digests the tokens of a row; of a prompt alone without a completion."""
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=KEY_BYTES)
     for tokens in (prompt, completion):
         digest.update(np.asarray(tokens, "<i4").tobytes())
@@ -106,7 +107,8 @@ def key_of(prompt: Sequence[int], completion: Sequence[int] = ()) -> bytes:
 
 
 def quantised(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states [..., D] as int8 [..., D] and scales [...] float32: value = int8 * scale."""
+    """Quantises hidden states [..., D] to int8 [..., D] and scales [...] float32: value = int8 *
+    scale."""
     hidden = np.asarray(hidden, np.float32)
     most = np.abs(hidden).max(-1)
     scale = np.where(most > 0, most / INT8_MOST, 1).astype(np.float32)
@@ -114,12 +116,12 @@ def quantised(hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantised(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """float32 [..., D] of `quantised`."""
+    """Returns the float32 [..., D] that `quantised` made codes of."""
     return values.astype(np.float32) * scale[..., None]
 
 
 def in_storage(signal: TeacherSignal, stored: Stored) -> dict[str, np.ndarray]:
-    """The arrays of a signal as a shard has them; the first dims stay."""
+    """Returns the arrays of a signal as a shard has them; the first dims stay."""
     arrays = {name: np.asarray(x) for name, x in vars(signal).items() if x is not None}
     if "hidden" not in arrays:
         return arrays
@@ -130,7 +132,7 @@ def in_storage(signal: TeacherSignal, stored: Stored) -> dict[str, np.ndarray]:
 
 
 def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
-    """The tensors of a shard that have an entry for each token.
+    """Returns the tensors of a shard that have an entry for each token.
 
     Args:
         width: of the teacher's hidden states.
@@ -142,7 +144,7 @@ def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
 
 
 def token_bytes(shapes: Shapes) -> int:
-    """Bytes of a token on disk."""
+    """Returns the bytes of a token on disk."""
     return sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes.values())
 
 
@@ -169,7 +171,7 @@ def write_manifest(
     tokenizer: Path,
     head: np.ndarray | None,
 ) -> None:
-    """Everything but the rows; the manifest comes last."""
+    """Writes everything but the rows; the manifest comes last."""
     hf.write_description(folder / TEACHER, config, manifest.dtype, tokenizer)
     if head is not None:
         put_file(folder / HEAD, partial(_save, {"head": head}))
@@ -235,7 +237,7 @@ class ScoreWriter:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """In the order in which they were written."""
+    """Lists the shards in the order in which they were written."""
     return sorted(folder.glob(SHARDS), key=_number)
 
 
@@ -282,7 +284,7 @@ class _Keys:
         self._sorted, self._first = np.unique(flat, return_index=True)
 
     def find(self, keys: Sequence[bytes]) -> np.ndarray:
-        """[n] row of each key, -1 where there is none."""
+        """Finds the row [n] of each key, -1 where there is none."""
         wanted = np.array(keys, f"S{KEY_BYTES}")
         if not len(self._sorted):
             return np.full(len(wanted), -1)
@@ -314,18 +316,20 @@ class ScoreCache:
         return shapes_of(self.manifest, self.config.d_model)
 
     def has(self, keys: Sequence[bytes]) -> np.ndarray:
-        """[n] bool: whether there are scores of what has these keys (`ScoreManifest.key`)."""
+        """Returns [n] bool: whether there are scores of what has these keys
+        (`ScoreManifest.key`)."""
         index = self._index.prompts if self.manifest.samples else self._index.keys
         return index.find(keys) >= 0
 
     def head(self, rows: int) -> np.ndarray:
-        """The teacher's LM head [V, D], cut after `rows`."""
+        """Returns the teacher's LM head [V, D], cut after `rows`."""
         with _opened(self.path / HEAD) as file:
             head: np.ndarray = file.get_tensor("head")
         return head[:rows]
 
     def signal(self, sequences: Sequences, fields: Iterable[str], dtype: DType) -> TeacherSignal:
-        """Scores of the completions, [B, C, ...] as numpy arrays, with zeros at their padding.
+        """Returns the scores of the completions, [B, C, ...] as numpy arrays, with zeros at their
+        padding.
 
         Args:
             sequences: numpy arrays.
@@ -361,7 +365,7 @@ class ScoreCache:
         return signal_of(out)
 
     def samples(self, prompts: Sequence[Prompt], n: int) -> list[list[Completion]]:
-        """The first n of the teacher's samples of each prompt, without their texts.
+        """Returns the first n of the teacher's samples of each prompt, without their texts.
 
         Raises:
             UserError: a prompt has none.
@@ -380,7 +384,7 @@ class ScoreCache:
         return Completion(tokens, *logprobs, "stop" if self._index.stopped[at] else "length")
 
     def _tokens(self, name: str, at: int) -> np.ndarray:
-        """The entries of a tensor that are of row `at`."""
+        """Returns the entries of a tensor that are of row `at`."""
         index = self._index
         start, shard = int(index.start[at]), int(index.shard[at])
         stop = start + int(index.length[at])
@@ -402,7 +406,7 @@ class ScoreCache:
 
 
 def read_manifest(folder: Path, name: str) -> ScoreManifest:
-    """Of a folder of scores, which the user gave as `name`. Raises UserError."""
+    """Reads the manifest of a folder of scores, which the user gave as `name`. Raises UserError."""
     path = folder / MANIFEST
     try:
         manifest = ScoreManifest.model_validate_json(path.read_text(encoding="utf-8"))
@@ -422,7 +426,7 @@ def read_manifest(folder: Path, name: str) -> ScoreManifest:
 
 
 def _opened(path: Path) -> safe_open:
-    """The tensors of a safetensors file, which are read when they are asked for."""
+    """Returns the tensors of a safetensors file, which are read when they are asked for."""
     try:
         return safe_open(path, "numpy")
     except (SafetensorError, OSError) as error:

@@ -19,7 +19,8 @@ ROUNDING = 1e-3
 def check_answer(
     tensors: Mapping[str, np.ndarray], shapes: Shapes, mask: np.ndarray, v: int
 ) -> None:
-    """That an answer has the tensors that were asked for, with values that a teacher can give.
+    """Checks that an answer has the tensors that were asked for, with values that a teacher can
+    give.
 
     Args:
         tensors: fields of a `TeacherSignal`.
@@ -60,7 +61,7 @@ def check_ids(name: str, ids: np.ndarray, v: int) -> None:
 
 
 def check_distinct(name: str, ids: np.ndarray, mask: np.ndarray) -> None:
-    """That no token is among the K best of a position twice: it would count twice."""
+    """Checks that no token is among the K best of a position twice: it would count twice."""
     again = np.zeros(ids.shape, bool)
     order = np.argsort(ids, -1, kind="stable")
     ranked = np.take_along_axis(ids, order, -1)
@@ -79,7 +80,7 @@ def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:
 
 
 def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -> None:
-    """That K probabilities and what they leave over make one distribution."""
+    """Checks that K probabilities and what they leave over make one distribution."""
     total = np.exp(best.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
     wrong = mask & (np.abs(total - 1) > ROUNDING)
     _refuse(f"the sum of {name}", total, wrong, "probabilities and their tail add up to 1")

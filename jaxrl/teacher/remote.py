@@ -325,12 +325,12 @@ def _probe(
 
 
 def _letters(text: str) -> str:
-    """Without what tokens decoded one by one cannot give: blanks, characters cut in two."""
+    """Leaves out what tokens decoded one by one cannot give: blanks, characters cut in two."""
     return "".join(letter for letter in text if not letter.isspace() and letter != "\ufffd")
 
 
 def remote_place(config: Config, name: str) -> str:
-    """A served teacher, in words."""
+    """Names a served teacher for messages."""
     return f"the teacher {name + ' ' if config.teachers else ''}at {config.served[name].address}"
 
 

@@ -77,12 +77,13 @@ class Gymnasium(Environment):
         self.game.close()
 
     def words(self, observation: Any, info: JsonObject) -> str:
-        """What the model reads of an observation: what is in colours stands in brackets."""
+        """Returns what the model reads of an observation: coloured text stands in brackets."""
         shown = observation if isinstance(observation, str) else str(self.game.render())
         return COLOURED.sub(r"[\1]", shown)
 
     def action(self, text: str) -> object:
-        """The action that a turn is; raises ValueError with what the model should do instead."""
+        """Returns the action that a turn stands for; raises ValueError with what the model should
+        do instead."""
         space = self.game.action_space
         if isinstance(space, gymnasium.spaces.Text):
             return text.strip()

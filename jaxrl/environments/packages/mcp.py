@@ -63,7 +63,7 @@ class McpTools(Environment):
         return SchemaTool(tool.name, tool.description or "", tool.input_schema, self._called)
 
     async def _called(self, name: str, arguments: Arguments) -> str:
-        """The text that a tool returns, an error of its own included.
+        """Calls a tool and returns its text, which may be an error of its own.
 
         Raises:
             ValueError, TypeError: arguments that JSON cannot say, which the model reads.
@@ -92,7 +92,7 @@ class _Connection:
         self._task = asyncio.create_task(self._hold())
 
     async def client(self) -> Client:
-        """The connected client; raises whatever kept it from connecting."""
+        """Returns the connected client; raises whatever kept it from connecting."""
         return await asyncio.shield(self._open)
 
     async def close(self) -> None:
@@ -130,7 +130,7 @@ def _checked(server: object) -> Server:
 
 @cache
 def _tools_of(server: Server) -> tuple[Tool, ...]:
-    """The tools of a server, which is asked once in a process."""
+    """Returns the tools of a server, which is asked once per process."""
     try:
         return asyncio.run(_listed(server))
     except Exception as error:
@@ -151,7 +151,7 @@ async def _listed(server: Server) -> tuple[Tool, ...]:
 
 
 def _target(server: Server) -> Any:
-    """What a client of the library connects to."""
+    """Returns what a client of the library connects to."""
     if isinstance(server, str):
         return server
     command, *words = server
@@ -160,8 +160,8 @@ def _target(server: Server) -> Any:
 
 
 def _text(result: CallToolResult) -> str:
-    """What a tool returned, as a model can read it: its texts, and what else there is by its
-    kind."""
+    """Returns what a tool returned in a form that a model can read: its texts, and anything else by
+    its kind."""
     parts = []
     for block in result.content:
         if block.type == "text":

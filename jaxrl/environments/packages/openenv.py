@@ -92,7 +92,8 @@ class OpenEnv(Environment):
 
 @cache
 def _schemas(url: str) -> JsonObject:
-    """JSON schemas of a server's actions and observations; it is asked once in a process."""
+    """Fetches the JSON schemas of a server's actions and observations; the server is asked once per
+    process."""
     try:
         with urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schemas = json.load(answer)
@@ -104,7 +105,7 @@ def _schemas(url: str) -> JsonObject:
 
 
 def _field(properties: JsonObject, asked: str | None, kind: str) -> str | None:
-    """The field that was asked for, or else the only one for text."""
+    """Returns the field that was asked for, or else the only text field."""
     if asked is not None:
         if asked not in properties:
             raise UserError(

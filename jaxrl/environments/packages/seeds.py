@@ -11,7 +11,7 @@ MOST = 2**31
 
 
 def seed_of(row: Columns, column: str) -> int:
-    """The number in a row's column; in a row without it, one that the prompt chooses.
+    """Returns the number in a row's column; in a row without it, one that the prompt chooses.
 
     Raises:
         Unavailable: the column has something else.

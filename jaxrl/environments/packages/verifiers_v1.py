@@ -124,7 +124,7 @@ class Verifiers(Environment):
 
     @cached_property
     def tools(self) -> Sequence[SchemaTool]:  # type: ignore[override]
-        """Those that the first task offers."""
+        """Returns the tools that the first task offers."""
         return _as_tools(asyncio.run(self._stage.first_request()))
 
     async def reset(self, row: Columns) -> list[Message]:
@@ -157,7 +157,8 @@ class _Play:
         self._turn: asyncio.Future[JsonObject] | None = None
 
     async def completion(self, request: JsonObject) -> JsonObject:
-        """The message of the assistant that answers a request of the environment."""
+        """Waits for the assistant's message that answers a request of the environment, and returns
+        it."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(request)
         return await self._turn
@@ -170,7 +171,7 @@ class _Play:
         return found
 
     async def turn(self, text: str) -> Answer:
-        """What the environment answers to a turn of the policy."""
+        """Returns what the environment answers to a turn of the policy."""
         calls = parse_calls(text, _as_tools(self.request))
         wrong = [call for call in calls if isinstance(call, str)]
         if wrong:  # the environment takes no call that cannot be read
@@ -190,7 +191,8 @@ class _Play:
             await self.run
 
     async def _next(self, known: int) -> list[Message] | None:
-        """The messages of the next request after the known ones; None where there is no more."""
+        """Waits for the next request and returns its messages after the known ones; None where
+        there is no further request."""
         asked = asyncio.create_task(self._requests.get())
         try:
             await asyncio.wait({asked, self.run}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +211,7 @@ class _Play:
         return [{"role": m["role"], "content": _text(m.get("content"))} for m in new]
 
     def _reward(self) -> float:
-        """The reward of a run that is over."""
+        """Returns the reward of a run that is over."""
         episode = self.run.result()
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
@@ -260,8 +262,8 @@ class _Stage:
         return play
 
     async def first_request(self) -> JsonObject:
-        """What the first task asks the model first, in an event loop that ends with it; empty where
-        it can offer no tools."""
+        """Returns the first task's first request to the model, made in an event loop that ends with
+        it; empty where the task can offer no tools."""
         taskset = self._env.taskset
         offers = type(taskset).task_type().toolsets(taskset.config.task)
         if not offers and not taskset.toolsets(taskset.config):
@@ -312,7 +314,7 @@ class _Stage:
 
 @cache
 def _stage_of(config: str) -> _Stage:
-    """That of an environment's config, as JSON; made once in a process."""
+    """Returns the stage of an environment's config, given as JSON; it is made once per process."""
     return _Stage(json.loads(config))
 
 
@@ -329,7 +331,7 @@ def _no_call(name: str, arguments: Arguments) -> object:
 
 
 def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
-    """A turn of the policy as a message of the assistant, with its calls of tools."""
+    """Converts a turn of the policy to a message of the assistant, with its tool calls."""
     made = [
         {
             "id": f"call_{number}_{index}",
@@ -343,7 +345,7 @@ def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
 
 
 def _text(content: str | list[JsonObject] | None) -> str:
-    """The texts of a message's content."""
+    """Returns the texts of a message's content."""
     if isinstance(content, list):
         texts = [part.get("text") or f"[{part.get('type')}]" for part in content]
         return as_text("\n".join(map(str, texts)))

@@ -56,7 +56,7 @@ def read(raw: Raw) -> JsonObject:
 
 
 def read_softcap(raw: Raw) -> float | None:
-    """`DecoderConfig.final_softcap`."""
+    """Reads `DecoderConfig.final_softcap`."""
     return None if raw.get(SOFTCAP) is None else number(raw, SOFTCAP)
 
 
@@ -73,7 +73,8 @@ def write(config: DecoderLike) -> JsonObject:
 
 
 def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
-    """As llama.cpp has it: by the heads' own width in the largest model, which has 62 layers."""
+    """Returns `query_pre_attn_scalar` as llama.cpp has it: by the heads' own width in the largest
+    model, which has 62 layers."""
     of_width = config.n_layers == 62
     return {
         "query_pre_attn_scalar": config.d_model // config.n_heads if of_width else config.head_dim

@@ -90,7 +90,7 @@ def _experts(raw: Raw) -> JsonObject:
 
 
 def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """The kinds of all layers, of which the last ones borrow keys and values."""
+    """Returns the kinds of all layers, of which the last ones borrow keys and values."""
     shared = given(raw.get("num_kv_shared_layers"), 0)
     if not shared:
         return kinds
@@ -109,7 +109,7 @@ def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
 
 
 def _full(raw: Raw) -> LayerKind:
-    """The kind of the layers without a window."""
+    """Returns the kind of the layers without a window."""
     same = bool(raw.get("attention_k_eq_v"))
     own = {
         "head_dim": size(raw, "global_head_dim"),
@@ -162,8 +162,9 @@ def _written(config: DecoderLike) -> JsonObject:
 
 
 def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
-    """As llama.cpp's converter writes it: the keys with `_swa` are of the layers with a window, the
-    others of those without. Layers that borrow keys and values may still have tensors of them."""
+    """Reads the metadata as llama.cpp's converter writes it: the keys with `_swa` are for the
+    layers with a window, the others for those without. Layers that borrow keys and values may still
+    have tensors for them."""
     pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
     if not isinstance(pattern, list) or len(pattern) != n or all(pattern):
         raise UserError(

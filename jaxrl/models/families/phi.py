@@ -19,8 +19,8 @@ def _read(raw: Raw) -> JsonObject:
 
 
 def _write(config: DecoderLike) -> JsonObject:
-    """`rope_scaling` as transformers 4 wants it: these keys and no others, of which it computes the
-    attention factor."""
+    """Writes `rope_scaling` as transformers 4 wants it: these keys and no others, from which it
+    computes the attention factor."""
     written: JsonObject = {"sliding_window": config.kinds[0].window}
     rope = config.rope_scaling
     if isinstance(rope, LongRope):

@@ -18,7 +18,7 @@ DEFAULTS: JsonObject = {
 
 
 def prepare(raw: Raw) -> Raw:
-    """transformers 5 writes the number of experts under another name."""
+    """Fills in the number of experts, which transformers 5 writes under another name."""
     count = stated_once(raw, "num_experts", "num_local_experts")
     return filled({**raw, "num_experts": count}, DEFAULTS)
 
