@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.types import Aligned

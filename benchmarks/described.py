@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.aot.abstract import Program
-from jaxrl.aot.check import compile_program
+from jaxrl.aot.compile_report import compile_program
 from jaxrl.aot.hlo import Graphs, read
 from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
@@ -27,8 +27,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
-from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import Account, PlanInputs
+from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.plan_inputs import Account, PlanInputs
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.axes import Axes, row_shards

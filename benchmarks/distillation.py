@@ -33,7 +33,7 @@ from comparison import (
 )
 
 from jaxrl import Config, evaluate
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "distillation-compared.md"

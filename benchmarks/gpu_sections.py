@@ -44,7 +44,7 @@ from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
-from jaxrl.sharding.ceilings import (
+from jaxrl.sharding.device_peaks import (
     PUBLISHED,
     Ceilings,
     best_seconds,

@@ -37,7 +37,7 @@ from comparison import (
 )
 
 from jaxrl.algorithms.signals import completion_logprobs
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models import parameters

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import step as whole_step
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.train import train
 

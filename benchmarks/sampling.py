@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sampling.engine import Engine, EngineStats, SamplingParams

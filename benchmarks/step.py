@@ -122,7 +122,7 @@ def lengths(of_step: Callable[[int, int], list[int]] | None) -> Iterator[None]:
 
 def endless(model: str, folder: Path) -> str:
     """A copy of a Hugging Face folder (its files as links) whose end token hardly ever comes."""
-    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.checkpoint.model_source import resolve_model
 
     source = resolve_model(model)
     folder.mkdir()

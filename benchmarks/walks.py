@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from jaxrl import Config, train
-from jaxrl.checkpoint.source import FINAL, resolve_model
+from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.parameters import init_params
 from jaxrl.rewards.verifiers import VERIFIERS, Judged

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxrl.checkpoint.source import load_model as load_model
+    from jaxrl.checkpoint.model_source import load_model as load_model
     from jaxrl.config.schema import Config as Config
     from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.export import export as export
@@ -27,11 +27,11 @@ _NAMES = {
     "Config": "jaxrl.config",
     "Result": "jaxrl.train",
     "dry_run": "jaxrl.train",
-    "load_model": "jaxrl.checkpoint.source",
+    "load_model": "jaxrl.checkpoint.model_source",
 }
 _HOMES = {
     "jaxrl.advantages": "jaxrl.algorithms.advantages",
-    "jaxrl.models.encoder": "jaxrl.roles.encoder",
+    "jaxrl.models.encoder": "jaxrl.roles.grouper",
     "jaxrl.models.reward": "jaxrl.roles.reward_model",
     "jaxrl.similarity": "jaxrl.algorithms.similarity",
 }

@@ -54,7 +54,7 @@ def evaluate(
     Raises:
         UserError: bad input; nothing has been sampled then.
     """
-    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.run.generation import write_lines
     from jaxrl.run.held_out import prepare
 

@@ -21,7 +21,7 @@ from jaxrl.process.streams import to_stderr
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxrl.checkpoint.source import ModelSource
+    from jaxrl.checkpoint.model_source import ModelSource
 
 
 DESCRIPTION = __doc__ or ""
@@ -51,7 +51,7 @@ def export(
     Raises:
         UserError: a tensor is missing or misshapen, or the destination must not be overwritten.
     """
-    from jaxrl.checkpoint.source import ModelSource, resolve_model
+    from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 
     if not isinstance(source, ModelSource):
         source = resolve_model(source)
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
         help="hf: the whole model, adapters merged (default); peft: its adapters alone, in float32",
     )
     arguments = parser.parse(argv)
-    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.checkpoint.model_source import resolve_model
 
     adapters = arguments.format == "peft"
     for name, given in (("--dtype", arguments.dtype), ("--layers", arguments.layers)):

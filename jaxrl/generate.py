@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 
 if TYPE_CHECKING:
-    from jaxrl.checkpoint.source import Model
+    from jaxrl.checkpoint.model_source import Model
     from jaxrl.data.tokenizer import PromptLike
     from jaxrl.types import Completion
 

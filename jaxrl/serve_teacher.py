@@ -89,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
         raise UserError(install) from error
-    from jaxrl.checkpoint.source import resolve_model
+    from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.process.compile_cache import enable_compile_cache
-    from jaxrl.run.inputs import tokenizer_of
+    from jaxrl.run.check_inputs import tokenizer_of
     from jaxrl.teacher.protocol import find_token
     from jaxrl.teacher.service import MB, ScoringService, serving_mesh
 

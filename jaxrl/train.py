@@ -130,7 +130,9 @@ def print_compiled(arguments: cli.RunArguments) -> None:
     Raises:
         UserError: the run does not compile there or does not fit, or the target is unknown.
     """
-    from jaxrl.aot.check import check  # its import prepares jax for the compilers of other machines
+    from jaxrl.aot.compile_report import (
+        check,  # its import prepares jax for the compilers of other machines
+    )
 
     assert arguments.target is not None
     with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too

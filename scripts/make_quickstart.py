@@ -20,7 +20,7 @@ import make_quickstart_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl import Config, train
-from jaxrl.checkpoint.source import FINAL
+from jaxrl.checkpoint.model_source import FINAL
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts

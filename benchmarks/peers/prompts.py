@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.source import open_source
 from jaxrl.data.tokenizer import as_messages, encode_prompt, load_tokenizer
 

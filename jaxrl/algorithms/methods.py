@@ -37,7 +37,7 @@ from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import Future
-from jaxrl.sharding.parts import join_parts
+from jaxrl.sharding.split_rows import join_parts
 from jaxrl.types import (
     Finish,
     Frozen,

@@ -18,13 +18,13 @@ from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes, split, trained_bytes
-from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.setting import Setting
+from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.device_peaks import Ceilings
 
 PRODUCTS, MEMORY, LINKS = 0.5, 0.65, 0.7
 """Shares of the published ceilings that programs are assumed to reach: matrix products, reads and

@@ -21,10 +21,10 @@ from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.lora import frozen_and_trained, join
+from jaxrl.models.param_sharding import head_sharding
 from jaxrl.models.parameters import Params, head
-from jaxrl.models.rules import head_sharding
 from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
-from jaxrl.roles.encoder import encode_batch
+from jaxrl.roles.grouper import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.rollout import merge_adapters_program, topk_program

@@ -9,7 +9,7 @@ import jax
 
 from jaxrl.aot.abstract import AbstractRun, Program, local_bytes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan.setting import asked, evaluated
+from jaxrl.plan.plan_context import asked, evaluated
 from jaxrl.roles.rollout import evaluation_sampling, training_sampling
 from jaxrl.sampling.abstract_programs import abstract_programs
 from jaxrl.sampling.engine import Engine

@@ -19,12 +19,12 @@ from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
 from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.advice import REMATS, Change, set_key
-from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import GB, PlanInputs
+from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.plan_inputs import GB, PlanInputs
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ceilings import ceilings_of
+from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.placement import place
 
 ROUNDS = 4

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
-from jaxrl.config.rules import rules
+from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError, shown, user_path

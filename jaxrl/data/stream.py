@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.order import Mixture, Passes
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.thoughts import CLOSES

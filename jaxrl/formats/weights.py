@@ -23,9 +23,9 @@ from jaxrl.errors import UserError, short
 from jaxrl.models.block import EMBEDDING, HEAD
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.families import FAMILIES
+from jaxrl.models.param_sharding import param_shardings, param_specs
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
 from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed, quantise
-from jaxrl.models.rules import param_shardings, param_specs
 from jaxrl.sharding.reshard import to_host
 from jaxrl.sharding.shards import Box, box_of
 from jaxrl.types import Tree
@@ -320,8 +320,7 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Returns parameters of a checkpoint, in `dtype`, sharded by the rules of `models/rules.py`.
-    What the config has quantised is quantised on the host, layer by layer.
+    """Returns parameters of a checkpoint, in `dtype`, sharded as `models/param_sharding.py` says. What the config has quantised is quantised on the host, layer by layer.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
     slice that several devices share is read once.

@@ -1,8 +1,8 @@
 """The interface of a loss on logits (`Term`), and its layout on a mesh (`ShardedTerm`).
 
 Rows are split over the axes `ROWS` and their tokens over "context", the vocabulary over "tensor",
-and a head's width over ("fsdp", "context") where these divide it (as in models/rules.py). Sizes
-that a mesh does not divide are padded: rows and tokens with masked tokens, the vocabulary with
+and a head's width over ("fsdp", "context") where these divide it, as in
+models/param_sharding.py. Sizes that a mesh does not divide are padded: rows and tokens with masked tokens, the vocabulary with
 columns of `MIN`.
 """
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models.attention import attender, kernel_on, roll_rows
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.layers import by_rows
+from jaxrl.models.param_sharding import AXES
 from jaxrl.models.parameters import Params
-from jaxrl.models.rules import AXES
 from jaxrl.sharding.axes import SplitOver, divided
 from jaxrl.types import Tree
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from jaxrl.checkpoint.source import lora_of, resolve_model
+from jaxrl.checkpoint.model_source import lora_of, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, peft
@@ -33,9 +33,9 @@ from jaxrl.models.shared_prompts import why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, relief, room, set_key
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
-from jaxrl.plan.setting import Setting
+from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.table import plan_table
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share

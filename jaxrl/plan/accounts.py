@@ -32,8 +32,8 @@ from jaxrl.plan.array_bytes import (
     trained_bytes,
     weight_bytes,
 )
-from jaxrl.plan.inputs import Account, Entry, PlanInputs, PoolPeak
-from jaxrl.plan.setting import Setting
+from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak
 from jaxrl.plan.temporaries import Pass, logits, table_bytes
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.axes import AXIS_NAMES, Axes

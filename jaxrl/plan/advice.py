@@ -15,8 +15,8 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.plan.accounts import pool_peaks
-from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.setting import Setting
+from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.roles.optimizer import average_dtype
 from jaxrl.sharding.placement import Pool
 

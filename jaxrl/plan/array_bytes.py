@@ -1,5 +1,5 @@
 """Computes the bytes of arrays on one device: weights, optimizer state and KV cache. All are exact,
-from each leaf's shard under the rules of `models/rules.py`; the optimizer's scratch is not."""
+from each leaf's shard (`models/param_sharding.py`); the optimizer's scratch is not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxrl.config.section import DType
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import NAMES, frozen_and_trained
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import abstract_params
-from jaxrl.models.rules import param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
@@ -25,7 +25,7 @@ ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 def split(size: int, parts: int) -> int:
-    """Returns a dim's size on one device: what does not divide stays whole, as in models/rules."""
+    """Returns a dim's size on one device: what does not divide stays whole, as in models/param_sharding."""
     return size // parts if size % parts == 0 else size
 
 

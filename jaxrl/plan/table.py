@@ -9,7 +9,7 @@ from typing import get_args
 from rich import box
 from rich.table import Table
 
-from jaxrl.plan.inputs import GB, Account, Column, PoolPeak
+from jaxrl.plan.plan_inputs import GB, Account, Column, PoolPeak
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts

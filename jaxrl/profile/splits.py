@@ -20,7 +20,7 @@ from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
-from jaxrl.plan.inputs import GB
+from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
 from jaxrl.process.json_types import read_file
 from jaxrl.profile.waits import (

@@ -31,7 +31,7 @@ from jaxrl.profile.work import (
     head_work,
 )
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.device_peaks import Ceilings
 
 TEXTS = ("stage", "pool")
 COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")

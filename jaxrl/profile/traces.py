@@ -20,7 +20,7 @@ from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
 from jaxrl.plan import Plan
-from jaxrl.plan.setting import signal_bytes
+from jaxrl.plan.plan_context import signal_bytes
 from jaxrl.profile.stages import RunModels, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup

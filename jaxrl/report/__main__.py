@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.output is None and len(paths) > 1:
         raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
     from jaxrl.profile.splits import run_advice
-    from jaxrl.report.page import page
+    from jaxrl.report.html_page import page
     from jaxrl.report.read import read_run
 
     runs = [read_run(path) for path in paths]

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models.packing import RowDevices, held_tokens, room_of
 from jaxrl.sharding.axes import ROWS, row_shards
-from jaxrl.sharding.parts import part_rows
+from jaxrl.sharding.split_rows import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TokenAlignment, TrainBatch
 
 ROOMS = 4

@@ -22,10 +22,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Params, abstract_params, unstack
-from jaxrl.models.rules import param_shardings
 from jaxrl.roles.actor import SENT
-from jaxrl.roles.arrival import check_fit, described, received
+from jaxrl.roles.load_weights import check_fit, described, received
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS

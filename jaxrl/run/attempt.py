@@ -13,7 +13,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.protocols import ActorRole
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.sources import Sources
-from jaxrl.checkpoint.source import FINAL
+from jaxrl.checkpoint.model_source import FINAL
 from jaxrl.checkpoint.writer import free_gb
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
@@ -24,14 +24,14 @@ from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.xla_flags import exclude_nondeterministic
 from jaxrl.profile.splits import run_advice
-from jaxrl.run.calls import Calls
 from jaxrl.run.context import Notifier, OnStep, RunContext
-from jaxrl.run.depends import dependencies
+from jaxrl.run.fingerprint import dependencies
 from jaxrl.run.job import Job, check_job, check_weights, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Loop
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.records import Records
+from jaxrl.run.role_calls import Calls
 from jaxrl.run.run_dir import (
     SESSIONS_FILE,
     RunDir,

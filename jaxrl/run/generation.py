@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from jaxrl.checkpoint.source import Model, resolve_model
+from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids

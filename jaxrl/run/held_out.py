@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.source import FINAL, ModelSource
+from jaxrl.checkpoint.model_source import FINAL, ModelSource
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import Config, Overrides, read_keys
@@ -38,12 +38,12 @@ from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.models.kernels import CPU, default_dtype, target_of
-from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.verifiers import verifier
 from jaxrl.roles.rollout import Sampler
-from jaxrl.run import inputs
+from jaxrl.run import check_inputs
 from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores, split
 from jaxrl.run.job import episodes
 from jaxrl.runtime.worker import Phase, enter
@@ -112,19 +112,19 @@ def prepare(
     """
     base = _base(source, given)
     config = _config(source, base, overrides, mesh)
-    tokenizer = inputs.tokenizer_of(source, config.data.chat_date)
-    ends = inputs.end_ids(source, tokenizer)
-    inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
-    source = source.for_length(inputs.longest_sequence(config))
-    encode = inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
-    sets = inputs.held_out_sets(config, encode)
+    tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
+    ends = check_inputs.end_ids(source, tokenizer)
+    check_inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
+    source = source.for_length(check_inputs.longest_sequence(config))
+    encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
+    sets = check_inputs.held_out_sets(config, encode)
     opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
     judge = verifier(config.data.verifier, opening)
     enable_compile_cache(config.compile_cache)
     devices, placed = _mesh(source, config)
     config = config.with_dtypes(default_dtype(target_of(devices.devices.flat)))
-    about_tokens = inputs.token_notes(config, source, tokenizer)
-    notes = (*placed, *about_tokens, *inputs.held_out_notes(config, sets, judge))
+    about_tokens = check_inputs.token_notes(config, source, tokenizer)
+    notes = (*placed, *about_tokens, *check_inputs.held_out_notes(config, sets, judge))
     step = _step(source, base)
     return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
 
@@ -252,7 +252,7 @@ def _sampler(job: Evaluation) -> Sampler:
         mesh,
         slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
         tokenizer=job.tokenizer,
-        pad_id=inputs.pad_id(job.source, job.end_ids),
+        pad_id=check_inputs.pad_id(job.source, job.end_ids),
         eos_ids=job.end_ids,
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,

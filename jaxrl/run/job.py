@@ -12,7 +12,7 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
-from jaxrl.checkpoint.source import ModelSource, resolve_model, resolve_student
+from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.source import Split, open_source
@@ -33,9 +33,9 @@ from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.verifiers import Verifier, verifier
-from jaxrl.roles.encoder import tokenizer_of_encoder
+from jaxrl.roles.grouper import tokenizer_of_encoder
 from jaxrl.roles.reward_model import open_reward, tokenizer_of_reward
-from jaxrl.run.inputs import (
+from jaxrl.run.check_inputs import (
     check_positions,
     encoder,
     end_ids,

@@ -24,20 +24,20 @@ from jaxrl.algorithms.protocols import (
     TeacherRole,
     protocols,
 )
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.formats import hub
 from jaxrl.models.lora import frozen_and_trained
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Layout, Params
-from jaxrl.models.rules import param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
-from jaxrl.roles.encoder import Grouper
+from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward

@@ -25,8 +25,8 @@ from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
-from jaxrl.run.calls import Calls
 from jaxrl.run.reporting import Futures, Reporter
+from jaxrl.run.role_calls import Calls
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future, Stopped
 from jaxrl.types import Rollout

@@ -15,7 +15,7 @@ from typing import IO
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.compare import compare
 from jaxrl.checkpoint.digest import changes
-from jaxrl.checkpoint.source import FINAL, chat_date_of
+from jaxrl.checkpoint.model_source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxrl.algorithms.methods import on_policy
 from jaxrl.algorithms.teacher_weights import check_teachers, row_weights
 from jaxrl.checkpoint.digest import digest_model
-from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet, PromptStream
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
@@ -23,7 +23,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.environments.environment_source import EnvironmentFacts
 from jaxrl.errors import UserError
-from jaxrl.run.inputs import check_positions, end_ids, longest_sequence, tokenizer_of
+from jaxrl.run.check_inputs import check_positions, end_ids, longest_sequence, tokenizer_of
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.cached_teacher import check_cache
 from jaxrl.teacher.remote import (

@@ -40,7 +40,7 @@ from jaxrl.runtime.worker import (
     methods_of,
     phase,
 )
-from jaxrl.sharding.ceilings import ceilings_of
+from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.ledger import Ledger, use
 
 

@@ -20,7 +20,7 @@ from jax.profiler import TraceAnnotation
 
 from jaxrl.errors import RunError
 from jaxrl.process.compilations import Compilations
-from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.sharding.ledger import Move
 
 POLL_S = 0.5

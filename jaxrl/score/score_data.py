@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.digest import digest_model
-from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
@@ -27,15 +27,15 @@ from jaxrl.errors import UserError
 from jaxrl.losses.layout import inverse, softcaps_of
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.models.kernels import CPU, default_dtype, target_of
-from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.run.inputs import longest_sequence
+from jaxrl.run.check_inputs import longest_sequence
 from jaxrl.run.job import Job, Setup, make_job
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
-from jaxrl.sharding.parts import join_parts
 from jaxrl.sharding.placement import check_visible, parse, place
+from jaxrl.sharding.split_rows import join_parts
 from jaxrl.teacher.cache import (
     FORMAT,
     ScoreCache,

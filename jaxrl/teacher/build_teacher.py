@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole, TeacherRole
 from jaxrl.algorithms.signals import Projection
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.data.feedback import with_feedback
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.losses.token_spans import Outcomes
+from jaxrl.models.param_sharding import head_sharding, param_shardings
 from jaxrl.models.parameters import Layout, Params
-from jaxrl.models.rules import head_sharding, param_shardings
 from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program

@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.parts import part_rows
+from jaxrl.sharding.split_rows import part_rows
 from jaxrl.teacher.cache import ScoreCache
 from jaxrl.teacher.protocol import Options
 from jaxrl.types import Completion, Prompt, Rollout, TeacherSignal

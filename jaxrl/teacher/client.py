@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import RunError, UserError, short, shown
 from jaxrl.teacher import protocol
-from jaxrl.teacher.check import check_answer, check_head
+from jaxrl.teacher.check_answer import check_answer, check_head
 from jaxrl.teacher.protocol import JSON, PROTOCOL, TOKEN, Info, Options
 from jaxrl.types import Sequences, TeacherSignal, signal_of
 

@@ -19,11 +19,11 @@ from jaxrl.data.token_alignment import Aligner
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Layout, Params, abstract_params
-from jaxrl.models.rules import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
-from jaxrl.roles.arrival import check_fit, described, received
+from jaxrl.roles.load_weights import check_fit, described, received
 from jaxrl.roles.microbatch import ScoredPart, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.runtime.worker import phase

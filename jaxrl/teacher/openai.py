@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config.settings import DistillConfig
 from jaxrl.errors import UserError, short, shown
 from jaxrl.process.json_types import JsonObject
-from jaxrl.teacher.check import ROUNDING, check_ids, check_logprobs, check_sum
+from jaxrl.teacher.check_answer import ROUNDING, check_ids, check_logprobs, check_sum
 from jaxrl.teacher.client import Endpoint, TeacherError
 from jaxrl.teacher.protocol import Signal
 from jaxrl.types import SampledSignal, Sequences, TeacherSignal, TopKSignal

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxrl.algorithms.signals import Projection, score
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import parameters

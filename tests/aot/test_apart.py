@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.aot.apart import Died, apart
+from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.errors import UserError
 
 EVENT = threading.Event()
@@ -85,7 +85,7 @@ def test_the_process_ends_when_ours_is_killed():
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import os, threading\n"
-        "from jaxrl.aot.apart import apart\n"
+        "from jaxrl.aot.subprocess_compile import apart\n"
         "from test_apart import sleeps\n"
         "print(next(apart(threading.Event(), sleeps)), flush=True)\n"
         "os.kill(os.getpid(), 9)"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.aot.check import Checked, Report
+from jaxrl.aot.compile_report import Checked, Report
 from jaxrl.aot.hlo import Collective, Compiled, Graphs
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -19,7 +19,7 @@ from compiled_runs import (
 )
 
 from jaxrl.aot.abstract import local_bytes, shaped
-from jaxrl.aot.check import check
+from jaxrl.aot.compile_report import check
 from jaxrl.roles.microbatch import micro_batch
 
 pytestmark = NEEDS_COMPILERS

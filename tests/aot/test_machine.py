@@ -5,7 +5,7 @@ import pytest
 from jaxrl.aot.machine import GPUS, machine
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.sharding.ceilings import PUBLISHED
+from jaxrl.sharding.device_peaks import PUBLISHED
 from jaxrl.train import main
 
 

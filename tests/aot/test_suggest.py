@@ -15,7 +15,7 @@ import pytest
 from sleeping_run import sleeping_run
 
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.aot.check import Checked, traffic
+from jaxrl.aot.compile_report import Checked, traffic
 from jaxrl.aot.costs import LINKS, Links, Traffic, _exchanged, counted_bytes, stage_costs
 from jaxrl.aot.hlo import Collective, Compiled
 from jaxrl.aot.machine import Machine
@@ -25,13 +25,13 @@ from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.plan.array_bytes import layer_bytes
-from jaxrl.plan.choices import with_choices
-from jaxrl.plan.inputs import PlanInputs
-from jaxrl.plan.setting import Setting
+from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.profile.stages import StepBatch
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ceilings import ceilings_of
+from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.placement import place
 
 STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)

@@ -10,7 +10,7 @@ import pytest
 import walks
 from walks import BUILDING
 
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.example import Example
 
 QUESTION = "00-55="

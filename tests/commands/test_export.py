@@ -14,7 +14,7 @@ from references.tiny import batch
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import export
-from jaxrl.checkpoint.source import load_model, resolve_model
+from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hf

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl.checkpoint.source import Model, load_model
+from jaxrl.checkpoint.model_source import Model, load_model
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hf

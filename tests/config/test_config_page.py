@@ -18,9 +18,9 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, roles, rules, run_config, schema, section, settings, yaml_text
+from jaxrl.config import cli, roles, run_config, schema, section, settings, yaml_text
+from jaxrl.config import key_page as config_page
 from jaxrl.config import keys as config_keys
-from jaxrl.config import page as config_page
 from jaxrl.config.roles import ActorConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.section import Section
@@ -45,7 +45,7 @@ LLAMA = {
 def test_the_page_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(config_page.main, []) == 0
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    again = "python -m jaxrl.config.page > docs/config.md"
+    again = "python -m jaxrl.config.key_page > docs/config.md"
     assert page == capsys.readouterr().out, f"make it again: {again}"
 
 
@@ -124,7 +124,7 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
 
 OF_THE_CONFIG = {
     __file__,
-    *(str(part.__file__) for part in (roles, rules, run_config, schema, section, settings)),
+    *(str(part.__file__) for part in (roles, cross_rules, run_config, schema, section, settings)),
 }
 
 

@@ -31,8 +31,8 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from jaxrl.data import chat_template
 from jaxrl.data.batch import data_rollout
 from jaxrl.data.chat_template import dated, render
-from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.jsonl import JsonlFile
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source
 from jaxrl.data.stream import PromptStream

@@ -15,9 +15,9 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config.cli import keys_help
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.example import Example
 from jaxrl.data.feedback import PLACES, with_feedback
+from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets

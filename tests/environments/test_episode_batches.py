@@ -12,8 +12,8 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl.config import Config
-from jaxrl.data.encoder import PromptEncoder
 from jaxrl.data.example import Example
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.environments.episode_batches import Episodes, row_of
 from jaxrl.errors import RunError, UserError
 from jaxrl.sampling.environment_protocol import Reply

@@ -18,7 +18,7 @@ from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, tiny_tensors
 
 from jaxrl import load_model
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.formats import hf, peft, weights

@@ -18,7 +18,7 @@ from tiny_models import REFERENCES, Memory, make_mesh, tiny_config, tiny_tensors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GemmaTokenizer
 
-from jaxrl.checkpoint.source import load_model, resolve_model
+from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf_tokenizer, weights
 from jaxrl.formats.gguf import GgufFile, gguf_name, is_read

@@ -19,7 +19,7 @@ from references.tiny import batch
 
 from jaxrl import load_model
 from jaxrl.checkpoint.digest import digest_model
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf as gguf_module
 from jaxrl.formats.gguf import GgufFile, open_gguf

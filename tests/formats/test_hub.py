@@ -24,12 +24,12 @@ from runs import save_model, save_reward_model
 from tiny_models import tiny_model
 
 from jaxrl.checkpoint.digest import digest_model
-from jaxrl.checkpoint.source import load_model, resolve_model
+from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats import hub as hub_module
 from jaxrl.formats.hub_names import HubName, data_name, model_name
-from jaxrl.roles.encoder import embed
+from jaxrl.roles.grouper import embed
 from jaxrl.roles.reward_model import score
 
 REFERENCES = Path(__file__).parent.parent / "references"

@@ -18,7 +18,7 @@ from hub_server import Hub, git_hash
 from huggingface_hub import close_session, constants
 from runs import save_model
 
-from jaxrl.checkpoint.source import load_model
+from jaxrl.checkpoint.model_source import load_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
 from jaxrl.formats import hub_errors

@@ -12,7 +12,7 @@ from references.tiny import ADAPTED, BASE, batch, random_tensors
 from tiny_models import REFERENCES, Memory, loss_and_logits, make_mesh, tiny_config
 
 from jaxrl import load_model
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.formats import peft, weights

@@ -19,7 +19,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.formats.torch_bin import TorchBinFolder, open_weights
-from jaxrl.roles.encoder import embed
+from jaxrl.roles.grouper import embed
 
 REFERENCES = Path(__file__).parent.parent / "references"
 EXPECTED = {

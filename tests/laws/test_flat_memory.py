@@ -16,9 +16,9 @@ from runs import SHORT, save_model
 from jaxrl import Config
 from jaxrl.algorithms.sources import Sources
 from jaxrl.process.compilations import Compilations
-from jaxrl.run.calls import Calls
 from jaxrl.run.loop import Loop
 from jaxrl.run.reporting import Reporter
+from jaxrl.run.role_calls import Calls
 from jaxrl.runtime.local import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics

@@ -11,7 +11,7 @@ from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_pair
 
 from jaxrl import Config
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.formats import peft

@@ -18,8 +18,8 @@ from tiny_models import make_mesh, random_params
 from jaxrl import Config, load_model
 from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
-from jaxrl.checkpoint.source import resolve_model
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.formats import peft
@@ -29,7 +29,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.actor import Actor
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import Axes

@@ -15,7 +15,7 @@ from tiny_models import random_params
 
 from jaxrl import Config
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig

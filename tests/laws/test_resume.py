@@ -31,14 +31,14 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import Config, load_model
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import cli
 from jaxrl.data.chat_template import render
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.interrupt import Interrupted
-from jaxrl.report.facts import facts
 from jaxrl.report.idle import understand
 from jaxrl.report.read import read_run
+from jaxrl.report.summary import facts
 from jaxrl.run.held_out import prepare
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics

@@ -29,15 +29,15 @@ from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.actor import Actor, Weights
 from jaxrl.roles.rollout import Sampler
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
-from jaxrl.sharding.parts import join_parts
 from jaxrl.sharding.reshard import reshard, to_host
 from jaxrl.sharding.shards import Piece, Shards
+from jaxrl.sharding.split_rows import join_parts
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.types import HiddenSignal, Prompt
 

@@ -18,7 +18,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
 from jaxrl.algorithms.teacher_weights import teacher_weights
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.divergence import log_softmax
@@ -253,7 +253,7 @@ def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monk
 OWN = """
 from jaxrl.algorithms.methods import METHODS, Method, gkd_loss
 from jaxrl.losses.algorithm_table import AlgorithmSpec
-from jaxrl.sharding.parts import join_parts
+from jaxrl.sharding.split_rows import join_parts
 from jaxrl.types import TrainBatch
 
 

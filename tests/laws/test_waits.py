@@ -15,9 +15,15 @@ SCORES = "the reward pool ends each item after reward.timeout, and its process w
 ANSWERS = "the pool of environments ends each call after environment.timeout, and its process too"
 TASK = "a task that keeps a connection or a server, and ends with its episode or its process"
 BOUNDED = {
-    ("aot/apart.py", "child.wait()"): "its output has ended, or it was killed",
-    ("aot/apart.py", "ended.wait()"): "in a thread that nobody waits for, until the caller ends",
-    ("aot/check.py", "job.result()"): "a compiler, whose program is named before it starts",
+    ("aot/subprocess_compile.py", "child.wait()"): "its output has ended, or it was killed",
+    (
+        "aot/subprocess_compile.py",
+        "ended.wait()",
+    ): "in a thread that nobody waits for, until the caller ends",
+    (
+        "aot/compile_report.py",
+        "job.result()",
+    ): "a compiler, whose program is named before it starts",
     ("environments/packages/mcp.py", "self._ended.wait()"): TASK,
     ("environments/packages/verifiers_v1.py", "asked.result()"): ENDED,
     ("environments/packages/verifiers_v1.py", "asyncio.Event().wait()"): TASK,
@@ -32,7 +38,7 @@ BOUNDED = {
     ("devices.py", "captured.get()"): "rich's captured text: no wait",
     ("run/launch.py", "started.result()"): CALLS,
     ("run/attempt.py", "exported.result()"): CALLS,
-    ("run/calls.py", "future.result()"): CALLS,
+    ("run/role_calls.py", "future.result()"): CALLS,
     ("profile/traces.py", "future.result()"): CALLS,
     ("run/reporting.py", "future.result()"): CALLS,
     ("run/reporting.py", "futures['score.reward'].result()"): ENDED,
@@ -45,10 +51,10 @@ BOUNDED = {
     ("rewards/batch_rewards.py", "self.pool.judge(i, items).result()"): SCORES,
     ("rewards/verifiers.py", "_pool(name).judge(0, [item]).result()"): SCORES,
     ("runtime/local.py", "self._calls.get()"): QUEUE,
-    ("runtime/ray/calls.py", "value.result()"): "the driver's own value, which is there",
+    ("runtime/ray/remote_calls.py", "value.result()"): "the driver's own value, which is there",
     ("runtime/ray/worker_group.py", "self._supervisor.join()"): "it waits JOIN_S for each thread",
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
-    ("runtime/ray/calls.py", "super().result()"): CALLS,
+    ("runtime/ray/remote_calls.py", "super().result()"): CALLS,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
     ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
     ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",

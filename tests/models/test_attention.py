@@ -37,7 +37,7 @@ from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.sampling.decode import cache_specs
 from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences

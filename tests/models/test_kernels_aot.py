@@ -20,7 +20,7 @@ from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import compiling_for, target_of
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh

@@ -17,7 +17,7 @@ from jaxrl.config.roles import ALL_LINEAR
 from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 
 computed = jax.jit(loss_and_logits, static_argnums=0)
 merge = jax.jit(merged)

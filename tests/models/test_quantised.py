@@ -26,8 +26,8 @@ from jaxrl.models import cached, decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.models.lora import Lora, frozen_and_trained, join, merged
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.quantised import NF4, block_size, dequantise, quantise
-from jaxrl.models.rules import param_shardings
 
 KINDS = ("int8", "nf4")
 LORA = Lora(2, 4.0)

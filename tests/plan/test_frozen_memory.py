@@ -17,7 +17,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import encoder_bytes, role_accounts
-from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.placement import place

@@ -22,11 +22,19 @@ from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.rules import param_shardings
-from jaxrl.plan import PROCESS_BYTES, Plan, array_bytes, build, checkpoint_bytes, inputs, make_plan
+from jaxrl.models.param_sharding import param_shardings
+from jaxrl.plan import (
+    PROCESS_BYTES,
+    Plan,
+    array_bytes,
+    build,
+    checkpoint_bytes,
+    make_plan,
+    plan_inputs,
+)
 from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.array_bytes import optimizer_bytes
-from jaxrl.plan.inputs import Account, Entry
+from jaxrl.plan.plan_inputs import Account, Entry
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode
@@ -128,9 +136,9 @@ def test_a_peak_is_what_is_resident_and_the_largest_phase_of_any_role() -> None:
         (Entry("weights", "w", 1), Entry("activations", "t", 3, "z"), Entry("cache", "c", 6, "z")),
     )
     assert (a.peak, b.peak) == (12, 10)
-    assert inputs.peak([a, b]) == (15, "b: z")
+    assert plan_inputs.peak([a, b]) == (15, "b: z")
     assert (a.column("cache"), a.column("weights"), a.column("optimizer")) == (7, 5, 0)
-    assert inputs.peak([]) == (0, "")
+    assert plan_inputs.peak([]) == (0, "")
 
 
 # The plan.
@@ -183,7 +191,7 @@ def test_a_role_that_joined_is_told_and_adds_up() -> None:
     assert any("teacher is not in the mesh" in note for note in found.notes)
     accounts = found.accounts.values()
     (pool,) = found.pools
-    assert pool.bytes == inputs.peak(accounts)[0]
+    assert pool.bytes == plan_inputs.peak(accounts)[0]
     assert pool.bytes > sum(a.resident for a in accounts)
     assert pool.bytes < sum(a.peak for a in accounts)
 
@@ -194,7 +202,7 @@ def test_roles_on_slices_meet_only_where_the_slices_do() -> None:
     placement = place(mesh, ROLES, {"actor": "0:2", "rollout": "0:2", "teacher": "2:4"})
     apart = build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, Visible((), None))
     accounts = apart.accounts
-    policy, _ = inputs.peak([accounts["actor"], accounts["rollout"]])
+    policy, _ = plan_inputs.peak([accounts["actor"], accounts["rollout"]])
     assert apart.pools[0].bytes == max(policy, accounts["teacher"].peak)
 
 

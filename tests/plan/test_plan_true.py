@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from jaxrl.aot.programs import RunPrograms
-from jaxrl.checkpoint.source import lora_of
+from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
@@ -24,7 +24,7 @@ from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
-from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.placement import place
 

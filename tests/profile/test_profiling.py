@@ -27,7 +27,7 @@ from jaxrl.profile.work import Work, adamw_work, block_params
 from jaxrl.runtime.local import LocalWorkerGroup, Tracer, done_future
 from jaxrl.runtime.worker import Traced
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import train
 
@@ -40,7 +40,7 @@ STAGES = {"rollout.generate", "teacher.score", "actor.update", "actor.publish", 
 def ceilings_are_measured_shortly():
     """Each is of few calls: how close they come to what the machine does is another test's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.sharding.ceilings.TRY_S", 0.0)
+        patch.setattr("jaxrl.sharding.device_peaks.TRY_S", 0.0)
         yield
 
 

@@ -27,14 +27,14 @@ from jaxrl.config import cli
 from jaxrl.profile.stages import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
-from jaxrl.report import samples, timeline
+from jaxrl.report import samples, timeline_lanes
 from jaxrl.report.curves import charts, evenly, thin
-from jaxrl.report.facts import changed_keys, differing_keys, facts
+from jaxrl.report.html_page import bytes_text, environment, page
 from jaxrl.report.idle import PoolUse, understand
 from jaxrl.report.memory import memory_pools
-from jaxrl.report.page import bytes_text, environment, page
 from jaxrl.report.read import read_run
-from jaxrl.sharding.ceilings import Ceilings
+from jaxrl.report.summary import changed_keys, differing_keys, facts
+from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
@@ -87,7 +87,7 @@ def test_a_gap_tells_what_it_waited_for(run: Path) -> None:
         assert waited == pytest.approx(expected, abs=1e-3)
     longest = max(pools["rollout"].gaps, key=lambda gap: gap.length)
     assert longest.length / 1e6 == pytest.approx(PAUSE, abs=1e-5)
-    assert timeline.reason(longest) == "waited for the driver before rollout.generate"
+    assert timeline_lanes.reason(longest) == "waited for the driver before rollout.generate"
 
 
 def test_time_between_two_lives_of_a_run_is_nobodys() -> None:
@@ -106,7 +106,7 @@ def test_calls_beside_the_queue_keep_no_pool_busy() -> None:
     use = understand(calls)
     (pool,) = use.pools
     assert pool.busy == 20_000 and [gap.length for gap in pool.gaps] == [80_000]
-    labels = [lane["label"] for lane in timeline.lanes(use)["pools"][0]["lanes"]]
+    labels = [lane["label"] for lane in timeline_lanes.lanes(use)["pools"][0]["lanes"]]
     assert labels == ["actor", "actor, beside"]
 
 
@@ -114,7 +114,7 @@ def test_what_is_moved_for_a_call_is_drawn_with_its_pool() -> None:
     moved = event("offload rollout.to host", 0, 10)
     use = understand([event("rollout.load", 0, 10), moved, event("checkpoints.write 6", 5, 10)])
     assert use.others == ("checkpoints",)
-    labels = [lane["label"] for lane in timeline.lanes(use)["pools"][0]["lanes"]]
+    labels = [lane["label"] for lane in timeline_lanes.lanes(use)["pools"][0]["lanes"]]
     assert labels == ["rollout", "offload rollout"]
 
 
@@ -132,9 +132,9 @@ def test_roles_and_processes_of_a_pool_are_one_pool() -> None:
 
 
 def test_many_spans_become_few_and_end_where_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "SPANS", 100)
+    monkeypatch.setattr(timeline_lanes, "SPANS", 100)
     calls = [event("actor.update", 1000 * i, 1000 * i + 500, step=i) for i in range(1000)]
-    drawn = timeline.lanes(understand(calls))
+    drawn = timeline_lanes.lanes(understand(calls))
     lane = drawn["pools"][0]["lanes"][0]
     assert 10 < len(lane["start"]) <= 100 and max(lane["length"]) < drawn["merged_us"]
     assert lane["start"][-1] + lane["length"][-1] == drawn["end"] == 999_500

@@ -26,12 +26,12 @@ from references.tiny_encoders import (
 from tiny_models import Memory, make_mesh
 
 from jaxrl.errors import UserError
-from jaxrl.formats.bert import load as load_bert
+from jaxrl.formats.bert_weights import load as load_bert
 from jaxrl.formats.places import find_folder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
-from jaxrl.roles.encoder import Encoder, Grouper, embed, encode_batch
+from jaxrl.roles.grouper import Encoder, Grouper, embed, encode_batch
 from jaxrl.sharding.ledger import Ledger
 
 REFERENCES = Path(__file__).parent.parent / "references"

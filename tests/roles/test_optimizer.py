@@ -14,7 +14,7 @@ from tiny_models import random_params, tiny_config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.optimizer import (
     apply_changes,
     decayed,

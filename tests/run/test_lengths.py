@@ -10,7 +10,7 @@ from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config
-from jaxrl.checkpoint.source import resolve_model
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rope import LongRope

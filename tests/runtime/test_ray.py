@@ -41,9 +41,9 @@ from jaxrl.process.xla_flags import (  # noqa: E402
 )
 from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
 from jaxrl.runtime.ray import hosts  # noqa: E402
-from jaxrl.runtime.ray.calls import RayFuture, Sender  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.local_cluster import DAEMONS, leave  # noqa: E402
+from jaxrl.runtime.ray.remote_calls import RayFuture, Sender  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
@@ -495,7 +495,7 @@ def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
 
 
 def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monkeypatch):
-    monkeypatch.setattr("jaxrl.runtime.ray.calls.LOCK_S", 0.1)
+    monkeypatch.setattr("jaxrl.runtime.ray.remote_calls.LOCK_S", 0.1)
     sender, over = Sender(), threading.Event()
     held = threading.Event()
 

@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 import jax
 from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES
-from jaxrl.runtime.server import WorkerServer
+from jaxrl.runtime.role_server import WorkerServer
 
 rank, port = map(int, sys.argv[1:])
 server = WorkerServer(f"actor.{rank}", rank, ".", lambda array: array)

@@ -24,7 +24,7 @@ from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
 from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sampling.environment_protocol import Reply

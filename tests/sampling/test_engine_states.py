@@ -22,7 +22,7 @@ from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Experts
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.rules import param_shardings
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.environment_protocol import Reply

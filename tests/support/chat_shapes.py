@@ -7,7 +7,7 @@ from typing import Any
 
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
-from jaxrl.data.encoder import PromptEncoder
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
 from jaxrl.types import Prompt
 

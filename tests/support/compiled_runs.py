@@ -18,11 +18,11 @@ import jax
 import pytest
 
 from jaxrl.aot.abstract import Program, local_bytes
-from jaxrl.aot.apart import apart
-from jaxrl.aot.check import MEMORY, THUNKS, plan_for
+from jaxrl.aot.compile_report import MEMORY, THUNKS, plan_for
 from jaxrl.aot.hlo import Graphs, read_thunks, read_total
 from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.aot.programs import RunPrograms
+from jaxrl.aot.subprocess_compile import apart
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
 from jaxrl.plan import Plan

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import pack
 from jaxrl.teacher import service as service_module
 from jaxrl.teacher.protocol import Options, Request, read_request, write_request

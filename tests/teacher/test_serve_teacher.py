@@ -32,7 +32,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import serve_teacher
 from jaxrl.algorithms.signals import Projection
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.cli import run
 from jaxrl.config.roles import NamedTeacherConfig, TeacherConfig
 from jaxrl.config.schema import Config

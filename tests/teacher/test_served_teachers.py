@@ -26,12 +26,12 @@ from tiny_models import Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
 from jaxrl import serve_teacher
 from jaxrl.algorithms.signals import Projection
-from jaxrl.checkpoint.source import ModelSource, resolve_model
+from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.cli import run
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
-from jaxrl.run.inputs import tokenizer_of
+from jaxrl.run.check_inputs import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.client import TeacherError
 from jaxrl.teacher.local_teacher import Scorer

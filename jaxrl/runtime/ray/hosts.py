@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import RESOURCES, Host, Resource, ask_driver
-from jaxrl.runtime.ray.calls import RayPool
 from jaxrl.runtime.ray.local_cluster import ended_daemon, started_here, usable
-from jaxrl.runtime.server import look
+from jaxrl.runtime.ray.remote_calls import RayPool
+from jaxrl.runtime.role_server import look
 from jaxrl.runtime.worker import RunLost, WorkerState
 
 LOOK_S = 5.0

@@ -16,9 +16,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
-from jaxrl.runtime.ray.calls import STATEFUL, RayFuture, RayPool, Sender
 from jaxrl.runtime.ray.hosts import check_nodes, diagnosis, kill, last_line
-from jaxrl.runtime.server import CallReport, InputLost, ProcessStatus
+from jaxrl.runtime.ray.remote_calls import STATEFUL, RayFuture, RayPool, Sender
+from jaxrl.runtime.role_server import CallReport, InputLost, ProcessStatus
 from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import RunLost, WorkerError
 

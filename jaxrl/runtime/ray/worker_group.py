@@ -30,7 +30,6 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
-from jaxrl.runtime.ray.calls import FETCH_S, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.ray.connect import address_of, find_seats, join
 from jaxrl.runtime.ray.hosts import (
     check_nodes,
@@ -52,8 +51,9 @@ from jaxrl.runtime.ray.local_cluster import (
     usable,
     watch_starts,
 )
+from jaxrl.runtime.ray.remote_calls import FETCH_S, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.ray.supervise import Log, NeverRan, NotStarted, Supervisor
-from jaxrl.runtime.server import STARTING, CallRequest, WorkerServer
+from jaxrl.runtime.role_server import STARTING, CallRequest, WorkerServer
 from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import POLL_S, PROFILE, Phase, RunLost, Stopped, WorkerError, WorkerState
 from jaxrl.sharding.placement import Placement, device_list

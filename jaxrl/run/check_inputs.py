@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.checkpoint.source import ModelSource
+from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, has_template
-from jaxrl.data.encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.feedback import PLACES
+from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.source import Example, Keys, Source, open_source
 from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
 from jaxrl.data.tokenizer import Tokenizer

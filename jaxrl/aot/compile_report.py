@@ -23,11 +23,11 @@ from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.aot.abstract import Program
-from jaxrl.aot.apart import Died, apart
 from jaxrl.aot.costs import Traffic, counted_bytes
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
 from jaxrl.aot.programs import RunPrograms
+from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
@@ -35,7 +35,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.advice import Change
-from jaxrl.plan.inputs import GB
+from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import MB
 from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.streams import silenced

@@ -1,6 +1,6 @@
 """The page of all config keys.
 
-python -m jaxrl.config.page > docs/config.md
+python -m jaxrl.config.key_page > docs/config.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ HEAD = """# Config keys
 
 Every key of a run, with its type, its default and what it means. Made from
 the classes of [jaxrl/config](../jaxrl/config/schema.py) by
-`python -m jaxrl.config.page > docs/config.md`; `python -m jaxrl.train --help` lists the same keys.
+`python -m jaxrl.config.key_page > docs/config.md`; `python -m jaxrl.train --help` lists the same
+keys.
 
 A key is set in the file, nested by its dots, or on the command line, which wins:
 
@@ -88,7 +89,7 @@ def _bounds(schema: JsonObject) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    cli.Parser("jaxrl.config.page", "Prints the page docs/config.md.").parse(argv)
+    cli.Parser("jaxrl.config.key_page", "Prints the page docs/config.md.").parse(argv)
     print(markdown(), end="")
 
 

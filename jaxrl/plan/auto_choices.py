@@ -13,7 +13,7 @@ from __future__ import annotations
 from jaxrl.config.schema import Config
 from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.advice import fractions, set_key
-from jaxrl.plan.inputs import GB, PlanInputs
+from jaxrl.plan.plan_inputs import GB, PlanInputs
 from jaxrl.sharding.axes import Axes
 
 FROZEN = ("teacher", "reference", "reward", "grouper")

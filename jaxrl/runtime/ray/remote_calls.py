@@ -19,8 +19,7 @@ from ray.exceptions import RayError
 
 from jaxrl.runtime.cluster import ProcessSlot
 from jaxrl.runtime.local import LocalFuture
-from jaxrl.runtime.serialization import unpack
-from jaxrl.runtime.server import (
+from jaxrl.runtime.role_server import (
     CallReport,
     CallRequest,
     InputLost,
@@ -28,6 +27,7 @@ from jaxrl.runtime.server import (
     ProcessInfo,
     ProcessStatus,
 )
+from jaxrl.runtime.serialization import unpack
 from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, map_leaves
 
 LOCK_S = 5.0

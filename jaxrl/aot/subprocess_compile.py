@@ -17,7 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer);"
-    " from jaxrl.aot.apart import answer; answer()"
+    " from jaxrl.aot.subprocess_compile import answer; answer()"
 )
 FATAL = re.compile(r"F\d{4}.*?\] *(.*)")
 """A fatal error in the log of C++; the group is its text."""

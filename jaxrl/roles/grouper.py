@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.data.thoughts import after_thoughts
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.formats.bert import load as load_bert
+from jaxrl.formats.bert_weights import load as load_bert
 from jaxrl.formats.places import find_folder
 from jaxrl.formats.torch_bin import open_weights
 from jaxrl.models import bert

@@ -19,7 +19,7 @@ from jaxrl.models.kernels import fuses, step_kernel_of
 from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout
 from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch

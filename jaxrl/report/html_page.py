@@ -17,15 +17,15 @@ from typing import get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from jaxrl.plan.inputs import Column
+from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import charts, evaluated_steps
-from jaxrl.report.facts import changed_keys, differing_keys, facts
 from jaxrl.report.idle import Activity, understand
 from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
 from jaxrl.report.samples import chosen, samples
-from jaxrl.report.timeline import lanes, reason
+from jaxrl.report.summary import changed_keys, differing_keys, facts
+from jaxrl.report.timeline_lanes import lanes, reason
 from jaxrl.telemetry.plot import labels
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
