@@ -25,7 +25,7 @@ ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 def split(size: int, parts: int) -> int:
-    """Returns a dim's size on one device: what does not divide stays whole, as in models/param_sharding."""
+    """Returns a dim's size on one device: what does not divide stays whole."""
     return size // parts if size % parts == 0 else size
 
 

@@ -18,7 +18,7 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, roles, run_config, schema, section, settings, yaml_text
+from jaxrl.config import cli, cross_rules, roles, run_config, schema, section, settings, yaml_text
 from jaxrl.config import key_page as config_page
 from jaxrl.config import keys as config_keys
 from jaxrl.config.roles import ActorConfig
