@@ -320,7 +320,8 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Returns parameters of a checkpoint, in `dtype`, sharded as `models/param_sharding.py` says. What the config has quantised is quantised on the host, layer by layer.
+    """Returns parameters of a checkpoint, in `dtype`, sharded as `models/param_sharding.py` says.
+    What the config has quantised is quantised on the host, layer by layer.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
     slice that several devices share is read once.
