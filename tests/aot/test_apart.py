@@ -120,11 +120,11 @@ def test_a_crash_says_the_signal_and_why(text, said):
 
 
 def test_the_other_programs_are_compiled_after_a_crash(monkeypatch):
-    from jaxrl.aot import check  # not above: other processes import this module
+    from jaxrl.aot import compile_report  # not above: other processes import this module
 
-    monkeypatch.setattr(check, "compiled_programs", programs)
+    monkeypatch.setattr(compile_report, "compiled_programs", programs)
     lines: list[str] = []
-    rows = check._rows("config", "tpu-v5e", lines.append, EVENT, 0)  # type: ignore[arg-type]
+    rows = compile_report._rows("config", "tpu-v5e", lines.append, EVENT, 0)  # type: ignore[arg-type]
     assert [row.name for row in rows] == ["first", "second", "third"]
     assert [row.compiled for row in rows] == [0, None, 2]
     assert [row.error is None for row in rows] == [True, False, True]

@@ -281,21 +281,22 @@ def test_the_sources_account_of_qwen_1_5b():
     """Actor 12-13 GB: 3 parameters, 3 gradients, 6 Adam, 1-2 KV and activations; here 3 more for
     second moments, which bfloat16 cannot hold, and 3 while the average of gradients is written; for
     a moment one more, after the layers: the embedding's gradient in float32. Rollout 5-6 GB: 3
-    parameters, 2-3 KV (bf16, one GPU each, 1024 positions)."""
+    parameters, 2-3 KV (bf16, one GPU each, 1024 positions); here half of the KV, since slots hold
+    completions alone and the two prompts of the batch have rows of their own."""
     found = account("actor=1,rollout=1,teacher=1")
     actor, rollout = found.accounts["actor"], found.accounts["rollout"]
     n = DecoderConfig.from_hf(QWEN).n_params
     assert n == 1_543_714_304  # 1.54 billion: as Qwen says
     assert actor.column("weights") == 2 * n
-    assert 2 * n < actor.column("gradients") < 1.1 * 4 * n  # or scratch of the step, in float32
+    assert 2 * n < actor.column("gradients") < 1.11 * 4 * n  # or scratch of the step, in float32
     assert actor.column("optimizer") == pytest.approx(6 * n, abs=64)  # and counters
     assert 18.5e9 < actor.peak < 21e9
     step = actor.phases()[STEP]
     assert 2 * n < step < 2 * n + 4 * n + 1e9
     assert rollout.column("weights") == 2 * n
-    assert rollout.column("cache") == pytest.approx(80 * 1024 * 28 * 2 * 2 * 128 * 2, rel=0.2)
-    assert 2e9 < rollout.column("cache") < 3e9
-    assert 5e9 < rollout.resident + rollout.column("cache") < 6e9
+    assert rollout.column("cache") == pytest.approx(80 * 512 * 28 * 2 * 2 * 128 * 2, rel=0.1)
+    assert 1e9 < rollout.column("cache") < 2e9
+    assert 4e9 < rollout.resident + rollout.column("cache") < 5e9
 
 
 def test_planning_starts_no_backend(tmp_path):

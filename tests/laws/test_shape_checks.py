@@ -63,7 +63,7 @@ def signal_of_one_state_per_sequence():
         ("ids", lambda: within(np.zeros(2), np.zeros((2, 3), int), None)),
         ("hidden", signal_of_one_state_per_sequence),
         ("mask", lambda: forward(MODEL, PARAMS, IDS[..., 0], MASK[:, 0])),
-        ("positions", lambda: decode(MODEL, PARAMS, [], ID, IDS[..., 0], used=3)),
+        ("positions", lambda: decode(MODEL, PARAMS, [], ID, IDS[..., 0], None)),
     ],
 )
 def test_one_value_per_sequence_for_one_per_token_is_refused_by_name(argument, call):

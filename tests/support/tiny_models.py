@@ -88,7 +88,7 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Any:
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
-        if path[-2].key == "conv":
+        if getattr(path[-2], "key", None) == "conv":
             return jnp.asarray(draw.normal(0, 0.5, like.shape).astype(np.float32))
         if name in ("bias", "sinks", "log_decay"):
             return jnp.asarray(np.zeros(like.shape, np.float32))
