@@ -27,7 +27,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
-from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.advice import with_choices
 from jaxrl.plan.plan_inputs import Account, PlanInputs
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays

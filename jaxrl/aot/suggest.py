@@ -18,8 +18,7 @@ from jaxrl.config.yaml_text import assignments, shown
 from jaxrl.errors import UserError
 from jaxrl.plan import Plan, services
 from jaxrl.plan.accounts import pool_peaks
-from jaxrl.plan.advice import REMATS, Change, set_key
-from jaxrl.plan.auto_choices import with_choices
+from jaxrl.plan.advice import REMATS, Change, set_key, with_choices
 from jaxrl.plan.plan_inputs import GB, PlanInputs
 from jaxrl.profile.splits import predict, splits
 from jaxrl.profile.waits import Stage

@@ -31,9 +31,8 @@ from jaxrl.models.kernels import (
 from jaxrl.models.pages import PAGE
 from jaxrl.models.shared_prompts import why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
-from jaxrl.plan.advice import advise, faster, relief, room, set_key
+from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.auto_choices import with_choices
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
 from jaxrl.plan.table import plan_table

@@ -24,8 +24,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
+from jaxrl.plan.advice import with_choices
 from jaxrl.plan.array_bytes import layer_bytes
-from jaxrl.plan.auto_choices import with_choices
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
