@@ -25,6 +25,7 @@ from jaxrl.sharding.placement import Placement, device_list
 from jaxrl.types import Tree
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
+DEV = Path("/dev")
 MOST_EMULATED = 512
 """CPU devices that are made without being told how many: each takes threads and memory."""
 
@@ -86,10 +87,16 @@ def ensure_devices(needed: int) -> Visible:
         ) from error
     if len(devices) < needed:
         raise UserError(_too_few(devices, needed, asked, late))
-    on_cpu = devices[0].platform == "cpu"
-    return Visible(
-        devices, f"no accelerator: emulating {len(devices)} CPU devices" if on_cpu else None
-    )
+    if devices[0].platform != "cpu":
+        return Visible(devices, None)
+    note = f"no accelerator: emulating {len(devices)} CPU devices"
+    if gpus := min(accelerators_here(), len(list(DEV.glob("nvidia[0-9]*")))):
+        note = (
+            f"WARNING: this host has {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}, and jax sees none:"
+            " pip install 'jaxrl[cuda]' (driver 525 or later) or 'jaxrl[cuda13]' (580 or later),"
+            f" then check with `jaxrl devices`; emulating {len(devices)} CPU devices"
+        )
+    return Visible(devices, note)
 
 
 def accelerators_here() -> int:
@@ -99,7 +106,7 @@ def accelerators_here() -> int:
         return len([name for name in visible.split(",") if name.strip()])
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return 0
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return len(list(DEV.glob("nvidia[0-9]*")))
 
 
 def tpu_chips_here() -> int:

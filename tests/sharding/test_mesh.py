@@ -137,6 +137,30 @@ def test_a_number_that_was_set_is_kept(env: dict[str, str]) -> None:
         assert word in refused
 
 
+def test_gpus_that_jax_does_not_see_are_a_loud_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr("jaxrl.sharding.mesh.DEV", tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    note = ensure_devices(1).note or ""
+    for word in (
+        "WARNING",
+        "2 NVIDIA GPUs",
+        "pip install 'jaxrl[cuda]'",
+        "driver",
+        "jaxrl devices",
+    ):
+        assert word in note
+    for name, value in (("JAX_PLATFORMS", "cpu"), ("CUDA_VISIBLE_DEVICES", "")):  # as was asked for
+        with monkeypatch.context() as asked:
+            asked.setenv(name, value)
+            assert "WARNING" not in (ensure_devices(1).note or "")
+
+
 def test_asking_too_late_is_told() -> None:
     told = probe(3, late=True)
     for word in ("needs 3 devices", "sees 1", "before the mesh was known", "JAX_NUM_CPU_DEVICES=3"):
