@@ -15,8 +15,7 @@ from typing import Any
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
-from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.row_list import RowList, open_csv, open_json
+from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
     GroupCache,

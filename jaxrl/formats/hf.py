@@ -15,12 +15,12 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import jax
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError, short
 from jaxrl.formats import mxfp4, weights
-from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
@@ -28,6 +28,16 @@ from jaxrl.process.folder_lock import lock_folder
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
+
+STORED: dict[str, np.dtype] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of a safetensors header that can be read, and written."""
+WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Name of a dtype -> its name in the header."""
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
