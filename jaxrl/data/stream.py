@@ -325,7 +325,10 @@ def eval_set(
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
-    for part, row in _in_turn(source.parts):
+    longest = max(map(len, source.parts))
+    for row, part in ((row, part) for row in range(longest) for part in source.parts):
+        if row >= len(part):
+            continue
         with _placed(part, row, label, encoder):
             example = part[row]
             prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
@@ -343,14 +346,6 @@ def eval_set(
             f"{encoder.max_prompt_tokens} tokens; raise it"
         )
     return EvalSet(tuple(prompts), dropped, name, cut)
-
-
-def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Yields row 0 of every part, row 1 of every part, ..."""
-    for row in range(max(len(part) for part in parts)):
-        for part in parts:
-            if row < len(part):
-                yield part, row
 
 
 def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
@@ -409,17 +404,19 @@ class Passes:
         Args:
             rows: what to give, in the order that shuffle=False takes.
         """
-        self._rows, self._seed, self._shuffle = rows, seed, shuffle
-        self._pass = lru_cache(maxsize=2)(self._order_of_pass)
+        self._rows = rows
+
+        def order(number: int) -> np.ndarray:
+            count = len(rows)
+            if not shuffle:
+                return np.arange(count)
+            return np.random.default_rng((*seed, number)).permutation(count)
+
+        self._pass = lru_cache(maxsize=2)(order)
 
     def row(self, position: int) -> int:
         number, place = divmod(position, len(self._rows))
         return int(self._rows[self._pass(number)[place]])
-
-    def _order_of_pass(self, number: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._rows))
-        return np.random.default_rng((*self._seed, number)).permutation(len(self._rows))
 
 
 class Mixture:

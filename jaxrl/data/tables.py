@@ -237,11 +237,7 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     """
     found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}
     decoders = {name: decode for name, decode in found.items() if decode is not None}
-
-    def decode_row(row: JsonObject) -> JsonObject:
-        return plain(row | {n: decode(row[n]) for n, decode in decoders.items() if n in row})
-
-    return decode_row
+    return lambda row: plain(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
 
 
 def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:

@@ -160,7 +160,12 @@ def parse_options(text: str, label: str) -> JsonObject:
             raise UserError(f"{label}: {item!r} is not key=value")
         if key in options:
             raise UserError(f"{label}: {key} is given twice")
-        values = [_literal(one) for one in value.split("|")]
+        values: list[object] = []
+        for literal in value.split("|"):
+            try:
+                values.append(json.loads(literal))
+            except json.JSONDecodeError:
+                values.append(literal)
         options[key] = values if "|" in value else values[0]
     return options
 
@@ -206,13 +211,6 @@ def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Opt
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"{label}: size={size!r} must be a whole number of at least 1")
     return {key: value for key, value in options.items() if key != "size"}, size
-
-
-def _literal(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _digest(text: str) -> bytes:

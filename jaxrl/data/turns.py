@@ -37,7 +37,7 @@ def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
 class TurnEncoder:
     """Tokens of what an environment says, for one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, notify: Callable[[str], None] = lambda text: None):
+    def __init__(self, tokenizer: Tokenizer, notify: Callable[[str], object] = lambda text: None):
         """
         Args:
             notify: gets a message, once, where the template has no role for the observations.

@@ -91,7 +91,12 @@ class SafetensorsFolder:
         for file in self._files:
             for name, entry in _read_header(file).items():
                 if self._file_of.get(name, file) == file:  # of two, the one that the index names
-                    self._entries[_text_name(name)] = entry
+                    # without the prefix that it has in a model of images and text too
+                    name = re.sub(
+                        r"^(language_model\.model|model\.language_model)\.", "model.", name
+                    )
+                    name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
+                    self._entries[name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,12 +153,6 @@ class SafetensorsFolder:
 
 def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
     return np.memmap(entry.file, dtype, "r", entry.offset, entry.shape)
-
-
-def _text_name(name: str) -> str:
-    """Returns a tensor's name without the prefix that it has in a model of images and text too."""
-    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
-    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -231,12 +230,31 @@ def write_folder(
     tokenizer_from: str | os.PathLike[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Does what `save_hf` does, for anything that gives tensors by Hugging Face name."""
+    """Does what `save_hf` does, for anything that gives tensors by Hugging Face name: writes one
+    file, or several with an index once they would exceed `shard_bytes`."""
     if dtype not in WRITTEN:
         raise UserError(f"dtype={dtype!r} cannot be written; choose one of {', '.join(WRITTEN)}")
     with replaced_folder(path) as folder:
         write_description(folder, config, dtype, tokenizer_from)
-        _write_weights(folder, weights.tensor_shapes(config), read, dtype, shard_bytes)
+        shapes, itemsize = weights.tensor_shapes(config), STORED[WRITTEN[dtype]].itemsize
+        shards: list[dict[str, tuple[int, ...]]] = [{}]
+        filled = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape) * itemsize
+            if shards[-1] and filled + size > shard_bytes:
+                shards.append({})
+                filled = 0
+            shards[-1][name] = shape
+            filled += size
+        n, weight_map = len(shards), dict[str, str]()
+        for i, shard in enumerate(shards):
+            file = SINGLE if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
+            write_safetensors(folder / file, shard, read, dtype)
+            weight_map |= dict.fromkeys(shard, file)
+        if n > 1:
+            total = sum(math.prod(shape) for shape in shapes.values()) * itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(folder / INDEX, index)
     return Path(path).resolve()
 
 
@@ -248,8 +266,11 @@ def write_description(
 ) -> None:
     """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", config.to_hf(dtype))
-    _write_json(folder / "generation_config.json", _generation_config(config))
+    raw = config.to_hf(dtype)
+    _write_json(folder / "config.json", raw)
+    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {key: value for key, value in ids.items() if value is not None}
+    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     if tokenizer_from is not None:
         save_tokenizer(tokenizer_from, folder)
 
@@ -356,35 +377,6 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     }
 
 
-def _write_weights(
-    folder: Path,
-    shapes: dict[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-    dtype: str,
-    shard_bytes: int,
-) -> None:
-    """Writes one file, or several with an index once they would exceed `shard_bytes`."""
-    itemsize = STORED[WRITTEN[dtype]].itemsize
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    filled = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * itemsize
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = shape
-        filled += size
-    n, weight_map = len(shards), dict[str, str]()
-    for i, shard in enumerate(shards):
-        file = SINGLE if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
-        write_safetensors(folder / file, shard, read, dtype)
-        weight_map |= dict.fromkeys(shard, file)
-    if n == 1:
-        return
-    total = sum(math.prod(s) for s in shapes.values()) * itemsize
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
@@ -406,12 +398,6 @@ def write_safetensors(
             stream.write(np.ascontiguousarray(value, stored).tobytes())
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _generation_config(config: DecoderConfig) -> JsonObject:
-    raw = config.to_hf("float32")
-    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
 
 @contextmanager

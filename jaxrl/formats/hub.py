@@ -424,27 +424,23 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
 
 
 def _patient(call: Callable[[], T]) -> T:
+    """Calls again when the hub asks for that, within LONGEST_WAIT_S."""
+    from huggingface_hub.errors import HfHubHTTPError
+
     end = time.monotonic() + LONGEST_WAIT_S
     while True:
         try:
             return call()
         except Exception as error:
-            status, seconds = _wait_asked_for(error)
+            http = next((e for e in _causes(error) if isinstance(e, HfHubHTTPError)), None)
+            if http is None:
+                raise
+            status = http.response.status_code
+            seconds = _retry_after(status, http.response.headers)
             if seconds is None or time.monotonic() + seconds > end:
                 raise
             to_stderr(f"{_hub()} answers with status {status}: asking again in {seconds:.0f} s")
             time.sleep(seconds)
-
-
-def _wait_asked_for(error: BaseException) -> tuple[int, float | None]:
-    """Returns the status of the answer that an error is about, and its `_retry_after`."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    for cause in _causes(error):
-        if isinstance(cause, HfHubHTTPError):
-            answer = cause.response
-            return answer.status_code, _retry_after(answer.status_code, answer.headers)
-    return 0, None
 
 
 def _guard_client() -> None:

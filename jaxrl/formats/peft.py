@@ -211,7 +211,7 @@ def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
     for i, paths, names in _adapted(model):
-        each = [with_a(_group(blocks[i], path), _last(path)) for path in paths]
+        each = [with_a(_group(blocks[i], path), path.rpartition("/")[2]) for path in paths]
         a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
         stacked = (x.astype(np.float32).reshape(-1, *x.shape[-2:]) for x in (a, b))
         found |= dict(zip(names, zip(*stacked, strict=True), strict=True))
@@ -246,7 +246,7 @@ def load(
         ends = np.cumsum([model.quantisable[path][1] for path in paths])
         for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
             pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
-            _group(blocks[i], path)[_last(path)] = pair
+            _group(blocks[i], path)[path.rpartition("/")[2]] = pair
     tree = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
     tree = jax.tree.map(
         lambda leaf, like: leaf.reshape(like.shape).astype(like.dtype), tree, shapes
@@ -343,10 +343,6 @@ def _group(block: Params, path: str) -> Params:
     for name in path.split("/")[:-1]:
         block = block.setdefault(name, {})
     return block
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _named(kernel: str) -> str:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, torch_bin, weights
 from jaxrl.formats.hub_names import HubName, model_name
@@ -91,7 +89,7 @@ def open_tensors(
 
 
 @dataclass(frozen=True)
-class Unfetched:
+class Unfetched(weights.Derived):
     """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
 
     name: HubName
@@ -99,16 +97,7 @@ class Unfetched:
     shapes: dict[str, tuple[int, ...]]
 
     @cached_property
-    def tensors(self) -> weights.Tensors:
+    def tensors(self) -> weights.Tensors:  # type: ignore[override]
         found = self.open(hub.with_weights(self.name))
         weights.check(found, self.shapes)
         return found
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def read(self, name: str, index: weights.Index) -> np.ndarray:
-        return self.tensors.read(name, index)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)

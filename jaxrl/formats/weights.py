@@ -57,39 +57,36 @@ class Tensors(Protocol):
         """Returns the file that holds (or should hold) the tensor."""
 
 
+class Derived:
+    """Tensors that are those of a file, or are computed from them."""
+
+    tensors: Tensors
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(self.stored_name(name))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self.tensors.read(self.stored_name(name), index)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(self.stored_name(name))
+
+
 @dataclass(frozen=True)
-class KeptLayers:
+class KeptLayers(Derived):
     """The tensors of a model of which only some layers are kept, renumbered from 0."""
 
     tensors: Tensors
     keep: tuple[int, ...]
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(self._name(name))
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self.tensors.read(self._name(name), index)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(self._name(name))
-
-    def _name(self, name: str) -> str:
-        if not name.startswith("model.layers."):
+    def stored_name(self, name: str) -> str:
+        if not name.startswith(LAYERS):
             return name
-        _, _, layer, rest = name.split(".", 3)
-        return f"model.layers.{self.keep[int(layer)]}.{rest}"
-
-
-class Derived:
-    """Tensors that are computed from those of a file, under the same names."""
-
-    tensors: Tensors
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
+        layer, _, rest = name.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{self.keep[int(layer)]}.{rest}"
 
 
 @dataclass(frozen=True)
