@@ -38,33 +38,7 @@ class JsonlFile:
         self.name = str(path)
         self._keys = keys
         self._label = label
-        self._check()
-
-    def where(self, index: int) -> str:
-        return f"{self.name}:{self._lines[index]}"
-
-    def digest(self) -> str:
-        return self._digest
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: row {index} of {len(self)}")
-        line = int(self._lines[index])
-        try:
-            with open(self.name, "rb") as file:
-                file.seek(self._offsets[index])
-                raw = file.readline()
-        except OSError as error:
-            raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
-        row = dict.fromkeys(self._fields) | self._parse(raw, line)
-        return to_example(row, self._keys, self._place(line))
-
-    def _check(self) -> None:
-        """Parses each row once; keeps line numbers (from 1), byte offsets, names and the hash."""
-        lines, offsets, offset = [], [], 0
+        lines, offsets, offset = [], [], 0  # lines from 1; bytes
         fields: dict[str, None] = {}
         names: dict[str, None] = {}
         digest = hashlib.sha256()
@@ -87,6 +61,28 @@ class JsonlFile:
         self._lines, self._offsets = np.array(lines, np.int64), np.array(offsets, np.int64)
         self.columns, self._fields = tuple(names), tuple(fields)
         self._digest = digest.hexdigest()
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self._lines[index]}"
+
+    def digest(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: row {index} of {len(self)}")
+        line = int(self._lines[index])
+        try:
+            with open(self.name, "rb") as file:
+                file.seek(self._offsets[index])
+                raw = file.readline()
+        except OSError as error:
+            raise UserError(f"{self._label}: {self.name}: {error.strerror}") from error
+        row = dict.fromkeys(self._fields) | self._parse(raw, line)
+        return to_example(row, self._keys, self._place(line))
 
     def _parse(self, raw: bytes, line: int) -> JsonObject:
         where = self._place(line)
@@ -179,23 +175,23 @@ def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:
     """Opens the rows of a `.json` file: an array of objects, one object per line, or a single one
     over several lines."""
     data = _read(path, label)
-    if data.removeprefix(BOM).lstrip()[:1] != b"[":
-        try:
-            one = [parse_row_json(data.removeprefix(BOM).decode())] if b"\n" in data.strip() else []
-        except (RecursionError, ValueError):
-            one = []
-        if not one:
-            return JsonlFile(path, keys, label)
-        return RowList(str(path), one, keys, label, digest=hashlib.sha256(data).hexdigest())
+    text = data.removeprefix(BOM)
+    is_array = text.lstrip()[:1] == b"["
+    rows = None
     try:
-        rows = parse_row_json(data.removeprefix(BOM).decode())
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{label}: {path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}"
-        ) from error
+        if is_array or b"\n" in data.strip():
+            rows = parse_row_json(text.decode())
     except (RecursionError, ValueError) as error:  # too deep, a number too long, or not UTF-8
-        raise UserError(f"{label}: {path}: cannot be read: {error}") from error
-    return RowList(str(path), rows, keys, label, digest=hashlib.sha256(data).hexdigest())
+        if is_array and isinstance(error, json.JSONDecodeError):
+            raise UserError(
+                f"{label}: {path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}"
+            ) from error
+        if is_array:
+            raise UserError(f"{label}: {path}: cannot be read: {error}") from error
+    if rows is None:
+        return JsonlFile(path, keys, label)
+    digest = hashlib.sha256(data).hexdigest()
+    return RowList(str(path), rows if is_array else [rows], keys, label, digest=digest)
 
 
 def open_csv(path: Path, keys: Keys, label: str) -> RowList:

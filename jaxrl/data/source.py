@@ -21,9 +21,9 @@ from jaxrl.data.tables import (
     GroupCache,
     ParquetReader,
     TablePart,
+    TableReader,
     dataset_splits,
     open_dataset,
-    open_table,
 )
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near, user_path
@@ -125,7 +125,7 @@ def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source
             f" needed, this is {kind(rows)}{hint}"
         )
     if hasattr(rows, "column_names"):
-        return Source([open_table(name, rows, keys, label)])
+        return Source([TablePart(name, lambda: TableReader(rows), keys, label)])
     if hasattr(rows, "columns"):
         check_names(rows.columns, f"{label}: {name}")
         rows = rows.to_dict("records")

@@ -72,18 +72,47 @@ class PromptStream:
         self.notify: Callable[[str], None] | None = None
         """Gets what is noted of rows from now on."""
         self._weights = None if weights is None else tuple(weights)
-        parts, cut = _usable_rows(source, encoder)
+        self.cut = 0
+        """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
+        parts, start = [], 0
+        # A row that cannot be encoded is refused here, not when its turn comes after hours: of rows
+        # with the same fields the first one, which says what the chat template makes of these; and
+        # every row where the tokenizer has tokens without a row in the embedding.
+        checked: set[frozenset[tuple[object, ...]]] = set()
+        for part in source.parts:
+            usable = np.ones(len(part), bool)
+            for row in () if part.procedural else range(len(part)):
+                with _placed(part, row, LABEL, encoder):
+                    example = part[row]
+                    fit = encoder.fit(example)
+                    fields = fields_of(example)
+                    if fit != "too long" and (encoder.lacks_rows or fields not in checked):
+                        checked.add(fields)
+                        encoder.encode(example, row)
+                usable[row] = fit != "too long"
+                self.cut += fit == "cut"
+            parts.append(start + np.flatnonzero(usable))
+            start += len(part)
         self._rows = np.concatenate(parts)
         self.dropped = len(source) - len(self._rows)
         """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
         that of the teacher too long."""
-        self.cut = cut
-        """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
         if not len(self._rows):
             raise self._all_too_long(source)
         self._order: Passes | Mixture = Passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
-            self._order = self._mixture(parts, self._weights)
+            if len(self._weights) != len(parts):
+                raise UserError(
+                    f"data.weights: {len(self._weights)} weights for the {len(parts)} sources of "
+                    f"{LABEL}; give one for each"
+                )
+            if not all(0 < weight < float("inf") for weight in self._weights):
+                raise UserError(f"data.weights: {list(self._weights)}: weights are numbers above 0")
+            for part, rows in zip(source.parts, parts, strict=True):
+                if not len(rows):
+                    raise self._all_too_long(part)
+            with about("data.weights"):
+                self._order = Mixture(parts, self._weights, seed, shuffle)
 
     @property
     def noted(self) -> Mapping[str, str]:
@@ -251,20 +280,6 @@ class PromptStream:
             f"{self._limit}; raise it, or make the task easier"
         )
 
-    def _mixture(self, parts: Sequence[np.ndarray], weights: tuple[float, ...]) -> Mixture:
-        if len(weights) != len(parts):
-            raise UserError(
-                f"data.weights: {len(weights)} weights for the {len(parts)} sources of "
-                f"{LABEL}; give one for each"
-            )
-        if not all(0 < weight < float("inf") for weight in weights):
-            raise UserError(f"data.weights: {list(weights)}: weights are numbers above 0")
-        for part, rows in zip(self._source.parts, parts, strict=True):
-            if not len(rows):
-                raise self._all_too_long(part)
-        with about("data.weights"):
-            return Mixture(parts, weights, self._seed, self._shuffle)
-
     @property
     def _limit(self) -> str:
         return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
@@ -346,33 +361,6 @@ def eval_set(
             f"{encoder.max_prompt_tokens} tokens; raise it"
         )
     return EvalSet(tuple(prompts), dropped, name, cut)
-
-
-def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
-    """Finds the rows of each part (numbers in the source) whose prompt fits, accepting those of
-    procedural tasks unseen; also returns how many of them fit only when cut.
-
-    A row that cannot be encoded is refused here, not when its turn comes after hours: of rows with
-    the same fields the first one, which says what the chat template makes of these; and every row
-    where the tokenizer has tokens without a row in the embedding.
-    """
-    parts, cut, start = [], 0, 0
-    checked: set[frozenset[tuple[object, ...]]] = set()
-    for part in source.parts:
-        usable = np.ones(len(part), bool)
-        for row in () if part.procedural else range(len(part)):
-            with _placed(part, row, LABEL, encoder):
-                example = part[row]
-                fit = encoder.fit(example)
-                fields = fields_of(example)
-                if fit != "too long" and (encoder.lacks_rows or fields not in checked):
-                    checked.add(fields)
-                    encoder.encode(example, row)
-            usable[row] = fit != "too long"
-            cut += fit == "cut"
-        parts.append(start + np.flatnonzero(usable))
-        start += len(part)
-    return parts, cut
 
 
 @contextmanager

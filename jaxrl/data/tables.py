@@ -56,7 +56,16 @@ class TablePart:
             raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):
             raise UserError(f"{self._place}: no rows")
-        self.columns = self._check()
+        # what makes an example is read of every row, and nothing else
+        start, names = 0, dict.fromkeys(columns)
+        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
+        with _readable(self._place):
+            for batch in self._reader.batches(list(needed)):
+                for index, row in enumerate(self._rows(batch, start), start):
+                    to_example(row, keys, f"{self._place}: row {index}")
+                    names |= dict.fromkeys(names_in(row, keys))
+                start += len(batch)
+        self.columns = tuple(names)
 
     def where(self, index: int) -> str:
         return f"{self.name}: row {index}"
@@ -79,18 +88,6 @@ class TablePart:
         with _readable(place):
             row = self._decode(self._reader.row(index).to_pylist()[0])
         return to_example(row, self._keys, place)
-
-    def _check(self) -> tuple[str, ...]:
-        """Reads what makes an example of every row, and nothing else; gives the names of fields."""
-        keys, start, names = self._keys, 0, dict.fromkeys(self._columns)
-        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
-        with _readable(self._place):
-            for batch in self._reader.batches(list(needed)):
-                for index, row in enumerate(self._rows(batch, start), start):
-                    to_example(row, keys, f"{self._place}: row {index}")
-                    names |= dict.fromkeys(names_in(row, keys))
-                start += len(batch)
-        return tuple(names)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
         """Returns the rows of a batch; where one cannot be read, it is named."""
@@ -180,11 +177,6 @@ class TableReader:
 
     def _take(self, rows: Any, start: int, count: int) -> Table:
         return rows.slice(start, count) if hasattr(rows, "schema") else rows[start : start + count]
-
-
-def open_table(name: str, rows: Any, keys: Keys, label: str) -> TablePart:
-    """Returns the rows of a `pyarrow.Table` or a `datasets.Dataset`."""
-    return TablePart(name, lambda: TableReader(rows), keys, label)
 
 
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:

@@ -98,7 +98,14 @@ def open_reasoning_gym(
     """Opens `reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config
     (extra `tasks`); rows are scored by the data set's own `score_answer`."""
     where = f"{label}: reasoning_gym/{dataset}"
-    known = reasoning_gym_datasets(label)
+    try:
+        # An optional package, and more than a second to import.
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(
+            f"{label}: reasoning_gym needs the extra `tasks`: pip install 'jaxrl[tasks]'"
+        ) from error
+    known = {name: config for name, (_, config) in DATASETS.items() if name != "composite"}
     if dataset not in known:
         raise UserError(
             f"{where}: no such task among reasoning-gym's {len(known)}{near(dataset, known)}, "
@@ -173,18 +180,6 @@ def parse_options(text: str, label: str) -> JsonObject:
 def split_of(prompt: str) -> Split:
     """Returns which split owns a prompt: a property of its text."""
     return "eval" if int.from_bytes(_digest(prompt), "little") % HELD_OUT == 0 else "train"
-
-
-def reasoning_gym_datasets(label: str) -> dict[str, type]:
-    """Returns a mapping from the names of reasoning-gym's data sets to their config classes."""
-    try:
-        # An optional package, and more than a second to import.
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise UserError(
-            f"{label}: reasoning_gym needs the extra `tasks`: pip install 'jaxrl[tasks]'"
-        ) from error
-    return {name: config for name, (_, config) in DATASETS.items() if name != "composite"}
 
 
 def make_dataset(name: str, settings: Options, label: str) -> Any:

@@ -274,6 +274,18 @@ class GgufFile:
         theta = self.stated("rope.freq_base")
         theta = 10000.0 if theta is None else float(theta)
         scaling = self._rope_scaling(theta, head_dim)
+        key, kv_heads = "attention.head_count_kv", n_heads
+        stated = self.stated(key)
+        if isinstance(stated, list) and FAMILIES[family].recurs:  # 0 of layers that do not attend
+            several = {int(n) for n in stated} - {0}
+            if len(several) != 1:
+                raise UserError(
+                    f"{self.path}: {key}={stated} is not supported: it must be the same in all"
+                    " layers that attend"
+                )
+            (kv_heads,) = several
+        elif stated is not None:
+            kv_heads = int(self._of_model(key))
         # the end of text, then the end of a turn where a file names both
         ends = [self.meta(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
         config = DecoderConfig(
@@ -282,7 +294,7 @@ class GgufFile:
             d_model=d_model,
             n_layers=int(self._need("block_count")) - int(self.stated("nextn_predict_layers") or 0),
             n_heads=n_heads,
-            n_kv_heads=self._kv_heads(n_heads),
+            n_kv_heads=kv_heads,
             head_dim=head_dim,
             d_ff=int(self._of_model("feed_forward_length")),
             rope_theta=theta,
@@ -378,21 +390,6 @@ class GgufFile:
         elif (interval := self.stated("full_attention_interval")) is not None:
             raw["full_attention_interval"] = int(interval)
         return raw
-
-    def _kv_heads(self, n_heads: int) -> int:
-        """Returns the number of key heads. Some files have one for each layer, which is 0 of those
-        that do not attend."""
-        key = "attention.head_count_kv"
-        stated = self.stated(key)
-        if not (isinstance(stated, list) and FAMILIES[self.family].recurs):
-            return n_heads if stated is None else int(self._of_model(key))
-        several = {int(n) for n in stated} - {0}
-        if len(several) != 1:
-            raise UserError(
-                f"{self.path}: {key}={stated} is not supported: it must be the same in all layers"
-                " that attend"
-            )
-        return several.pop()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(gguf_name(self.family, name))
@@ -507,7 +504,14 @@ class GgufFile:
         """Returns the scaling; what the metadata lack follows from the lengths of contexts."""
         kind = self.stated("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
-            return self._proportional(head_dim) or self._llama3_rope(theta, head_dim)
+            # [R / 2] divisors: ones, which those that do not rotate follow, or those of llama3
+            divisors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
+            rotated, half = int((divisors == 1).sum()), len(divisors)
+            expected = np.where(np.arange(half) < rotated, 1, UNROTATED).astype(np.float32)
+            dims = self.stated("rope.dimension_count") or head_dim
+            if rotated and 2 * half == dims and np.array_equal(divisors, expected):
+                return ProportionalRope(rotated / half)
+            return self._llama3_rope(theta, head_dim)
         if "rope_factors_long.weight" in self._tensors:
             short, long = (
                 tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
@@ -539,16 +543,6 @@ class GgufFile:
             f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
             " longrope"
         )
-
-    def _proportional(self, head_dim: int) -> ProportionalRope | None:
-        """Returns the share of ones in `rope_freqs.weight` [R / 2], which the others, that do not
-        rotate, follow; None where it holds other divisors."""
-        stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
-        rotated, dims = int((stored == 1).sum()), self.stated("rope.dimension_count") or head_dim
-        expected = np.where(np.arange(len(stored)) < rotated, 1, UNROTATED).astype(np.float32)
-        if not rotated or 2 * len(stored) != dims or not np.array_equal(stored, expected):
-            return None
-        return ProportionalRope(rotated / len(stored))
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
         """Returns the scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""

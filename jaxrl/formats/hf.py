@@ -86,17 +86,26 @@ class SafetensorsFolder:
             files: of the folder; those of a model where none are named.
         """
         self.path = Path(path)
-        self._files, self._file_of = (list(files), {}) if files else _safetensors(self.path)
+        self._files, self._file_of = list(files), dict[str, Path]()
+        if not files:
+            if not any((self.path / name).is_file() for name in (SINGLE, INDEX)):
+                if not self.path.is_dir():
+                    raise UserError(f"model {str(self.path)!r}: there is no such folder")
+                pickles = any(self.path.glob("*.bin")) or any(self.path.glob("*.pth"))
+                raise UserError(
+                    f"{self.path}: weights are in .bin or .pth files (pickles), which are not read;"
+                    " save them as safetensors first"
+                    if pickles
+                    else f"{self.path}: neither {SINGLE} nor {INDEX} is there"
+                )
+            self._files, self._file_of = weight_files(self.path, SINGLE, INDEX)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
             for name, entry in _read_header(file).items():
                 if self._file_of.get(name, file) == file:  # of two, the one that the index names
-                    # without the prefix that it has in a model of images and text too
-                    name = re.sub(
-                        r"^(language_model\.model|model\.language_model)\.", "model.", name
-                    )
-                    name = re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
-                    self._entries[name] = entry
+                    # models of images and text too put a prefix to it
+                    name = re.sub(r"^language_model\.(model|lm_head)\.", r"\1.", name)
+                    self._entries[re.sub(r"^model\.language_model\.", "model.", name)] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -332,20 +341,6 @@ def check_inside(place: str, paths: Sequence[str]) -> None:
     for path in paths:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise UserError(f"{place}: it names a file outside of its folder: {short(path, 200)}")
-
-
-def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the `weight_files` of safetensors; raises UserError where a folder has none."""
-    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return weight_files(folder, SINGLE, INDEX)
-    if not folder.is_dir():
-        raise UserError(f"model {str(folder)!r}: there is no such folder")
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise UserError(
-            f"{folder}: weights are in .bin or .pth files (pickles), which are not read;"
-            " save them as safetensors first"
-        )
-    raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:

