@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.formats.dtypes import WRITTEN
 from jaxrl.process.streams import to_stderr
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     add("dest", metavar="DEST", help="folder to write")
     add("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
     add("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
-    add("--dtype", choices=tuple(WRITTEN), help="default bfloat16")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="default bfloat16")
     add("--force", action="store_true", help="replace a model folder that stands at DEST")
     add(
         "--format",

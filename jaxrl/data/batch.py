@@ -194,24 +194,20 @@ def data_rollout(
         decode: tokens -> text, as samples are shown.
         packing: the other arguments of `make_rollout`.
     """
-    completions = [[_data_completion(prompt, max_new_tokens, decode)] for prompt in prompts]
+    completions = []
+    for prompt in prompts:
+        if prompt.completion is None:
+            raise UserError(
+                f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
+            )
+        tokens = prompt.completion
+        unknown = np.zeros(len(tokens), np.float32)
+        reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
+        said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
+        text = said[-1] if said else decode(tokens)
+        completions.append([Completion(tokens, unknown, unknown, reason, text, prompt.turns)])
     packing["max_new_tokens"] = max_new_tokens
     return make_rollout(prompts, completions, policy_version=DATA, **packing)
-
-
-def _data_completion(
-    prompt: Prompt, max_new_tokens: int, decode: Callable[[Sequence[int]], str]
-) -> Completion:
-    if prompt.completion is None:
-        raise UserError(
-            f"the data have no completion for {prompt.text[:60]!r}; {NEEDS_COMPLETIONS}"
-        )
-    tokens = prompt.completion
-    unknown = np.zeros(len(tokens), np.float32)
-    reason: FinishReason = "length" if len(tokens) >= max_new_tokens else "stop"
-    said = [turn.text for turn in prompt.turns if turn.role == "assistant"]
-    text = said[-1] if said else decode(tokens)
-    return Completion(tokens, unknown, unknown, reason, text, prompt.turns)
 
 
 def right_padded(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from jaxrl.data.example import Message
@@ -136,7 +136,13 @@ def split(
     messages = in_form(tokenizer, messages, False, tools)
     text, marks = _rendered(tokenizer, messages, False, tools)
     chat = _Chat(tokenizer, messages, tools, text, tuple(ends))
-    left_out = _left_out(chat, first)
+    notes: list[tuple[str, str]] = []
+    for number, one in enumerate(messages[:-1]):
+        if one["role"] != "assistant" and not _shows_content(chat, number):
+            why = f"message {number}: the chat template does not render messages of {one['role']}"
+            if number > first:  # the assistant hears it later
+                raise Unrendered(why)
+            notes.append(("messages", f"{why}: the prompt is without it"))
     learned = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     starts = [chat.start(at) for at in learned]
     pieces: list[ChatPiece] = []
@@ -156,7 +162,7 @@ def split(
     if at < len(text):
         pieces.append(ChatPiece(text[at:], False, len(messages)))
     begins = starts[0] + len(pieces[0].text)
-    notes = [*chat.notes, *left_out, *_not_rendered(chat, learned, text[begins:])]
+    notes = [*chat.notes, *notes, *_not_rendered(chat, learned, text[begins:])]
     return Split(
         text[:begins],
         tuple(piece for piece in pieces[1:] if piece.text),
@@ -179,7 +185,7 @@ class _Chat:
         self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
         self.text, self.ends = text, ends
         self.notes: list[tuple[str, str]] = []
-        self._found_words: dict[int, tuple[int, int] | None] = {}
+        self._words = cache(self._find_words)
         added = tokenizer.added_tokens_decoder.values()
         self.added = sorted({token.content for token in added}, key=len, reverse=True)
         self.generation_prompt: str | None = None
@@ -210,7 +216,21 @@ class _Chat:
             opened = len(opened_thoughts(self.text[low:begins]))
             begins, unwritten = begins - opened, self.text[begins - opened : begins] + unwritten
         if not self.notes:
-            self.notes.append(("generation prompt", self._parting(at, prompt, unwritten, begins)))
+            whole = self.text
+            note = (
+                f"message {at}: the chat template's generation prompt goes on with"
+                f" {unwritten[:40]!r}, its text of the whole chat with"
+                f" {whole[begins:][:40]!r}: learned is the text of the whole chat, from there on"
+            )
+            if not unwritten:
+                parted = self._whole_tokens(len(os.path.commonprefix([prompt, whole])))
+                note = (
+                    f"message {at}: the chat template writes the messages before this turn in"
+                    f" another way once the chat goes on: {prompt[parted:][:40]!r} in the"
+                    f" generation prompt, {whole[parted:][:40]!r} in the text of the whole chat,"
+                    " which is learned"
+                )
+            self.notes.append(("generation prompt", note))
         return begins
 
     def _behind(self, at: int, prompt: str, tail: str, low: int, high: int) -> tuple[int, str]:
@@ -240,23 +260,6 @@ class _Chat:
         turn would have other text, at the latest at its words."""
         plain = len(os.path.commonprefix([self.text, *self._probed(at)]))
         return self._whole_tokens(plain if low <= plain < high else high)
-
-    def _parting(self, at: int, prompt: str, unwritten: str, begins: int) -> str:
-        """Returns what the user should know about a turn that does not follow its generation
-        prompt."""
-        if unwritten:
-            return (
-                f"message {at}: the chat template's generation prompt goes on with"
-                f" {unwritten[:40]!r}, its text of the whole chat with"
-                f" {self.text[begins:][:40]!r}: learned is the text of the whole chat, from there"
-                " on"
-            )
-        parted = self._whole_tokens(len(os.path.commonprefix([prompt, self.text])))
-        return (
-            f"message {at}: the chat template writes the messages before this turn in another way"
-            f" once the chat goes on: {prompt[parted:][:40]!r} in the generation prompt,"
-            f" {self.text[parted:][:40]!r} in the text of the whole chat, which is learned"
-        )
 
     def spans(self, at: int, start: int, limit: int) -> list[tuple[int, int]]:
         """Returns the parts of the text that are message `at`: one, or two where the template
@@ -342,23 +345,28 @@ class _Chat:
         if ours and theirs:
             yield ours[1], theirs[1]
 
-    def _words(self, at: int) -> tuple[int, int] | None:
+    def _find_words(self, at: int) -> tuple[int, int] | None:
         """Returns where the words of a message (thoughts, content, arguments of calls) begin and
         end in the text; None if they make no difference to it."""
-        if at not in self._found_words:
-            self._found_words[at] = self._sought_words(at)
-        return self._found_words[at]
 
-    def _sought_words(self, at: int) -> tuple[int, int] | None:
+        def other(text: str) -> str:
+            """Returns a text that has another first and last character."""
+            ends = (text[0].upper(), text[-1].upper())
+            return next(probe for probe in (*_PROBES, "X") if probe not in ends)
+
+        def other_arguments(arguments: Any) -> Any:
+            """Returns arguments in the form of these, with another name and value."""
+            changed = {_PROBES[0]: _PROBES[0]}
+            return _as_text(changed) if isinstance(arguments, str) else changed
+
         message = self.messages[at]
         changes: JsonObject = {
-            name: _other(str(message[name]).strip())
+            name: other(str(message[name]).strip())
             for name in ("content", *THOUGHTS)
             if str(message.get(name) or "").strip()
         }
         if message.get("tool_calls"):
-            other = _with_arguments(message, partial(_other_arguments, _PROBES[0]))
-            changes["tool_calls"] = other["tool_calls"]
+            changes["tool_calls"] = _with_arguments(message, other_arguments)["tool_calls"]
         before, after = self.messages[:at], self.messages[at + 1 :]
         found: list[str] = []
         for some in (changes, *({name: value} for name, value in changes.items())):
@@ -400,11 +408,7 @@ class _Chat:
         return []
 
     def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
-        """Renders the text of messages; returns None where the template refuses them."""
-        try:
-            return _rendered(self.tokenizer, messages, generation, self.tools)[0]
-        except UserError:
-            return None
+        return _tried(self.tokenizer, messages, generation, self.tools)
 
 
 def without_end(tokenizer: Any, text: str, end: str) -> str:
@@ -416,22 +420,19 @@ def without_end(tokenizer: Any, text: str, end: str) -> str:
 
 
 def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> int | None:
-    """Returns the index after the first of `ends` in the run of added tokens that begins here, or
-    else after the first token of the run; None where there is none."""
-    first = None
-    while (token := _token_at((*ends, *added), text, at)) is not None:
+    """Returns the index after the first of `ends` in the run of added tokens that begins here,
+    line breaks and spaces left out, or else after the first token of the run; None where there is
+    none."""
+    first, tokens = None, [token for token in (*ends, *added) if token]
+    while True:
+        rest = text[at:].lstrip()
+        token = max(filter(rest.startswith, tokens), key=len, default=None)
+        if token is None:
+            return first
         at = text.index(token, at) + len(token)
         first = first or at
         if token in ends:
             return at
-    return first
-
-
-def _token_at(added: Sequence[str], text: str, at: int) -> str | None:
-    """Returns the longest added token that stands here, leaving out line breaks and spaces before
-    it."""
-    rest = text[at:].lstrip()
-    return max((one for one in added if one and rest.startswith(one)), key=len, default=None)
 
 
 def _marked(
@@ -452,23 +453,14 @@ def _marked(
     return [(begin, stop) for begin, stop in spans if begin < stop]
 
 
-def _left_out(chat: _Chat, first: int) -> list[tuple[str, str]]:
-    """Returns what the prompt is without, as (kind, text). Raises Unrendered for messages that the
-    assistant hears later."""
-    notes = []
-    for number, one in enumerate(chat.messages[:-1]):
-        if one["role"] != "assistant" and not _shows_content(chat, number):
-            why = f"message {number}: the chat template does not render messages of {one['role']}"
-            if number > first:
-                raise Unrendered(why)
-            notes.append(("messages", f"{why}: the prompt is without it"))
-    return notes
-
-
 def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[str, str]]:
     """Returns what the learned turns have and the template does not show, as (kind, text). Raises
     UserError for answers and tool calls: a turn would be learned that does something else."""
-    notes = []
+    notes: list[tuple[str, str]] = []
+
+    def note(kind: str, at: int, what: str) -> None:
+        notes.append((kind, f"message {at}: the chat template {what}"))
+
     for at in learned:
         message = chat.messages[at]
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
@@ -476,46 +468,36 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 f"message {at}: the chat template does not render `tool_calls`: write the calls as"
                 " text, in the `content` of their message"
             )
-        for field, thought in _thoughts(message):
+        field = next((name for name in THOUGHTS if message.get(name)), None)
+        thoughts = [] if field is None else [(field, str(message[field]).strip())]
+        before, end, said = (message.get("content") or "").rpartition("</think>")
+        if end:
+            first = before.partition("</think>")[0]
+            thoughts.append(("content", first.rpartition("<think>")[2].strip()))
+        for field, thought in thoughts:
+            if not thought:
+                continue
             shown = thought in text or (field != "content" and _shows(chat, at, THOUGHTS))
             if not shown:
                 where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
-                notes.append(
-                    (
-                        "thoughts",
-                        f"message {at}: the chat template does not render {where}"
-                        f" ({thought[:40]!r}): it is learned without them",
-                    )
-                )
+                lost = f"does not render {where} ({thought[:40]!r}): it is learned without them"
+                note("thoughts", at, lost)
         for field in sorted(set(message) & set(OTHER_THOUGHTS)):
             if message[field] and not _shows(chat, at, (field,)):
-                notes.append(
-                    (
-                        "other thoughts",
-                        f"message {at}: the chat template does not render its `{field}`: it is"
-                        f" learned without it. Thoughts are read from {' or '.join(THOUGHTS)}",
-                    )
-                )
-        said = (message.get("content") or "").rpartition("</think>")[2].strip()
+                lost = f"does not render its `{field}`: it is learned without it. Thoughts are read"
+                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHTS)}")
+        said = said.strip()
         if not said or said in text:
             continue
         if _shows_content(chat, at):
-            if not _shows_end(chat, at):
-                notes.append(
-                    (
-                        "content",
-                        f"message {at}: the chat template renders only a part of its `content`"
-                        f" ({said[:40]!r}): that part is learned",
-                    )
-                )
+            longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
+            after = chat.messages[at + 1 :]
+            if chat._tried([*chat.messages[:at], longer, *after], False) == chat.text:
+                part = f"renders only a part of its `content` ({said[:40]!r}): that part is learned"
+                note("content", at, part)
         elif message.get("tool_calls"):
-            notes.append(
-                (
-                    "content",
-                    f"message {at}: the chat template does not render its `content` beside"
-                    f" `tool_calls` ({said[:40]!r}): it is learned without it",
-                )
-            )
+            lost = f"does not render its `content` beside `tool_calls` ({said[:40]!r}): it is"
+            note("content", at, f"{lost} learned without it")
         else:
             raise UserError(
                 f"message {at}: the chat template does not render the answer {said[:40]!r}:"
@@ -523,24 +505,9 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
             )
     for at, message in enumerate(chat.messages[: learned[0]]):
         if message.get("tool_calls") and not _shows(chat, at, ("tool_calls",)):
-            notes.append(
-                (
-                    "tool_calls",
-                    f"message {at}: the chat template does not render `tool_calls`: the prompt is"
-                    " without them",
-                )
-            )
+            note("tool_calls", at, "does not render `tool_calls`: the prompt is without them")
             break
     return notes
-
-
-def _thoughts(message: Message) -> list[tuple[str, str]]:
-    """Returns (field, thought) for each thought in a message."""
-    field = next((name for name in THOUGHTS if message.get(name)), None)
-    found = [] if field is None else [(field, str(message[field]).strip())]
-    before, end, _ = (message.get("content") or "").partition("</think>")
-    found += [("content", before.rpartition("<think>")[2].strip())] if end else []
-    return [(field, thought) for field, thought in found if thought]
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
@@ -555,13 +522,6 @@ def _shows_content(chat: _Chat, at: int) -> bool:
     """Returns whether the content of a message makes a difference to the text."""
     content = (chat.messages[at].get("content") or "").strip()
     return content in chat.text or any(one != chat.text for one in chat._probed(at, whole=True))
-
-
-def _shows_end(chat: _Chat, at: int) -> bool:
-    """Returns whether the text differs when a message says more."""
-    message = chat.messages[at]
-    longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
-    return chat._tried([*chat.messages[:at], longer, *chat.messages[at + 1 :]], False) != chat.text
 
 
 def shows_tools(tokenizer: Any, messages: Sequence[Message], tools: Sequence[JsonObject]) -> bool:
@@ -588,21 +548,19 @@ def in_form(
     """
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
-    plain = [_with_arguments(message, _filled) for message in messages]
+
+    def filled(arguments: Any) -> Any:
+        empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+        return {} if empty else arguments
+
+    plain = [_with_arguments(message, filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
     texts = [_with_arguments(message, lambda x: _as_text(_as_object(x))) for message in plain]
-
-    def tried(form: Sequence[Message]) -> str | None:
-        try:
-            return _rendered(tokenizer, form, generation, tools)[0]
-        except UserError:
-            return None
-
-    by_object = tried(objects)
+    by_object = _tried(tokenizer, objects, generation, tools)
     refused = by_object is None or _printed_by_python(by_object, objects)
     if not refused and plain == objects:
         return objects  # spares a rendering
-    by_text = tried(texts)
+    by_text = _tried(tokenizer, texts, generation, tools)
     if refused and by_text is not None:
         return [_with_arguments(message, _as_text) for message in plain]
     return plain if by_object is not None and by_object == by_text else objects
@@ -619,23 +577,6 @@ def _call(call: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], change)}
     return {**call, "arguments": change(call.get("arguments"))}
-
-
-def _other(text: str) -> str:
-    """Returns a text that has another first and last character."""
-    ends = (text[0].upper(), text[-1].upper())
-    return next(one for one in (*_PROBES, "X") if one not in ends)
-
-
-def _other_arguments(value: str, arguments: Any) -> Any:
-    """Returns arguments in the form of these, with another name and value."""
-    return _as_text({value: value}) if isinstance(arguments, str) else {value: value}
-
-
-def _filled(arguments: Any) -> Any:
-    """Returns the arguments of a call, `{}` for a call without any."""
-    empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
-    return {} if empty else arguments
 
 
 def _as_object(arguments: Any) -> Any:
@@ -706,6 +647,16 @@ def _rendered(
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise Unrendered(f"the chat template refuses messages of {roles}: {why}") from error
     return "".join(blocks), tuple(marks)
+
+
+def _tried(
+    tokenizer: Any, messages: Sequence[Message], generation: bool, tools: Sequence[JsonObject]
+) -> str | None:
+    """Renders the text of messages; returns None where the template refuses them."""
+    try:
+        return _rendered(tokenizer, messages, generation, tools)[0]
+    except UserError:
+        return None
 
 
 def _as_templates_read(message: Message) -> JsonObject:

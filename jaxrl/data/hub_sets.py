@@ -222,7 +222,8 @@ def _inferred(there: Sequence[str]) -> Layout:
     for suffix in SUFFIXES:
         for path in (path for path in paths if path.suffix == suffix):
             folders = list(path.parts[:-1])
-            split = _split_of(path.stem)
+            match = _SHARD.fullmatch(path.stem) or SPLIT_FILE.fullmatch(path.stem)
+            split = None if match is None else match[1]
             if split is None and folders and _NUMBER.fullmatch(path.stem):
                 split = folders.pop()
             config = next((name for name in reversed(folders) if name != "data"), "default")
@@ -231,14 +232,6 @@ def _inferred(there: Sequence[str]) -> Layout:
         if layout or unnamed:
             return layout or unnamed
     return {}
-
-
-def _split_of(stem: str) -> str | None:
-    shard = _SHARD.fullmatch(stem)
-    if shard is not None:
-        return shard[1]
-    match = SPLIT_FILE.fullmatch(stem)
-    return match[1] if match else None
 
 
 def _try(name: HubName) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -27,7 +27,6 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Prompt, Turn
 
 Chat = Literal["auto", "raw"]
@@ -61,7 +60,20 @@ class TeacherPrompt:
         if self.template is None:
             return example
         names = template.names(self.template)
-        values = _texts(example) | {name: self.late[name] for name in names if name in self.late}
+        fields = {**example.columns, "answer": example.answer, "completion": example.completion}
+        if isinstance(example.prompt, str):
+            fields["prompt"] = example.prompt
+        else:
+            turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
+            fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
+        values = {
+            name: json.dumps(value, ensure_ascii=False, default=str)
+            if isinstance(value, list | tuple | dict)
+            else str(value)
+            for name, value in fields.items()
+            if value is not None
+        }
+        values |= {name: self.late[name] for name in names if name in self.late}
         for name in names:
             if name not in values:
                 raise UserError(
@@ -75,28 +87,6 @@ class TeacherPrompt:
             return replace(example, prompt=_user(text))
         *before, last = example.prompt
         return replace(example, prompt=(*before, {**last, "content": text}))
-
-    @property
-    def is_late(self) -> bool:
-        return any(name in self.late for name in template.names(self.template or ""))
-
-
-def _texts(example: Example) -> dict[str, str]:
-    """Returns what a template may name: the fields of a row that are not null, as text."""
-    fields = {**example.columns, "answer": example.answer, "completion": example.completion}
-    if isinstance(example.prompt, str):
-        fields["prompt"] = example.prompt
-    else:
-        turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
-        fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
-    return {name: _as_text(value) for name, value in fields.items() if value is not None}
-
-
-def _as_text(value: object) -> str:
-    """Returns text as it is; lists and objects as JSON."""
-    if isinstance(value, list | tuple | dict):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return str(value)
 
 
 @dataclass(frozen=True)
@@ -145,8 +135,16 @@ class PromptEncoder:
                 "data.system_prompt is set, but the student's tokenizer has no chat template to "
                 "put it in; unset it"
             )
-        if self.few_shot:
-            self._check_few_shot()
+        chats = self.chat == "auto" and has_template(self.tokenizer)
+        if self.few_shot:  # rows that leave less than one token more than they take
+            before = self.prompt_of(Example("")) if chats else self._text_before
+            taken = len(encode_prompt(self.tokenizer, before))
+            if taken >= self.max_prompt_tokens:
+                raise UserError(
+                    f"data.few_shot: {len(self.few_shot)} rows take {taken} tokens, which leaves"
+                    f" none of max_prompt_tokens={self.max_prompt_tokens} to a prompt; lower "
+                    "data.few_shot_rows or raise max_prompt_tokens"
+                )
 
     @property
     def teacher_limit(self) -> str:
@@ -201,11 +199,18 @@ class PromptEncoder:
         theirs, late = self._teacher_tokens(example), None
         if not self._short(theirs):
             return None
-        if self.teacher is not None and self.teacher.is_late:
+        if self.teacher is not None and self.teacher.late.keys() & set(
+            template.names(self.teacher.template or "")
+        ):
             late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
-        if messages and example.tools:
-            self._check_tools(messages, example.tools)
+        asks = messages and example.tools and "tools" not in self.noted
+        if asks and not shows_tools(self.tokenizer, messages or (), example.tools):
+            self.noted["tools"] = (
+                "the chat template does not show `tools`: prompts are without them. Give the"
+                " model a template that shows tools, write them into the system message, or"
+                " unset data.tools_key"
+            )
         columns = {**example.columns, "messages": messages} if messages else example.columns
         columns = {**columns, "tools": example.tools} if example.tools else columns
         text = messages[-1]["content"] if messages else str(example.prompt)
@@ -280,7 +285,7 @@ class PromptEncoder:
         except Unrendered as why:
             if len(example.turns) < 2:
                 raise
-            self._note(
+            self.noted.setdefault(
                 "turn by turn",
                 f"{why}. Each turn of such a chat is rendered on its own, as in an episode: what is"
                 " learned is no text that the template writes of a whole chat. To avoid that, give"
@@ -288,7 +293,7 @@ class PromptEncoder:
             )
             found = self._turn_by_turn(example, prompt, eos_ids)
         for kind, text in found.notes:
-            self._note(kind, text)
+            self.noted.setdefault(kind, text)
         return found
 
     def _turn_by_turn(
@@ -313,22 +318,7 @@ class PromptEncoder:
 
     @cached_property
     def _encode_turns(self) -> TurnEncoder:
-        return TurnEncoder(self.tokenizer, lambda text: self._note("roles", text))
-
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> None:
-        """Says once where the chat template shows no tools."""
-        if "tools" not in self.noted and not shows_tools(self.tokenizer, messages, tools):
-            self._note(
-                "tools",
-                "the chat template does not show `tools`: prompts are without them. Give the model"
-                " a template that shows tools, write them into the system message, or unset"
-                " data.tools_key",
-            )
-
-    def _note(self, kind: str, text: str) -> None:
-        """Keeps what the user should know, the first time of each kind."""
-        if kind not in self.noted:
-            self.noted[kind] = text
+        return TurnEncoder(self.tokenizer, lambda text: self.noted.setdefault("roles", text))
 
     @cached_property
     def _turns_before(self) -> tuple[Message, ...]:
@@ -349,18 +339,6 @@ class PromptEncoder:
                     "with text prompts"
                 )
         return "".join(f"{shot.prompt}{shot.completion}\n\n" for shot in self.few_shot)
-
-    def _check_few_shot(self) -> None:
-        """Refuses rows that leave no room: less than one token more than they take themselves."""
-        chats = self.chat == "auto" and has_template(self.tokenizer)
-        before = self.prompt_of(Example("")) if chats else self._text_before
-        taken = len(encode_prompt(self.tokenizer, before))
-        if taken >= self.max_prompt_tokens:
-            raise UserError(
-                f"data.few_shot: {len(self.few_shot)} rows take {taken} tokens, which leaves none "
-                f"of max_prompt_tokens={self.max_prompt_tokens} to a prompt; lower "
-                "data.few_shot_rows or raise max_prompt_tokens"
-            )
 
 
 def few_shot(source: Source, rows: int) -> tuple[Example, ...]:

@@ -296,13 +296,7 @@ def _prompt(
         before, turns = (*before, *turns[:-1]), turns[-1:]
     if not before:
         raise UserError(f"{where}: `{name}` has no message before the completion")
-    _check_weights(turns, keys, where)
-    return before, turns
-
-
-def _check_weights(turns: Iterable[Message], keys: Keys, where: str) -> None:
-    """Refuses a turn to learn that the row takes out of the loss, as OpenAI's format can."""
-    for turn in turns if keys.turns == "all" else ():
+    for turn in turns if keys.turns == "all" else ():  # OpenAI's format can leave turns out
         weight = turn.get("weight", 1)
         if turn["role"] == "assistant" and isinstance(weight, Number) and weight != 1:
             raise UserError(
@@ -310,6 +304,7 @@ def _check_weights(turns: Iterable[Message], keys: Keys, where: str) -> None:
                 " completion is learned in full: data.completion_turns=last learns the last turn"
                 " alone, or remove `weight`"
             )
+    return before, turns
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:

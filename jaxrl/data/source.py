@@ -15,16 +15,15 @@ from typing import Any
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
-from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.row_list import RowList, open_csv, open_json
+from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
     GroupCache,
     ParquetReader,
     TablePart,
+    TableReader,
     dataset_splits,
     open_dataset,
-    open_table,
 )
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near, user_path
@@ -126,7 +125,7 @@ def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source
             f" needed, this is {kind(rows)}{hint}"
         )
     if hasattr(rows, "column_names"):
-        return Source([open_table(name, rows, keys, label)])
+        return Source([TablePart(name, lambda: TableReader(rows), keys, label)])
     if hasattr(rows, "columns"):
         check_names(rows.columns, f"{label}: {name}")
         rows = rows.to_dict("records")
@@ -148,7 +147,9 @@ class _Opener:
         if on_hub is not None:
             paths = hub_sets.fetch(on_hub, self.split, label)
             return Source([self.file(path) for path in paths], str(on_hub.asked))
-        path, options = _split_options(spec)
+        path, colon, options = spec.rpartition(":")  # PATH:key=value,...
+        if not colon or user_path(spec).exists():
+            path, options = spec, ""
         family = path.split(":")[0].split("/")[0]
         if spec.startswith("hf:"):
             raise UserError(
@@ -202,7 +203,12 @@ class _Opener:
 
     def folder(self, spec: str, folder: Path, options: str) -> Part:
         place = f"{self.label}: {spec}"
-        asked = _asked_split(options, place)
+        given = parse_options(options, place)
+        for key in given:
+            if key != "split":
+                hint = near(key, ["split"])
+                raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
+        asked = str(given["split"]) if given else None
         saved = dataset_splits(str(folder), self.label)
         files = _files_by_split(folder, place) if saved is None else {}
         splits = list(files) if saved is None else saved
@@ -211,15 +217,6 @@ class _Opener:
         if saved is None:
             return self.files(spec, files[chosen])
         return open_dataset(spec, str(folder / chosen), self.keys, self.label)
-
-
-def _split_options(spec: str) -> tuple[str, str]:
-    """Splits `PATH:key=value,...` into path and options, unless there is a file of the whole
-    name."""
-    path, colon, options = spec.rpartition(":")
-    if not colon or user_path(spec).exists():
-        return spec, ""
-    return path, options
 
 
 def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
@@ -252,14 +249,6 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
             f"({others}); name those you want, as in {folder}/{next(iter(by_split))}*"
         )
     return by_split
-
-
-def _asked_split(options: str, place: str) -> str | None:
-    given = parse_options(options, place)
-    for key in given:
-        if key != "split":
-            raise UserError(f"{place}: no option {key!r}{near(key, ['split'])}; a folder has split")
-    return str(given["split"]) if given else None
 
 
 def _check_known(source: Source, name: str, key: str, label: str) -> None:

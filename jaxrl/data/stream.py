@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from math import lcm
 
 import numpy as np
 
 from jaxrl.data.example import Example, Part, fields_of
-from jaxrl.data.order import Mixture, Passes
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
@@ -71,18 +72,47 @@ class PromptStream:
         self.notify: Callable[[str], None] | None = None
         """Gets what is noted of rows from now on."""
         self._weights = None if weights is None else tuple(weights)
-        parts, cut = _usable_rows(source, encoder)
+        self.cut = 0
+        """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
+        parts, start = [], 0
+        # A row that cannot be encoded is refused here, not when its turn comes after hours: of rows
+        # with the same fields the first one, which says what the chat template makes of these; and
+        # every row where the tokenizer has tokens without a row in the embedding.
+        checked: set[frozenset[tuple[object, ...]]] = set()
+        for part in source.parts:
+            usable = np.ones(len(part), bool)
+            for row in () if part.procedural else range(len(part)):
+                with _placed(part, row, LABEL, encoder):
+                    example = part[row]
+                    fit = encoder.fit(example)
+                    fields = fields_of(example)
+                    if fit != "too long" and (encoder.lacks_rows or fields not in checked):
+                        checked.add(fields)
+                        encoder.encode(example, row)
+                usable[row] = fit != "too long"
+                self.cut += fit == "cut"
+            parts.append(start + np.flatnonzero(usable))
+            start += len(part)
         self._rows = np.concatenate(parts)
         self.dropped = len(source) - len(self._rows)
         """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
         that of the teacher too long."""
-        self.cut = cut
-        """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
         if not len(self._rows):
             raise self._all_too_long(source)
         self._order: Passes | Mixture = Passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
-            self._order = self._mixture(parts, self._weights)
+            if len(self._weights) != len(parts):
+                raise UserError(
+                    f"data.weights: {len(self._weights)} weights for the {len(parts)} sources of "
+                    f"{LABEL}; give one for each"
+                )
+            if not all(0 < weight < float("inf") for weight in self._weights):
+                raise UserError(f"data.weights: {list(self._weights)}: weights are numbers above 0")
+            for part, rows in zip(source.parts, parts, strict=True):
+                if not len(rows):
+                    raise self._all_too_long(part)
+            with about("data.weights"):
+                self._order = Mixture(parts, self._weights, seed, shuffle)
 
     @property
     def noted(self) -> Mapping[str, str]:
@@ -250,20 +280,6 @@ class PromptStream:
             f"{self._limit}; raise it, or make the task easier"
         )
 
-    def _mixture(self, parts: Sequence[np.ndarray], weights: tuple[float, ...]) -> Mixture:
-        if len(weights) != len(parts):
-            raise UserError(
-                f"data.weights: {len(weights)} weights for the {len(parts)} sources of "
-                f"{LABEL}; give one for each"
-            )
-        if not all(0 < weight < float("inf") for weight in weights):
-            raise UserError(f"data.weights: {list(weights)}: weights are numbers above 0")
-        for part, rows in zip(self._source.parts, parts, strict=True):
-            if not len(rows):
-                raise self._all_too_long(part)
-        with about("data.weights"):
-            return Mixture(parts, weights, self._seed, self._shuffle)
-
     @property
     def _limit(self) -> str:
         return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
@@ -324,7 +340,10 @@ def eval_set(
     prompts: list[Prompt] = []
     seen: set[tuple[int, ...]] = set()
     dropped = cut = 0
-    for part, row in _in_turn(source.parts):
+    longest = max(map(len, source.parts))
+    for row, part in ((row, part) for row in range(longest) for part in source.parts):
+        if row >= len(part):
+            continue
         with _placed(part, row, label, encoder):
             example = part[row]
             prompt = encoder.encode(example, first_id + len(prompts), not part.procedural)
@@ -344,41 +363,6 @@ def eval_set(
     return EvalSet(tuple(prompts), dropped, name, cut)
 
 
-def _in_turn(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Yields row 0 of every part, row 1 of every part, ..."""
-    for row in range(max(len(part) for part in parts)):
-        for part in parts:
-            if row < len(part):
-                yield part, row
-
-
-def _usable_rows(source: Source, encoder: PromptEncoder) -> tuple[list[np.ndarray], int]:
-    """Finds the rows of each part (numbers in the source) whose prompt fits, accepting those of
-    procedural tasks unseen; also returns how many of them fit only when cut.
-
-    A row that cannot be encoded is refused here, not when its turn comes after hours: of rows with
-    the same fields the first one, which says what the chat template makes of these; and every row
-    where the tokenizer has tokens without a row in the embedding.
-    """
-    parts, cut, start = [], 0, 0
-    checked: set[frozenset[tuple[object, ...]]] = set()
-    for part in source.parts:
-        usable = np.ones(len(part), bool)
-        for row in () if part.procedural else range(len(part)):
-            with _placed(part, row, LABEL, encoder):
-                example = part[row]
-                fit = encoder.fit(example)
-                fields = fields_of(example)
-                if fit != "too long" and (encoder.lacks_rows or fields not in checked):
-                    checked.add(fields)
-                    encoder.encode(example, row)
-            usable[row] = fit != "too long"
-            cut += fit == "cut"
-        parts.append(start + np.flatnonzero(usable))
-        start += len(part)
-    return parts, cut
-
-
 @contextmanager
 def _placed(part: Part, row: int, label: str, encoder: PromptEncoder) -> Iterator[None]:
     """Puts the place of a row before the message of what is wrong with it, and before what the
@@ -392,3 +376,99 @@ def _placed(part: Part, row: int, label: str, encoder: PromptEncoder) -> Iterato
         if str(error).startswith(f"{label}: "):  # the reader of the file names it already
             raise
         raise UserError(f"{label}: {part.where(row)}: {error}") from error
+
+
+LONGEST_BLOCK = 1000
+"""Positions over which a mixture's shares hold exactly; finer shares are rounded to 1/1000."""
+_BLOCKS, _SOURCES = 1, 2
+"""First of the seeds' second words. Never 0: numpy takes trailing zeros of a seed for nothing."""
+
+
+class Passes:
+    """All rows once in each pass, each pass in an order of its own."""
+
+    def __init__(self, rows: np.ndarray, seed: tuple[int, ...], shuffle: bool):
+        """
+        Args:
+            rows: what to give, in the order that shuffle=False takes.
+        """
+        self._rows = rows
+
+        def order(number: int) -> np.ndarray:
+            count = len(rows)
+            if not shuffle:
+                return np.arange(count)
+            return np.random.default_rng((*seed, number)).permutation(count)
+
+        self._pass = lru_cache(maxsize=2)(order)
+
+    def row(self, position: int) -> int:
+        number, place = divmod(position, len(self._rows))
+        return int(self._rows[self._pass(number)[place]])
+
+
+class Mixture:
+    """Several sources in fixed shares, each with passes of its own.
+
+    Positions come in blocks. Every block holds the same number of each source, so that the draws
+    of a source before a position are counted, not remembered: draw d of a source that has c places
+    in a block is place d % c of block d // c.
+    """
+
+    def __init__(
+        self, rows: Sequence[np.ndarray], weights: Sequence[float], seed: int, shuffle: bool
+    ):
+        """
+        Args:
+            rows: of each source.
+            weights: of each source: its share of the positions is its part of their sum.
+            shuffle: False spreads the sources evenly within a block, rows as they stand.
+        """
+        self._counts = apportion(weights)
+        self._seed, self._shuffle = seed, shuffle
+        self._passes = [
+            Passes(each, (seed, _SOURCES + number), shuffle) for number, each in enumerate(rows)
+        ]
+        self._block = lru_cache(maxsize=2)(self._sources_and_draws)
+
+    def row(self, position: int) -> int:
+        block, place = divmod(position, sum(self._counts))
+        sources, draws = self._block(block)
+        source = int(sources[place])
+        return self._passes[source].row(block * self._counts[source] + int(draws[place]))
+
+    def _sources_and_draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each place of a block, and how many draws of that source come
+        before."""
+        sources = np.repeat(np.arange(len(self._counts)), self._counts)
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, _BLOCKS, block)).permutation(len(sources))
+        else:
+            even = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
+            order = np.argsort(even, kind="stable")
+        sources = sources[order]
+        draws = np.zeros(len(sources), np.int64)
+        for source, count in enumerate(self._counts):
+            draws[sources == source] = np.arange(count)
+        return sources, draws
+
+
+def apportion(weights: Sequence[float]) -> tuple[int, ...]:
+    """Returns the number of places of each source in a block: exact in the shortest block, if 1000
+    places are enough; else out of 1000, rounded by largest remainders."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    block = min(lcm(*(share.denominator for share in shares)), LONGEST_BLOCK)
+    quotas = [share * block for share in shares]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - quotas[i])
+    for source in by_remainder[: block - sum(counts)]:
+        counts[source] += 1
+    for number, (count, weight) in enumerate(zip(counts, weights, strict=True), start=1):
+        if not count:
+            raise UserError(
+                f"weight {weight:g} of source {number} is too small: its share of "
+                f"{float(shares[number - 1]):.2g} is under one prompt in {LONGEST_BLOCK}; leave "
+                "the source out or raise its weight"
+            )
+    return tuple(counts)

@@ -56,7 +56,16 @@ class TablePart:
             raise no_prompt(columns, keys, self._place, "the table")
         if not len(self):
             raise UserError(f"{self._place}: no rows")
-        self.columns = self._check()
+        # what makes an example is read of every row, and nothing else
+        start, names = 0, dict.fromkeys(columns)
+        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
+        with _readable(self._place):
+            for batch in self._reader.batches(list(needed)):
+                for index, row in enumerate(self._rows(batch, start), start):
+                    to_example(row, keys, f"{self._place}: row {index}")
+                    names |= dict.fromkeys(names_in(row, keys))
+                start += len(batch)
+        self.columns = tuple(names)
 
     def where(self, index: int) -> str:
         return f"{self.name}: row {index}"
@@ -79,18 +88,6 @@ class TablePart:
         with _readable(place):
             row = self._decode(self._reader.row(index).to_pylist()[0])
         return to_example(row, self._keys, place)
-
-    def _check(self) -> tuple[str, ...]:
-        """Reads what makes an example of every row, and nothing else; gives the names of fields."""
-        keys, start, names = self._keys, 0, dict.fromkeys(self._columns)
-        needed = dict.fromkeys(filter(None, (column_of(key, names) for key in keys.named)))
-        with _readable(self._place):
-            for batch in self._reader.batches(list(needed)):
-                for index, row in enumerate(self._rows(batch, start), start):
-                    to_example(row, keys, f"{self._place}: row {index}")
-                    names |= dict.fromkeys(names_in(row, keys))
-                start += len(batch)
-        return tuple(names)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
         """Returns the rows of a batch; where one cannot be read, it is named."""
@@ -182,11 +179,6 @@ class TableReader:
         return rows.slice(start, count) if hasattr(rows, "schema") else rows[start : start + count]
 
 
-def open_table(name: str, rows: Any, keys: Keys, label: str) -> TablePart:
-    """Returns the rows of a `pyarrow.Table` or a `datasets.Dataset`."""
-    return TablePart(name, lambda: TableReader(rows), keys, label)
-
-
 def open_dataset(name: str, folder: str, keys: Keys, label: str) -> TablePart:
     """Returns the rows of a saved `Dataset`, which may be one split of a `DatasetDict`: streams of
     Arrow, memory-mapped. Images and the like stay bytes that nobody decodes."""
@@ -237,11 +229,7 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     """
     found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}
     decoders = {name: decode for name, decode in found.items() if decode is not None}
-
-    def decode_row(row: JsonObject) -> JsonObject:
-        return plain(row | {n: decode(row[n]) for n, decode in decoders.items() if n in row})
-
-    return decode_row
+    return lambda row: plain(row | {n: f(row[n]) for n, f in decoders.items() if n in row})
 
 
 def _decoder(kind: Any, feature: Any) -> Callable[[Any], Any] | None:

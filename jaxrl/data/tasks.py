@@ -98,7 +98,14 @@ def open_reasoning_gym(
     """Opens `reasoning_gym/NAME:option=value,size=10000` with the options of that data set's config
     (extra `tasks`); rows are scored by the data set's own `score_answer`."""
     where = f"{label}: reasoning_gym/{dataset}"
-    known = reasoning_gym_datasets(label)
+    try:
+        # An optional package, and more than a second to import.
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(
+            f"{label}: reasoning_gym needs the extra `tasks`: pip install 'jaxrl[tasks]'"
+        ) from error
+    known = {name: config for name, (_, config) in DATASETS.items() if name != "composite"}
     if dataset not in known:
         raise UserError(
             f"{where}: no such task among reasoning-gym's {len(known)}{near(dataset, known)}, "
@@ -160,7 +167,12 @@ def parse_options(text: str, label: str) -> JsonObject:
             raise UserError(f"{label}: {item!r} is not key=value")
         if key in options:
             raise UserError(f"{label}: {key} is given twice")
-        values = [_literal(one) for one in value.split("|")]
+        values: list[object] = []
+        for literal in value.split("|"):
+            try:
+                values.append(json.loads(literal))
+            except json.JSONDecodeError:
+                values.append(literal)
         options[key] = values if "|" in value else values[0]
     return options
 
@@ -168,18 +180,6 @@ def parse_options(text: str, label: str) -> JsonObject:
 def split_of(prompt: str) -> Split:
     """Returns which split owns a prompt: a property of its text."""
     return "eval" if int.from_bytes(_digest(prompt), "little") % HELD_OUT == 0 else "train"
-
-
-def reasoning_gym_datasets(label: str) -> dict[str, type]:
-    """Returns a mapping from the names of reasoning-gym's data sets to their config classes."""
-    try:
-        # An optional package, and more than a second to import.
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise UserError(
-            f"{label}: reasoning_gym needs the extra `tasks`: pip install 'jaxrl[tasks]'"
-        ) from error
-    return {name: config for name, (_, config) in DATASETS.items() if name != "composite"}
 
 
 def make_dataset(name: str, settings: Options, label: str) -> Any:
@@ -206,13 +206,6 @@ def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Opt
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"{label}: size={size!r} must be a whole number of at least 1")
     return {key: value for key, value in options.items() if key != "size"}, size
-
-
-def _literal(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _digest(text: str) -> bytes:

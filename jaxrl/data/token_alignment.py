@@ -134,13 +134,6 @@ class Aligner:
         self.student, self.teacher = student, teacher
         self.student_bytes = TokenBytes(student, "student")
         self.teacher_bytes = TokenBytes(teacher, "teacher")
-        self.to_teacher = self._shared_tokens()
-        """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
-        self.outcomes = self._outcomes()
-        """numpy arrays."""
-
-    def _shared_tokens(self) -> np.ndarray:
-        student, teacher = self.student, self.teacher
         ours, theirs = self.student_bytes, self.teacher_bytes
         pairs = [(i, theirs.ids.get(token, -1)) for token, i in ours.ids.items()]
         pairs += [(i, theirs.special.get(name, -1)) for name, i in ours.special.items()]
@@ -151,19 +144,18 @@ class Aligner:
         # How each of them ends a completion is the same, whatever the names.
         to_teacher[to_teacher == teacher.end_id] = -1
         to_teacher[student.end_id] = teacher.end_id
-        return to_teacher
-
-    def _outcomes(self) -> Outcomes:
-        v, ours = self.student.vocab_size, self.student_bytes
-        common = np.flatnonzero(self.to_teacher >= 0)
+        self.to_teacher = to_teacher
+        """[V] int32: the teacher's id of each of the student's tokens, -1 where it has none."""
+        v, common = student.vocab_size, np.flatnonzero(to_teacher >= 0)
         shared = {ours.bytes[i]: int(i) for i in common if i not in ours.special_ids}
-        student = ours.outcomes(shared, others=v)[:v]
-        teacher = self.teacher_bytes.outcomes(shared, others=v)[: self.teacher.vocab_size]
-        student[common], teacher[self.to_teacher[common]] = common, common
-        if not (student == v).any():
+        our_outcomes = ours.outcomes(shared, others=v)[:v]
+        their_outcomes = theirs.outcomes(shared, others=v)[: teacher.vocab_size]
+        our_outcomes[common], their_outcomes[to_teacher[common]] = common, common
+        if not (our_outcomes == v).any():
             # A student without other tokens learns how the teacher chooses among the shared ones.
-            teacher[teacher == v] = v + 1
-        return Outcomes(student, teacher)
+            their_outcomes[their_outcomes == v] = v + 1
+        self.outcomes = Outcomes(our_outcomes, their_outcomes)
+        """numpy arrays."""
 
     def read(
         self, rollout: Rollout, max_prompt_tokens: int, max_tokens: int, width_multiple: int = 2
@@ -229,7 +221,11 @@ class Aligner:
         bare = ours[: len(ours) - ended]
         our_text, their_text = self.student_bytes.join(bare), self.teacher_bytes.join(theirs)
         our_sizes, their_sizes = self.student_bytes.sizes[bare], self.teacher_bytes.sizes[theirs]
-        if _has_extra_space(their_text, our_text):
+        bare_text = their_text.removeprefix(b" ")  # SentencePiece puts a space before a text
+        if bare_text != their_text and (
+            bare_text == our_text
+            or _common_bytes(bare_text, our_text) > _common_bytes(their_text, our_text)
+        ):
             their_text, their_sizes = their_text[1:], np.append(their_sizes[0] - 1, their_sizes[1:])
         agreed = _common_bytes(our_text, their_text)
         sizes = np.append(our_sizes, np.zeros(int(ended), int))
@@ -285,13 +281,6 @@ def _first_of_span(numbers: np.ndarray) -> np.ndarray:
 def _common_bytes(first: bytes, second: bytes) -> int:
     """Returns the number of bytes that both begin with."""
     return len(os.path.commonprefix([first, second]))
-
-
-def _has_extra_space(text: bytes, original: bytes) -> bool:
-    """Returns whether a tokenizer put a space before a text, as SentencePiece does."""
-    if not text.startswith(b" "):
-        return False
-    return text[1:] == original or _common_bytes(text[1:], original) > _common_bytes(text, original)
 
 
 def _decodable(text: bytes) -> str:

@@ -116,7 +116,12 @@ def encode_prompt(
     elif isinstance(prompt, str):
         tokens = _encode_text(tokenizer, prompt)
     else:
-        tokens = _token_ids(prompt)
+        try:
+            tokens = tuple(token.__index__() for token in prompt)  # type: ignore[union-attr]
+        except AttributeError as error:
+            raise UserError(
+                f"the prompt {short(repr(prompt))} is neither text, token ids nor chat messages"
+            ) from error
     if not tokens:
         raise UserError(f"the prompt {short(repr(prompt))} has no tokens")
     return tokens
@@ -275,7 +280,17 @@ def check_same_vocabulary(
         )
     v = min(student_rows, teacher_rows)
     ours, theirs = _by_id(student), _by_id(teacher)
-    _check_ids(ours, theirs)
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+
+        def both(i: int) -> str:
+            here, there = (repr(names[i]) if i in names else "no token" for names in (ours, theirs))
+            return f"{i} is {here} for the student, {there} for the teacher"
+
+        raise UserError(
+            f"student and teacher have different vocabularies: {len(differing)} ids differ: "
+            f"{_list(differing, both)}; distillation needs a teacher with the student's tokenizer"
+        )
     beyond = sorted(i for i in ours if i >= v)
     if beyond:
         smaller = "student" if student_rows <= teacher_rows else "teacher"
@@ -319,25 +334,15 @@ def check_same_prompts(
             )
         theirs = encode_prompt(teacher, messages, shown)
         if theirs != prompt.tokens:
-            where = _first_difference(_spelt(student, prompt.tokens), _spelt(teacher, theirs))
+            texts = _spelt(student, prompt.tokens), _spelt(teacher, theirs)
+            at = len(os.path.commonprefix(texts))
+            here, there = (repr(text[at : at + 40]) for text in texts)
             raise UserError(
-                f"the chat templates of student and teacher make different prompts: {where}; set "
+                "the chat templates of student and teacher make different prompts: from character"
+                f" {at} on, student {here}, teacher {there}; set "
                 "data.system_prompt if only the default system message differs, give both models "
                 "one template (chat_template.jinja), or set data.chat=raw if the data are texts"
             )
-
-
-def _check_ids(ours: Mapping[int, str], theirs: Mapping[int, str]) -> None:
-    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    if differing:
-
-        def both(i: int) -> str:
-            return f"{i} is {_token(ours, i)} for the student, {_token(theirs, i)} for the teacher"
-
-        raise UserError(
-            f"student and teacher have different vocabularies: {len(differing)} ids differ: "
-            f"{_list(differing, both)}; distillation needs a teacher with the student's tokenizer"
-        )
 
 
 def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: set[int]) -> None:
@@ -452,15 +457,6 @@ def _ended(
     return (*tokens, own if own in eos_ids else eos_ids[0])
 
 
-def _token_ids(prompt: Sequence[Any]) -> tuple[int, ...]:
-    try:
-        return tuple(token.__index__() for token in prompt)
-    except AttributeError as error:
-        raise UserError(
-            f"the prompt {short(repr(prompt))} is neither text, token ids nor chat messages"
-        ) from error
-
-
 def _need(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
         raise UserError(f"{what} cannot be read: the model folder has no tokenizer; give token ids")
@@ -471,10 +467,6 @@ def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.get_vocab().items()}
 
 
-def _token(vocabulary: Mapping[int, str], i: int) -> str:
-    return repr(vocabulary[i]) if i in vocabulary else "no token"
-
-
 def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
     shown = "; ".join(describe(i) for i in ids[:_SHOWN])
     return shown + (f"; and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
@@ -483,13 +475,6 @@ def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Decodes tokens to text, including special ones."""
     return tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-
-def _first_difference(student: str, teacher: str) -> str:
-    """Describes where two texts first differ."""
-    at = len(os.path.commonprefix([student, teacher]))
-    ours, theirs = student[at : at + 40], teacher[at : at + 40]
-    return f"from character {at} on, student {ours!r}, teacher {theirs!r}"
 
 
 def _one_line(error: BaseException) -> str:

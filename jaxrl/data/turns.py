@@ -37,7 +37,7 @@ def cut_turns(turns: Iterable[Turn], most: int) -> tuple[Turn, ...]:
 class TurnEncoder:
     """Tokens of what an environment says, for one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, notify: Callable[[str], None] = lambda text: None):
+    def __init__(self, tokenizer: Tokenizer, notify: Callable[[str], object] = lambda text: None):
         """
         Args:
             notify: gets a message, once, where the template has no role for the observations.
@@ -66,17 +66,14 @@ class TurnEncoder:
         if not chat:
             return encode_after(self._tokenizer, "".join(one["content"] for one in messages))
         end = "" if eos is None else self._tokenizer.decode([eos], skip_special_tokens=False)
-        text = without_end(self._tokenizer, self._between(messages), end)
-        return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
-
-    def _between(self, messages: Sequence[Message]) -> str:
-        """Returns the template's text after a turn of the model, up to its next one."""
         roles = self._taken(tuple(message["role"] for message in messages))
         if len(roles) < len(messages):
             messages = [{"content": "\n".join(message["content"] for message in messages)}]
-        return self._rest(
+        between = self._rest(
             [{**one, "role": role} for role, one in zip(roles, messages, strict=True)]
         )
+        text = without_end(self._tokenizer, between, end)
+        return encode_after(self._tokenizer, text, end if adds_space(self._tokenizer) else "")
 
     def _roles_taken(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the roles in which the template takes messages of these roles after one of the

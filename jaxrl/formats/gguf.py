@@ -69,6 +69,14 @@ STATES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
 """The same of a model whose layers keep a state."""
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "attention_factor": "attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""The same of YaRN, behind `rope.scaling.`."""
 VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in_proj_b": 0}
 """Tensors of a layer with a state that have rows for the value heads -> behind how many parts as
 wide as all key heads."""
@@ -245,13 +253,14 @@ class GgufFile:
             UserError: an architecture or a variant that is not supported.
         """
         try:
-            return self._read_config()
+            return self._as_its_family(self._plain_config())
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{self.path}: the metadata cannot be understood: {error}") from error
 
-    def _read_config(self) -> DecoderConfig:
+    def _plain_config(self) -> DecoderConfig:
+        """Returns the config without what is its family's own."""
         family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
@@ -265,13 +274,27 @@ class GgufFile:
         theta = self.stated("rope.freq_base")
         theta = 10000.0 if theta is None else float(theta)
         scaling = self._rope_scaling(theta, head_dim)
+        key, kv_heads = "attention.head_count_kv", n_heads
+        stated = self.stated(key)
+        if isinstance(stated, list) and FAMILIES[family].recurs:  # 0 of layers that do not attend
+            several = {int(n) for n in stated} - {0}
+            if len(several) != 1:
+                raise UserError(
+                    f"{self.path}: {key}={stated} is not supported: it must be the same in all"
+                    " layers that attend"
+                )
+            (kv_heads,) = several
+        elif stated is not None:
+            kv_heads = int(self._of_model(key))
+        # the end of text, then the end of a turn where a file names both
+        ends = [self.meta(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
         config = DecoderConfig(
             family=family,
             vocab_size=int(self._tensor("token_embd.weight").shape[1]),
             d_model=d_model,
             n_layers=int(self._need("block_count")) - int(self.stated("nextn_predict_layers") or 0),
             n_heads=n_heads,
-            n_kv_heads=self._kv_heads(n_heads),
+            n_kv_heads=kv_heads,
             head_dim=head_dim,
             d_ff=int(self._of_model("feed_forward_length")),
             rope_theta=theta,
@@ -280,16 +303,12 @@ class GgufFile:
             rms_norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
             max_positions=positions_of(scaling, int(positions)),
-            eos_ids=self._eos_ids(),
+            eos_ids=tuple(dict.fromkeys(int(i) for i in ends if i is not None)),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
         )
         with about(self.path):
             check_bounds(config)  # before lists of as many layers are made
-        config = self._as_its_family(config)
-        with about(self.path):
-            check_bounds(config)
-            check_special_ids(config)
         return config
 
     def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
@@ -330,6 +349,9 @@ class GgufFile:
             value, each = self.stated(key), [of(found.of(kind)) for kind in kinds]
             if isinstance(value, list) and value[:n] != each:
                 raise UserError(f"{self.path}: {key}={value} is not supported; supported: {each}")
+        with about(self.path):
+            check_bounds(found)
+            check_special_ids(found)
         return found
 
     def check_all_read(self) -> None:
@@ -369,21 +391,6 @@ class GgufFile:
             raw["full_attention_interval"] = int(interval)
         return raw
 
-    def _kv_heads(self, n_heads: int) -> int:
-        """Returns the number of key heads. Some files have one for each layer, which is 0 of those
-        that do not attend."""
-        key = "attention.head_count_kv"
-        stated = self.stated(key)
-        if not (isinstance(stated, list) and FAMILIES[self.family].recurs):
-            return n_heads if stated is None else int(self._of_model(key))
-        several = {int(n) for n in stated} - {0}
-        if len(several) != 1:
-            raise UserError(
-                f"{self.path}: {key}={stated} is not supported: it must be the same in all layers"
-                " that attend"
-            )
-        return several.pop()
-
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(gguf_name(self.family, name))
         if tensor is None:
@@ -415,21 +422,27 @@ class GgufFile:
             part = part[self._row_order(name, shape)[index[0]]]
         elif len(shape) > 2:
             part = part[index[:-1]]
-        columns = self._column_order(name, shape)[index[-1]]
-        values = _dequantise_columns(part, tensor.tensor_type, columns)
+        columns = np.arange(shape[-1])
+        if _of_state(name) in VALUE_COLUMNS:
+            columns = _tiled(self._delta, columns)
+        columns = columns[index[-1]]
+        # of columns that follow one another, only the blocks that hold them are read
+        runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
+        pieces = [
+            _dequantise_run(part, tensor.tensor_type, int(run[0]), int(run[-1]) + 1) for run in runs
+        ]
+        values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, -1)
         if _is_filter(name):
             return values[:, None]
-        if name.endswith("linear_attn.A_log"):
-            return self._log_decay(tensor.name, values)
+        if name.endswith("linear_attn.A_log"):  # stored is -exp(A_log)
+            if not (values < 0).all():
+                raise UserError(
+                    f"{self.path}: {tensor.name} holds -exp(A_log), and a value is not below 0"
+                )
+            return np.log(-values)
         around_one = FAMILIES[self.family].block.norm_around_one
         shifted = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
         return values - 1 if around_one and shifted else values
-
-    def _log_decay(self, name: str, stored: np.ndarray) -> np.ndarray:
-        """Returns x of a stored -exp(x)."""
-        if not (stored < 0).all():
-            raise UserError(f"{self.path}: {name} holds -exp(A_log), and a value is not below 0")
-        return np.log(-stored)
 
     def _row_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the row of the file for each row in Hugging Face's order.
@@ -446,11 +459,6 @@ class GgufFile:
         if not (permuted and FAMILIES[self.family].gguf_interleaved):
             return order
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-
-    def _column_order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the column of the file for each column in Hugging Face's order."""
-        order = np.arange(shape[-1])
-        return _tiled(self._delta, order) if _of_state(name) in VALUE_COLUMNS else order
 
     @property
     def _delta(self) -> Delta:
@@ -492,65 +500,49 @@ class GgufFile:
         slides = pattern if isinstance(pattern, list) else []
         return next((n for n, slid in zip(value, slides, strict=False) if slid), value[0])
 
-    def _eos_ids(self) -> tuple[int, ...]:
-        """Returns the end of text, then the end of a turn where a file names both."""
-        keys = ("eos_token_id", "eot_token_id")
-        ids = [self.meta(f"tokenizer.ggml.{key}") for key in keys]
-        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
-
     def _rope_scaling(self, theta: float, head_dim: int) -> RopeScaling | None:
+        """Returns the scaling; what the metadata lack follows from the lengths of contexts."""
         kind = self.stated("rope.scaling.type")
         if "rope_freqs.weight" in self._tensors:
-            return self._proportional(head_dim) or self._llama3_rope(theta, head_dim)
+            # [R / 2] divisors: ones, which those that do not rotate follow, or those of llama3
+            divisors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
+            rotated, half = int((divisors == 1).sum()), len(divisors)
+            expected = np.where(np.arange(half) < rotated, 1, UNROTATED).astype(np.float32)
+            dims = self.stated("rope.dimension_count") or head_dim
+            if rotated and 2 * half == dims and np.array_equal(divisors, expected):
+                return ProportionalRope(rotated / half)
+            return self._llama3_rope(theta, head_dim)
         if "rope_factors_long.weight" in self._tensors:
-            return self._longrope()
+            short, long = (
+                tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
+                for length in ("short", "long")
+            )
+            original = int(self._need("rope.scaling.original_context_length"))
+            factor = longrope_attention(self._need("context_length") / original, original)
+            stated = self.stated("rope.scaling.attn_factor")
+            if stated is not None and np.float32(factor) != np.float32(stated):
+                factor = float(stated)
+            return LongRope(short, long, original, factor)
         if kind in (None, "none"):
             return None
         if kind == "linear":
             return LinearRope(float(self._need("rope.scaling.factor")))
         if kind == "yarn":
-            return self._yarn()
+            positions = int(self._need("context_length"))
+            raw: JsonObject = {
+                "factor": None,
+                "max_position_embeddings": positions,
+                "original_max_position_embeddings": positions,
+            }
+            for name, key in YARN.items():
+                value = self.stated(f"rope.scaling.{key}")
+                if value is not None:
+                    raw[name] = value if isinstance(value, float) else int(value)
+            return YarnRope.read(raw)
         raise UserError(
             f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
             " longrope"
         )
-
-    def _longrope(self) -> LongRope:
-        """Returns factors [R / 2]; what is missing follows from the lengths of contexts."""
-        short, long = (
-            tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
-            for length in ("short", "long")
-        )
-        original = int(self._need("rope.scaling.original_context_length"))
-        factor = longrope_attention(self._need("context_length") / original, original)
-        stated = self.stated("rope.scaling.attn_factor")
-        if stated is not None and np.float32(factor) != np.float32(stated):
-            factor = float(stated)
-        return LongRope(short, long, original, factor)
-
-    def _yarn(self) -> YarnRope:
-        fields = {
-            "factor": "factor",
-            "original_max_position_embeddings": "original_context_length",
-            "attention_factor": "attn_factor",
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
-        }
-        stored = {name: self.stated(f"rope.scaling.{key}") for name, key in fields.items()}
-        raw = {name: _plain(value) for name, value in stored.items() if value is not None}
-        positions = int(self._need("context_length"))
-        raw.setdefault("original_max_position_embeddings", positions)
-        return YarnRope.read({"factor": None, "max_position_embeddings": positions} | raw)
-
-    def _proportional(self, head_dim: int) -> ProportionalRope | None:
-        """Returns the share of ones in `rope_freqs.weight` [R / 2], which the others, that do not
-        rotate, follow; None where it holds other divisors."""
-        stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float32)
-        rotated, dims = int((stored == 1).sum()), self.stated("rope.dimension_count") or head_dim
-        expected = np.where(np.arange(len(stored)) < rotated, 1, UNROTATED).astype(np.float32)
-        if not rotated or 2 * len(stored) != dims or not np.array_equal(stored, expected):
-            return None
-        return ProportionalRope(rotated / len(stored))
 
     def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
         """Returns the scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
@@ -617,20 +609,10 @@ def gguf_name(family: str, name: str) -> str:
     return found.replace(".0.", number, 1)
 
 
-def _dequantise_columns(
-    data: np.ndarray, kind: GGMLQuantizationType, columns: np.ndarray
-) -> np.ndarray:
-    """Returns columns of stored rows as float32; of those that follow one another, only the blocks
-    that hold them are read."""
-    runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
-    parts = [_dequantise_run(data, kind, int(run[0]), int(run[-1]) + 1) for run in runs]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
-
-
 def _dequantise_run(
     data: np.ndarray, kind: GGMLQuantizationType, start: int, stop: int
 ) -> np.ndarray:
-    """Returns those from `start` up to `stop`."""
+    """Returns the columns from `start` up to `stop` of stored rows, as float32."""
     block, size = GGML_QUANT_SIZES[kind]
     if block == 1 and data.dtype != np.uint8:
         return np.ascontiguousarray(data[..., start:stop], np.float32)
@@ -642,10 +624,6 @@ def _dequantise_run(
 def _shortest(value: float) -> float:
     """Returns the shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _plain(value: Any) -> int | float:
-    return _shortest(value) if isinstance(value, float) else int(value)
 
 
 @lru_cache(maxsize=4)

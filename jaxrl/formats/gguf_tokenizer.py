@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -16,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from jaxrl.errors import UserError
 from jaxrl.formats.gguf import GgufFile, open_gguf
 
-T = TypeVar("T")
-
+KINDS = ("gpt2", "llama", "gemma4")
+"""`tokenizer.ggml.model`: a BPE over bytes, one of SentencePiece (Llama 2), one over characters."""
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 """Token types of GGUF: special, always one token, and one raw byte (SentencePiece)."""
 SPACE = "\u2581"
@@ -94,10 +93,45 @@ def build(file: GgufFile) -> PreTrainedTokenizerFast:
     Raises:
         UserError: a tokenizer model or a pre-tokenizer that is not supported.
     """
-    kind = _named(file, "model", KINDS)
+    kind = _supported(file, "model", KINDS)
     tokens: list[str] = file.meta("tokenizer.ggml.tokens")
     types: list[int] = file.meta("tokenizer.ggml.token_type") or [1] * len(tokens)
-    tokenizer, add_bos = kind(file, tokens, types)
+    vocab, add_bos = {token: i for i, token in enumerate(tokens)}, True
+    if kind == "llama":  # the merges follow from the scores of the pieces
+        scores: list[float] = file.meta("tokenizer.ggml.scores")
+        ranked = sorted(
+            (i for i, of in enumerate(types) if of not in (CONTROL, BYTE)),
+            key=lambda i: (-scores[i], i),
+        )
+        merges = [
+            (tokens[i][:cut], tokens[i][cut:])
+            for i in ranked
+            for cut in range(1, len(tokens[i]))
+            if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
+        ]
+    else:
+        pairs = (merge.partition(" ") for merge in file.meta("tokenizer.ggml.merges"))
+        merges = [(first, second) for first, _, second in pairs]
+    if kind == "gpt2":  # over bytes
+        pre = PRE[_supported(file, "pre", PRE)]
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
+        if pre.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre.split, byte_level])
+        tokenizer.decoder = decoders.ByteLevel()
+        add_bos = pre.add_bos
+    else:  # over characters, with bytes for the rest
+        unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
+        bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(bpe)
+        prefix = kind == "llama" and file.meta("tokenizer.ggml.add_space_prefix") is not False
+        replace = normalizers.Replace(" ", SPACE)
+        tokenizer.normalizer = (
+            normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+        )
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
     )
@@ -140,78 +174,12 @@ def _templates(file: GgufFile) -> str | dict[str, str] | None:
     return named if default is None else {"default": default, **named}
 
 
-def _named(file: GgufFile, key: str, supported: Mapping[str, T]) -> T:
-    """Returns what the metadata name by a key. Raises UserError."""
+def _supported(file: GgufFile, key: str, supported: Iterable[str]) -> str:
+    """Returns the name that the metadata have for a key. Raises UserError for any other."""
     name = file.meta(f"tokenizer.ggml.{key}")
     if name not in supported:
         raise UserError(
             f"{file.path}: tokenizer.ggml.{key}={name!r} is not supported;"
             f" supported: {', '.join(supported)}"
         )
-    return supported[name]
-
-
-def _merges(file: GgufFile) -> list[tuple[str, str]]:
-    found: list[str] = file.meta("tokenizer.ggml.merges")
-    return [(merge.partition(" ")[0], merge.partition(" ")[2]) for merge in found]
-
-
-def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """Makes a BPE over bytes with the merges of the file."""
-    pre = _named(file, "pre", PRE)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, _merges(file), ignore_merges=pre.whole_words))
-    if pre.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre.split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre.add_bos
-
-
-def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """Makes a BPE over characters whose merges follow from the scores of the pieces (Llama 2)."""
-    scores: list[float] = file.meta("tokenizer.ggml.scores")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    ranked = sorted(
-        (i for i, kind in enumerate(types) if kind not in (CONTROL, BYTE)),
-        key=lambda i: (-scores[i], i),
-    )
-    merges = [
-        (tokens[i][:cut], tokens[i][cut:])
-        for i in ranked
-        for cut in range(1, len(tokens[i]))
-        if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
-    ]
-    prefix = file.meta("tokenizer.ggml.add_space_prefix") is not False
-    return _of_characters(file, tokens, merges, prefix), True
-
-
-def _gemma4(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """Makes a BPE over characters with the merges of the file, and bytes of the rest."""
-    return _of_characters(file, tokens, _merges(file), prefix=False), True
-
-
-def _of_characters(
-    file: GgufFile, tokens: list[str], merges: list[tuple[str, str]], prefix: bool
-) -> Tokenizer:
-    """Makes a BPE over characters; a space is `SPACE`; `prefix`: one before the text."""
-    vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
-    bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
-    replace = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-    )
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    return tokenizer
-
-
-KINDS: dict[str, Callable[..., tuple[Tokenizer, bool]]] = {
-    "gpt2": _byte_level,
-    "llama": _sentencepiece,
-    "gemma4": _gemma4,
-}
-"""`tokenizer.ggml.model` -> what it means."""
+    return str(name)

@@ -15,12 +15,12 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import jax
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError, short
 from jaxrl.formats import mxfp4, weights
-from jaxrl.formats.dtypes import STORED, WRITTEN
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
@@ -28,6 +28,16 @@ from jaxrl.process.folder_lock import lock_folder
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
+
+STORED: dict[str, np.dtype] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of a safetensors header that can be read, and written."""
+WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Name of a dtype -> its name in the header."""
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -76,12 +86,26 @@ class SafetensorsFolder:
             files: of the folder; those of a model where none are named.
         """
         self.path = Path(path)
-        self._files, self._file_of = (list(files), {}) if files else _safetensors(self.path)
+        self._files, self._file_of = list(files), dict[str, Path]()
+        if not files:
+            if not any((self.path / name).is_file() for name in (SINGLE, INDEX)):
+                if not self.path.is_dir():
+                    raise UserError(f"model {str(self.path)!r}: there is no such folder")
+                pickles = any(self.path.glob("*.bin")) or any(self.path.glob("*.pth"))
+                raise UserError(
+                    f"{self.path}: weights are in .bin or .pth files (pickles), which are not read;"
+                    " save them as safetensors first"
+                    if pickles
+                    else f"{self.path}: neither {SINGLE} nor {INDEX} is there"
+                )
+            self._files, self._file_of = weight_files(self.path, SINGLE, INDEX)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
             for name, entry in _read_header(file).items():
                 if self._file_of.get(name, file) == file:  # of two, the one that the index names
-                    self._entries[_text_name(name)] = entry
+                    # models of images and text too put a prefix to it
+                    name = re.sub(r"^language_model\.(model|lm_head)\.", r"\1.", name)
+                    self._entries[re.sub(r"^model\.language_model\.", "model.", name)] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,12 +162,6 @@ class SafetensorsFolder:
 
 def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
     return np.memmap(entry.file, dtype, "r", entry.offset, entry.shape)
-
-
-def _text_name(name: str) -> str:
-    """Returns a tensor's name without the prefix that it has in a model of images and text too."""
-    name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)
-    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
@@ -221,12 +239,31 @@ def write_folder(
     tokenizer_from: str | os.PathLike[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Does what `save_hf` does, for anything that gives tensors by Hugging Face name."""
+    """Does what `save_hf` does, for anything that gives tensors by Hugging Face name: writes one
+    file, or several with an index once they would exceed `shard_bytes`."""
     if dtype not in WRITTEN:
         raise UserError(f"dtype={dtype!r} cannot be written; choose one of {', '.join(WRITTEN)}")
     with replaced_folder(path) as folder:
         write_description(folder, config, dtype, tokenizer_from)
-        _write_weights(folder, weights.tensor_shapes(config), read, dtype, shard_bytes)
+        shapes, itemsize = weights.tensor_shapes(config), STORED[WRITTEN[dtype]].itemsize
+        shards: list[dict[str, tuple[int, ...]]] = [{}]
+        filled = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape) * itemsize
+            if shards[-1] and filled + size > shard_bytes:
+                shards.append({})
+                filled = 0
+            shards[-1][name] = shape
+            filled += size
+        n, weight_map = len(shards), dict[str, str]()
+        for i, shard in enumerate(shards):
+            file = SINGLE if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
+            write_safetensors(folder / file, shard, read, dtype)
+            weight_map |= dict.fromkeys(shard, file)
+        if n > 1:
+            total = sum(math.prod(shape) for shape in shapes.values()) * itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(folder / INDEX, index)
     return Path(path).resolve()
 
 
@@ -238,8 +275,11 @@ def write_description(
 ) -> None:
     """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", config.to_hf(dtype))
-    _write_json(folder / "generation_config.json", _generation_config(config))
+    raw = config.to_hf(dtype)
+    _write_json(folder / "config.json", raw)
+    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {key: value for key, value in ids.items() if value is not None}
+    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     if tokenizer_from is not None:
         save_tokenizer(tokenizer_from, folder)
 
@@ -303,20 +343,6 @@ def check_inside(place: str, paths: Sequence[str]) -> None:
             raise UserError(f"{place}: it names a file outside of its folder: {short(path, 200)}")
 
 
-def _safetensors(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Returns the `weight_files` of safetensors; raises UserError where a folder has none."""
-    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return weight_files(folder, SINGLE, INDEX)
-    if not folder.is_dir():
-        raise UserError(f"model {str(folder)!r}: there is no such folder")
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise UserError(
-            f"{folder}: weights are in .bin or .pth files (pickles), which are not read;"
-            " save them as safetensors first"
-        )
-    raise UserError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
-
-
 def _read_header(file: Path) -> dict[str, _Entry]:
     """Returns the tensors of a file; the library refuses what cannot be."""
     if not file.is_file():
@@ -346,35 +372,6 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     }
 
 
-def _write_weights(
-    folder: Path,
-    shapes: dict[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-    dtype: str,
-    shard_bytes: int,
-) -> None:
-    """Writes one file, or several with an index once they would exceed `shard_bytes`."""
-    itemsize = STORED[WRITTEN[dtype]].itemsize
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    filled = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * itemsize
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = shape
-        filled += size
-    n, weight_map = len(shards), dict[str, str]()
-    for i, shard in enumerate(shards):
-        file = SINGLE if n == 1 else f"model-{i + 1:05}-of-{n:05}.safetensors"
-        write_safetensors(folder / file, shard, read, dtype)
-        weight_map |= dict.fromkeys(shard, file)
-    if n == 1:
-        return
-    total = sum(math.prod(s) for s in shapes.values()) * itemsize
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
@@ -396,12 +393,6 @@ def write_safetensors(
             stream.write(np.ascontiguousarray(value, stored).tobytes())
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _generation_config(config: DecoderConfig) -> JsonObject:
-    raw = config.to_hf("float32")
-    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
 
 @contextmanager

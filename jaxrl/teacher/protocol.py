@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.formats.dtypes import STORED
+from jaxrl.formats.hf import STORED
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Sequences, TeacherSignal
 

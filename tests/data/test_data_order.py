@@ -17,10 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl.data.order import Mixture, apportion
 from jaxrl.data.prompt_encoder import PromptEncoder, few_shot
 from jaxrl.data.source import open_source
-from jaxrl.data.stream import REFILL_OFFSET, PromptStream
+from jaxrl.data.stream import REFILL_OFFSET, Mixture, PromptStream, apportion
 from jaxrl.errors import UserError
 
 datasets.disable_progress_bars()

@@ -21,7 +21,6 @@ from runs import save_model
 from jaxrl.checkpoint.model_source import load_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
-from jaxrl.formats import hub_errors
 from jaxrl.formats.hub_names import HubName, data_name, model_name
 
 SHARED = "model.safetensors"
@@ -329,7 +328,7 @@ def test_a_hub_that_wants_to_be_left_alone_for_long_is_not_waited_for(
 def test_a_hub_that_is_busy_for_ever_is_given_up(
     files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_errors, "LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(hub_module, "LONGEST_WAIT_S", 0.5)
     hub.add("org/tiny", files)
     hub.limited = [(429, {"Retry-After": "0"})] * 1_000_000
     began = time.monotonic()

@@ -30,7 +30,7 @@ BOUNDED = {
     ("environments/packages/verifiers_v1.py", "self._requests.get()"): ANSWERS,
     ("environments/packages/verifiers_v1.py", "self.run.result()"): ENDED,
     ("environments/episode_batches.py", "future.result()"): ANSWERS,
-    ("formats/hub_errors.py", "answer.result()"): ENDED,
+    ("formats/hub.py", "answer.result()"): ENDED,
     ("roles/actor.py", "saving.wait()"): CHECKPOINT,
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
     ("checkpoint/writer.py", "rollout.result()"): CALLS,

@@ -26,8 +26,8 @@ from references.tiny_encoders import (
 from tiny_models import Memory, make_mesh
 
 from jaxrl.errors import UserError
-from jaxrl.formats.bert_weights import load as load_bert
 from jaxrl.formats.places import find_folder
+from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
@@ -76,7 +76,7 @@ def encoder() -> Encoder:
 )
 def test_embeddings_are_those_of_transformers(name: str, pooling: Any) -> None:
     config = config_of(name, pooling)
-    params = load_bert(tensors_of(name), config)
+    params = load_encoder(tensors_of(name), config)
     for left in (False, True):
         tokens, mask = padded(IDS, left, 20, fill=7)
         found = encode_batch(config, None, params, tokens, mask)
@@ -85,7 +85,7 @@ def test_embeddings_are_those_of_transformers(name: str, pooling: Any) -> None:
 
 def test_a_mesh_changes_nothing_and_reads_each_box_once() -> None:
     config, tensors, mesh = config_of("bert"), tensors_of("bert"), make_mesh(2, 2, 2)
-    params = load_bert(tensors, config, mesh)
+    params = load_encoder(tensors, config, mesh)
     assert sum(n for _, n in tensors.reads) == bert.n_params(config)
     found = encode_batch(config, mesh, params, *padded(IDS, False, 20, fill=0))
     np.testing.assert_allclose(found, EXPECTED["bert/mean"], atol=CLOSE, rtol=0)
@@ -104,13 +104,13 @@ def test_the_families_differ_in_pooling_and_first_position(name: str) -> None:
 def test_a_checkpoint_with_a_head_names_the_encoder() -> None:
     plain, config = tensors_of("bert"), config_of("bert")
     headed = Memory({f"bert.{name}": value for name, value in plain.values.items()})
-    a, b = load_bert(plain, config), load_bert(headed, config)
+    a, b = load_encoder(plain, config), load_encoder(headed, config)
     np.testing.assert_array_equal(
         a["layers"]["mlp"]["up"]["kernel"][1, :, 3], b["layers"]["mlp"]["up"]["kernel"][1, :, 3]
     )
     del headed.values["bert.encoder.layer.1.output.dense.bias"]
     with pytest.raises(UserError, match=r"bert\.encoder\.layer\.1\.output\.dense\.bias .* missing"):
-        load_bert(headed, config)
+        load_encoder(headed, config)
 
 
 def test_a_folder_like_bge_m3s_gives_what_transformers_gives() -> None:
