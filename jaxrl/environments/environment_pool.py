@@ -14,10 +14,9 @@ from typing import Any, Unpack
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from jaxrl.environments.environment_process import Prompted
+from jaxrl.environments.environment_process import Observation, Prompted
 from jaxrl.environments.environment_process import Session as Session
 from jaxrl.environments.environment_source import EnvironmentFacts, EnvironmentSource
-from jaxrl.environments.observation import Observation
 from jaxrl.process.user_code import (
     BegunAnswer,
     FailedAnswer,

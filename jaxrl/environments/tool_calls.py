@@ -75,7 +75,9 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             text that closes thoughts without opening them begins with them.
         tools: what may be called. Where a form has no quotes, their types tell texts from numbers.
     """
-    text = _without_end(text)
+    text = text.rstrip()
+    while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
+        text = text[: text.rfind("<|")].rstrip()
     calls, at = _whole(text, 0, tools), 0
     if calls:
         return calls
@@ -94,28 +96,15 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
         began, at = at, mark.end()
         if mark.re is OPENS:
             closed = text.find(THOUGHTS[mark[0]], at)
-            if closed < 0 and not _opens_here(text, began, mark.start()):
+            # Thoughts begin a turn or a line, or follow other thoughts or a special token.
+            before = text[max(mark.start() - 80, began) : mark.start()].rstrip(" \t")
+            if closed < 0 and before.strip() and not before.endswith(("\n", "|>")):
                 continue  # it is only mentioned
             at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
         else:
             calls = []
         if whole := _whole(text, at, tools):
             return calls + whole
-
-
-def _opens_here(text: str, began: int, at: int) -> bool:
-    """Returns whether what opens thoughts stands where thoughts begin: at the beginning of the turn
-    or after other thoughts (`began`), at the beginning of a line, or after a special token."""
-    before = text[max(at - 80, began) : at].rstrip(" \t")
-    return not before.strip() or before.endswith(("\n", "|>"))
-
-
-def _without_end(text: str) -> str:
-    """Returns a turn without special tokens and white space at its end."""
-    text = text.rstrip()
-    while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
-        text = text[: text.rfind("<|")].rstrip()
-    return text
 
 
 def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:

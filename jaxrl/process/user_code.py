@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Collection, Coroutine, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,6 +67,20 @@ class Failure:
     text: str
 
 
+def too_many(failures: Collection[Failure], among: str, key: str) -> RunError:
+    """Returns what to raise about more failures than `key` allows, with the first one.
+
+    Args:
+        among: who failed in what, with how many there are: "f failed on 3 of 8 completions".
+    """
+    late = sum(failure.kind == "timeout" for failure in failures)
+    first = next(iter(failures))
+    return RunError(
+        f"{among} ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
+        f" than {key} allows; the first, {first.kind}:\n{first.text}"
+    )
+
+
 class Lost(Exception):
     """A process was late or has ended, or wrote what is no answer."""
 
@@ -95,10 +109,9 @@ class FailedAnswer(ProcessAnswer):
 
 
 class ReadyAnswer(ProcessAnswer, Generic[Facts]):
-    """The first one: the user's code is loaded."""
+    """The first one: the user's code is loaded, in the process with the id `ready`."""
 
     ready: int
-    """Process id of the one that runs it, under the guard."""
     facts: Facts
 
 
@@ -223,20 +236,16 @@ class UserProcess:
             noise += len(line)
             try:
                 answer = self._shape.validate_json(line, strict=True) if line != b"\n" else None
-            except ValidationError:
-                self._check_text(line)
+            except ValidationError:  # text, a line that is like an answer, or the guard's report
+                with suppress(ValueError, RecursionError):
+                    self._refuse(json.loads(line))
                 continue
             if answer is not None and 1 <= answer.order <= self._number:
                 return answer
         raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are no answer")
 
-    def _check_text(self, line: bytes) -> None:
-        """Raises Lost where a line is the guard's report, or is like an answer without being one;
-        any other text is no matter."""
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            return
+    def _refuse(self, answer: object) -> None:
+        """Raises Lost where JSON is the guard's report, or is like an answer without being one."""
         if not isinstance(answer, dict):
             return
         if isinstance(how := answer.get("ended"), int | str):

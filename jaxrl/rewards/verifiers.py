@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
@@ -29,8 +30,7 @@ from jaxrl.rewards.answers import (
     same_answer,
     whole_number,
 )
-from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 
 TIMEOUT_S, STARTUP_S = 10.0, 120.0
 """Seconds for one completion in a process, and for its imports before."""
@@ -144,7 +144,12 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     numbers = NUMBER.findall(plain(text))
     if numbers and whole_number(str(entry["answer"])) is not None:
         candidates.append(numbers[-1].replace(",", ""))
-    return max(_own_score(dataset, candidate, entry) for candidate in candidates)
+    scores = [0.0]
+    for candidate in candidates:
+        # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
+        with suppress(Exception):
+            scores.append(min(float(dataset.score_answer(candidate, entry)), 1.0))
+    return max(scores)
 
 
 def auto(completion: str, prompt: Judged) -> float | None:
@@ -159,14 +164,9 @@ def auto(completion: str, prompt: Judged) -> float | None:
     if answer is not None and whole_number(final_answer(answer)) is not None:
         return number(completion, prompt)
     if answer is not None and marked(answer) is not None:
-        return _final(completion, prompt)
+        text = after_thoughts(completion)
+        return float(text is not None and same_answer(final_answer(text), final_answer(answer)))
     return exact(completion, prompt)
-
-
-@_with_answer
-def _final(completion: str, answer: str) -> float:
-    """Returns 1 if the completion's final answer is that of the whole solution that the row has."""
-    return float(same_answer(final_answer(completion), final_answer(answer)))
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -236,12 +236,3 @@ def _pool(name: str) -> RewardPool:
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
     return make_dataset(name, json.loads(options), "verifier reasoning_gym")
-
-
-def _own_score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
-    try:
-        score = float(dataset.score_answer(answer, entry))
-    except Exception:
-        # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
-        return 0.0
-    return min(max(score, 0.0), 1.0)

@@ -26,7 +26,7 @@ from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
-from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import Arguments, SchemaTool, as_text
 from jaxrl.errors import UserError
@@ -178,7 +178,17 @@ class _Play:
             return Answer([{"role": "tool", "content": error} for error in wrong])
         known = len(self.request["messages"]) + 1  # with the turn
         assert self._turn is not None
-        self._turn.set_result(_as_message(text, calls, known))
+        message: JsonObject = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{known}_{index}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(dict(given), default=str)},
+                }
+                for index, (name, given) in enumerate(calls)
+            ]
+        self._turn.set_result(message)
         found = await self._next(known)
         return Answer(reward=self._reward(), done=True) if found is None else Answer(found)
 
@@ -328,20 +338,6 @@ def _as_tools(request: JsonObject) -> list[SchemaTool]:
 
 def _no_call(name: str, arguments: Arguments) -> object:
     raise AssertionError(f"{name} is called by the harness")
-
-
-def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
-    """Converts a turn of the policy to a message of the assistant, with its tool calls."""
-    made = [
-        {
-            "id": f"call_{number}_{index}",
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(dict(arguments), default=str)},
-        }
-        for index, (name, arguments) in enumerate(calls)
-    ]
-    message: JsonObject = {"role": "assistant", "content": text}
-    return message | ({"tool_calls": made} if made else {})
 
 
 def _text(content: str | list[JsonObject] | None) -> str:
