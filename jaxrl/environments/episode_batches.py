@@ -27,7 +27,7 @@ from jaxrl.environments.environment_process import Observation, Prompted, Sessio
 from jaxrl.environments.environment_source import KEY, EnvironmentFacts, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
-from jaxrl.process.user_code import Failure, too_many
+from jaxrl.process.user_code import Failure
 from jaxrl.sampling.environment_protocol import Partner, Reply
 from jaxrl.types import Prompt
 
@@ -173,18 +173,13 @@ class Episodes:
 
 @dataclass
 class _Episode:
-    prompt: int
-    """Index of its prompt in the batch."""
+    prompt: int  # index in the batch
     sample: int
     session: Session
-    chain: str
-    """Digest of the environment and of all turns so far."""
-    turn: int = 0
-    """Turns of the model that were answered."""
-    opening: str = ""
-    """What opens the thoughts with which the model's next turn begins."""
-    replaying: bool = True
-    """Whether the records may still have its next answer."""
+    chain: str  # digest of the environment and of all turns so far
+    turn: int = 0  # turns of the model that were answered
+    opening: str = ""  # of the thoughts with which the model's next turn begins
+    replaying: bool = True  # whether the records may still have its next answer
 
 
 def pool_of(config: Config, workers: int) -> EnvironmentPool:
@@ -213,23 +208,16 @@ class EpisodeBatch:
         episodes: Episodes,
         prompts: Sequence[Prompt],
         n: int,
-        most: int,
-        name: tuple[int, int],
+        most: int,  # tokens of the longest episode
+        name: tuple[int, int],  # number of the batch in this process, and attempt
         journal: Journal | None,
     ):
-        """
-        Args:
-            most: tokens of the longest episode.
-            name: number of the batch in this process, and attempt.
-        """
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
         (self._number, self._attempt), self._journal = name, journal
-        self.firsts: dict[int, Prompted] = {}
-        """What `reset` returned, by the prompt's index."""
+        self.firsts: dict[int, Prompted] = {}  # what `reset` returned, by the prompt's index
+        self._recorded: set[int] = set()  # the prompts for which an earlier process recorded that
         self.openings: Sequence[str] = [""] * len(prompts)
         """What opens the model's thoughts at the end of the prompts."""
-        self._recorded: set[int] = set()
-        """The prompts for which that was recorded by an earlier process."""
         self._failures: dict[tuple[int, int], Failure] = {}
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], _Episode] = {}
@@ -247,11 +235,9 @@ class EpisodeBatch:
     def answer(
         self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
-        """Answers a turn, as `Partner` says."""
         return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
 
     def end(self, prompt: int, sample: int) -> None:
-        """Ends an episode, as `Partner` says."""
         self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
 
     def give_up(self) -> None:
@@ -349,9 +335,14 @@ class EpisodeBatch:
         if len(failures) > allowed * total:
             if self._journal is not None:
                 self._journal.forget_failures()
-            among = f"{self._all.source.text} failed in {len(failures)} of {total} episodes"
-            key = f"environment.max_failures={allowed:g}"
-            raise too_many(failures.values(), f"{KEY}: {among}", key)
+            late = sum(one.kind == "timeout" for one in failures.values())
+            first = next(iter(failures.values()))
+            raise RunError(
+                f"{KEY}: {self._all.source.text} failed in {len(failures)} of {total} episodes"
+                f" ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
+                f" than environment.max_failures={allowed:g} allows; the first, {first.kind}:\n"
+                f"{first.text}"
+            )
         return Reply(failure=f"{failure.kind}: {failure.text}")
 
     def _episode(self, prompt: int, sample: int) -> _Episode:

@@ -137,8 +137,7 @@ def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parses the calls in a fence of a kind. A fence for code or data may hold other things, so
-    only calls of existing tools count there."""
+    """Parses the calls in a fence; one for code or data counts only for tools that there are."""
     names = [tool.__name__ for tool in tools]
     is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
     if kind.startswith("tool"):
@@ -231,12 +230,8 @@ def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 def _fields(
     mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Sequence[Tool], words: str
 ) -> Read:
-    """Reads arguments in tags, which are texts without quotes.
-
-    Args:
-        field: groups `key` and `value`, and perhaps `text`: whether the value is a text.
-        closes: what must follow; a turn that was cut may lack it.
-        words: the form, for a call that does not have it.
+    """Reads arguments in tags, which are texts without quotes; `closes` must follow, unless the
+    turn was cut. The groups of a field are `key`, `value` and perhaps `text`: whether it is one.
     """
     text, at = mark.string, mark.end()
     tool = {tool.__name__: tool for tool in tools}.get(mark["name"])
@@ -254,8 +249,7 @@ def _fields(
 
 
 def _typed(text: str, types: set[str] | None) -> object:
-    """Converts a text without quotes to a value of the given JSON types; None means that they are
-    not known."""
+    """Converts a text without quotes to a value of JSON types; None: they are not known."""
     if types == {"string"}:
         return text
     bare = text.strip()
@@ -399,8 +393,8 @@ def _call(value: object) -> Call:
 
 
 def _arguments(value: object) -> Arguments:
-    """Returns arguments given as an object, as its JSON in a text, perhaps encoded twice, or as
-    nothing. Raises ValueError if they are anything else."""
+    """Returns arguments given as an object, as its JSON, perhaps encoded twice, or as nothing.
+    Raises ValueError if they are anything else."""
     for _ in range(2):
         if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else None

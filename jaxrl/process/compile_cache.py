@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -63,8 +64,8 @@ def compile_unordered_programs_again() -> None:
     cores: of runs of 60 to 100 updates whose programs came from the cache, 2 of 3 hung with jaxlib
     0.10.2 and 4 of 4 with 0.12.0; whose programs were compiled by the process itself, none did.
     """
-    read = compilation_cache.get_executable_and_time
-    write = compilation_cache.put_executable_and_time
+    read: Callable[..., Any] = compilation_cache.get_executable_and_time
+    write: Callable[..., None] = compilation_cache.put_executable_and_time
     if hasattr(read, "__wrapped__"):
         return
 
@@ -87,8 +88,8 @@ def compile_unordered_programs_again() -> None:
         while len(_KEPT) > _KEPT_AT_MOST:
             _KEPT.popitem(last=False)
 
-    compilation_cache.get_executable_and_time = read_ordered
-    compilation_cache.put_executable_and_time = write_ordered
+    setattr(compilation_cache, read.__name__, read_ordered)
+    setattr(compilation_cache, write.__name__, write_ordered)
 
 
 def collectives_lose_order(hlo: str) -> bool:
@@ -98,8 +99,7 @@ def collectives_lose_order(hlo: str) -> bool:
 
 
 def _is_unordered(program: Any) -> bool:
-    """Returns whether a compiled program, or what else it may be, is one of a CPU that loses its
-    order."""
+    """Returns whether this is a compiled program of a CPU whose collectives lose their order."""
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
     # Half the text, in half the time; no public module has its options.

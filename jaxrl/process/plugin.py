@@ -21,8 +21,7 @@ def is_plugin(text: str) -> bool:
 
 
 def anchored(text: str, folder: Path) -> str:
-    """Returns `text` with a relative path of a file made absolute: relative paths start at
-    `folder`."""
+    """Returns `text` with a relative path of a file, which starts at `folder`, made absolute."""
     place, colon, name = text.rpartition(":")
     if not colon or not is_file(place):
         return text

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,7 +50,6 @@ LOOK_S, LAST_LOOK_S = 0.25, 0.01
 ASYNC_SLACK_S = 1.0
 """A process cancels an awaited call at its timeout; so much later the process is killed."""
 MAX_PROCESSES = 256
-"""Default of `max_processes`."""
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 Facts = TypeVar("Facts")
@@ -67,33 +66,16 @@ class Failure:
     text: str
 
 
-def too_many(failures: Collection[Failure], among: str, key: str) -> RunError:
-    """Returns what to raise about more failures than `key` allows, with the first one.
-
-    Args:
-        among: who failed in what, with how many there are: "f failed on 3 of 8 completions".
-    """
-    late = sum(failure.kind == "timeout" for failure in failures)
-    first = next(iter(failures))
-    return RunError(
-        f"{among} ({late} timeouts, {len(failures) - late} exceptions or ended processes), more"
-        f" than {key} allows; the first, {first.kind}:\n{first.text}"
-    )
-
-
 class Lost(Exception):
     """A process was late or has ended, or wrote what is no answer."""
 
     def __init__(
         self, kind: Literal["timeout", "exception"], text: str, guilty: bool | None = None
     ):
-        """
-        Args:
-            guilty: whether the call that raises this is to blame; None: nobody knows.
-        """
         super().__init__(text)
         self.kind: Literal["timeout", "exception"] = kind
         self.guilty = guilty
+        """Whether the call that raises this is to blame; None: nobody knows."""
 
 
 class ProcessAnswer(BaseModel, extra="forbid"):
@@ -133,6 +115,10 @@ class BegunAnswer(ProcessAnswer):
     awaits: bool = False
 
 
+CommonAnswer = BegunAnswer | ImportsAnswer | RefusedAnswer
+"""Those of every service."""
+
+
 @dataclass(eq=False)
 class SentCall:
     """A call that a process has, as the run sees it."""
@@ -164,8 +150,7 @@ class UserProcess:
     ):
         """Starts it. The arguments are `UserCodePool`'s."""
         self._timeout, self._startup = timeout, startup
-        self.worker: int | None = None
-        """Process id of the one that runs the user's code, under the guard."""
+        self.worker: int | None = None  # id of the process that runs the code, under the guard
         self.killed = False
         self.limit: asyncio.Timeout | None = None
         """Of the wait for its next answer."""

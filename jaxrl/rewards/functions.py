@@ -92,7 +92,11 @@ def load(sources: Sequence[ItemSource], first: bool, ready: Callable[[object], N
     ready([asdict(function.signature) for function in functions])
 
     async def answer(call: Call, index: int, items: Sequence[Item]) -> None:
-        if functions[index].imports(items):
+        # No completion's time is spent on the import of reasoning_gym.
+        tasks = (str(item.columns.get("task", "")) for item in items)
+        judges = sources[index].text in ("auto", "reasoning_gym")
+        asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
+        if asked and "reasoning_gym" not in sys.modules:
             call.say({"imports": True})
             importlib.import_module("reasoning_gym")
         call.begin()
@@ -105,8 +109,7 @@ class Function:
     """A loaded reward function."""
 
     def __init__(self, source: ItemSource):
-        """Raises UserError where it cannot be imported, is not there, or cannot be called as
-        one."""
+        """Raises UserError where it cannot be imported, is not there, or cannot be called so."""
         self.source = source
         if source.option not in ("file", "module", "python"):
             self._call, self.signature = _judge_of(source), Signature("each")
@@ -148,14 +151,6 @@ class Function:
             takes=[p.name for p in named if p.name in takes],
             takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
         )
-
-    def imports(self, items: Sequence[Item]) -> bool:
-        """Returns whether judging them would import reasoning_gym first: no completion's time is
-        spent on that."""
-        tasks = (str(item.columns.get("task", "")) for item in items)
-        judges = self.source.text in ("auto", "reasoning_gym")
-        asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
-        return asked and "reasoning_gym" not in sys.modules
 
     async def run(self, items: Sequence[Item], call: Call) -> None:
         """Judges all items and says what it found of each, or of several at once. Raises UserError
@@ -199,8 +194,7 @@ class Function:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def _found(self, result: Any, n: int) -> JsonObject:
-        """Returns the checked result of a call with `n` completions: numbers and, where there are
-        any, messages."""
+        """Returns the checked result of a call with `n` completions: numbers, perhaps messages."""
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(

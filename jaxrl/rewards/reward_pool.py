@@ -17,19 +17,17 @@ from typing import Any, Literal, Unpack
 
 from pydantic import FiniteFloat, TypeAdapter
 
+from jaxrl.errors import RunError
 from jaxrl.process.user_code import (
-    BegunAnswer,
+    CommonAnswer,
     FailedAnswer,
     Failure,
-    ImportsAnswer,
     Lost,
     PoolLimits,
     ProcessAnswer,
     ReadyAnswer,
-    RefusedAnswer,
     UserCodePool,
     UserProcess,
-    too_many,
 )
 
 SERVICE = "jaxrl.rewards.functions"
@@ -58,7 +56,7 @@ class ItemSource:
     text: str
     """As in `reward.functions`."""
     name: str
-    """As in the metrics `reward/NAME/...`: the function's in its file or module."""
+    """As in the metrics `reward/NAME/...`."""
     option: Literal["verifier", "regex", "format", "file", "module", "python"]
     place: str = ""
     """Absolute path of a file, dotted name of a module, or regular expression."""
@@ -94,12 +92,7 @@ class _Failed(FailedAnswer):
 
 
 ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
-    _Judged
-    | _Failed
-    | BegunAnswer
-    | ImportsAnswer
-    | RefusedAnswer
-    | ReadyAnswer[tuple[Signature, ...]]
+    _Judged | _Failed | CommonAnswer | ReadyAnswer[tuple[Signature, ...]]
 )
 
 
@@ -164,10 +157,16 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
         def fail(index: int, failure: Failure) -> None:
             failures = scores.failures
             failures[index] = failure
-            if len(failures) > limit:
-                among = f"{source.text} failed on {len(failures)} of {len(items)} completions"
-                name = f"reward.functions: {among}"
-                raise too_many(failures.values(), name, "reward.max_failures")
+            if len(failures) <= limit:
+                return
+            late = sum(failure.kind == "timeout" for failure in failures.values())
+            first = next(iter(failures.values()))
+            raise RunError(
+                f"reward.functions: {source.text} failed on {len(failures)} of {len(items)}"
+                f" completions ({late} timeouts, {len(failures) - late} exceptions or ended"
+                " processes), more than reward.max_failures allows; the first,"
+                f" {first.kind}:\n{first.text}"
+            )
 
         async def judge(indices: Sequence[int]) -> None:
             """Lets a process judge some of the items; creates calls for those to judge again."""

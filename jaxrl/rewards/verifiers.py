@@ -50,18 +50,14 @@ Verifier = Callable[[str, Judged], float | None]
 
 
 def answer_of(prompt: Judged) -> str | None:
-    """Returns the reference answer; None if the row has none, or has a NaN, which is how tables and
-    JSON write that."""
+    """Returns the reference answer; None if the row has none, or NaN, as tables write that."""
     answer = prompt.answer
     return None if answer is None or answer != answer else answer
 
 
 def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
     """Returns the verifier that compares a completion, without its thoughts, with its prompt's
-    answer.
-
-    None where there is no answer, 0 where the thoughts never ended.
-    """
+    answer: None where there is none, 0 where the thoughts never ended."""
 
     @wraps(judge)
     def judged(completion: str, prompt: Judged) -> float | None:
@@ -82,8 +78,7 @@ def exact(completion: str, answer: str) -> float:
 
 @_with_answer
 def contains(completion: str, answer: str) -> float:
-    """Returns 1 if the answer occurs in the completion as whole words, ignoring upper and lower
-    case."""
+    """Returns 1 if the answer occurs in the completion as whole words, in any case of letters."""
     words = re.escape(answer.strip())
     found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
     return float(bool(words) and found is not None)
@@ -105,8 +100,7 @@ def number(completion: str, answer: str) -> float | None:
 
 @_with_answer
 def boxed(completion: str, answer: str) -> float:
-    """ "Returns 1 if the completion's last \boxed{} is the answer, as a number or as the same
-    text."""
+    r"""Returns 1 if the completion's last \boxed{} is the answer, as a number or as a text."""
     got, wanted = last_boxed(completion), final_answer(answer)
     return float(got is not None and same_answer(got, wanted))
 

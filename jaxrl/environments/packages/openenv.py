@@ -92,8 +92,7 @@ class OpenEnv(Environment):
 
 @cache
 def _schemas(url: str) -> JsonObject:
-    """Fetches the JSON schemas of a server's actions and observations; the server is asked once per
-    process."""
+    """Fetches the JSON schemas of a server's actions and observations, once per process."""
     try:
         with urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schemas = json.load(answer)
