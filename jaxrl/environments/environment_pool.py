@@ -14,19 +14,17 @@ from typing import Any, Unpack
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from jaxrl.environments.environment_process import Prompted
+from jaxrl.environments.environment_process import Observation, Prompted
 from jaxrl.environments.environment_process import Session as Session
 from jaxrl.environments.environment_source import EnvironmentFacts, EnvironmentSource
-from jaxrl.environments.observation import Observation
 from jaxrl.process.user_code import (
-    BegunAnswer,
+    CommonAnswer,
     FailedAnswer,
     Failure,
     Lost,
     PoolLimits,
     ProcessAnswer,
     ReadyAnswer,
-    RefusedAnswer,
     UserCodePool,
     UserProcess,
 )
@@ -51,7 +49,7 @@ class _Result(ProcessAnswer):
 
 
 ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
-    _Result | FailedAnswer | BegunAnswer | RefusedAnswer | ReadyAnswer[EnvironmentFacts | None]
+    _Result | FailedAnswer | CommonAnswer | ReadyAnswer[EnvironmentFacts | None]
 )
 
 
@@ -62,14 +60,12 @@ class EnvironmentPool(UserCodePool[EnvironmentFacts]):
     def __init__(self, source: EnvironmentSource, **limits: Unpack[PoolLimits]) -> None:
         """Starts the processes and does not wait for them."""
         self.source = source
-        self._holders: dict[Hashable, UserProcess] = {}
-        """The processes that hold the episodes' instances, by the episodes' keys."""
-        self._changed = asyncio.Condition()
-        """Notified when a process may take other calls than before."""
+        self._holders: dict[Hashable, UserProcess] = {}  # of episodes' instances, by their keys
+        self._changed = asyncio.Condition()  # notified when a process may take other calls
+        # Calls that wait for a process of their own, since any of them may have cost one.
         self._suspects = 0
-        """Calls that wait for a process of their own, since any of them may have cost one."""
+        # Of the first processes, those that are not ready; episodes are shared out among all.
         self._to_start = limits["workers"]
-        """Of the first processes, those that are not ready; episodes are shared out among all."""
         super().__init__("environment", SERVICE, source, source.text, ANSWER, **limits)
 
     async def offer(self, process: UserProcess) -> None:
@@ -104,12 +100,8 @@ class EnvironmentPool(UserCodePool[EnvironmentFacts]):
     async def _ask(
         self, session: Session, content: Callable[[Session | None], tuple[Any, ...]]
     ) -> Any | Failure:
-        """Returns the answer to a call about an episode; a second time where it lost its process
-        through no fault of its own.
-
-        Args:
-            content: of the call, given the session where no process holds its instance.
-        """
+        """Returns the answer to a call about an episode, which is sent again where it lost its
+        process through no fault of its own; `content` gets the session where none holds it."""
         suspect = False
         while True:
             process = await self._process(session, suspect)
@@ -130,11 +122,7 @@ class EnvironmentPool(UserCodePool[EnvironmentFacts]):
 
     async def _process(self, session: Session, suspect: bool) -> UserProcess:
         """Waits for the process that holds the instance of an episode or, where there is none, for
-        the one that holds the fewest.
-
-        Args:
-            suspect: whether it gets no other call meanwhile, so that this one alone is to blame if
-                it is lost.
+        the one that holds the fewest. A suspect call gets it alone, to be to blame if it is lost.
         """
 
         def free() -> list[UserProcess]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxrl.data.example import JsonObject
 from jaxrl.environments.environment import Environment
-from jaxrl.environments.tools import SchemaTool, Tool
+from jaxrl.environments.tools import SchemaTool
 from jaxrl.errors import UserError, near
 from jaxrl.process.plugin import is_plugin, load_located, locate
 
@@ -22,9 +22,9 @@ PACKAGES = {
 """Name -> where it is, of those for environments of other packages; also the name of the extra that
 installs the package."""
 BUILT_IN = {
-    "calculator": "jaxrl.environments.calculator:Calculator",
-    "guess_number": "jaxrl.environments.guess_number:GuessNumber",
-    "text_world": "jaxrl.environments.text_world:TextWorld",
+    "calculator": "jaxrl.environments.built_in:Calculator",
+    "guess_number": "jaxrl.environments.built_in:GuessNumber",
+    "text_world": "jaxrl.environments.built_in:TextWorld",
     **PACKAGES,
 }
 """Name -> where it is."""
@@ -134,25 +134,24 @@ def facts_of(
         ) from error
     if not tools and kind.step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
-    schemas = [_schema(source, tool) for tool in tools] if describe else []
+    schemas = []
+    for tool in tools if describe else ():
+        if isinstance(tool, SchemaTool):
+            schemas.append(tool.schema)
+            continue
+        from transformers.utils import get_json_schema  # takes seconds
+
+        try:
+            schema = get_json_schema(tool)
+        except Exception as error:  # whatever transformers raises
+            name = getattr(tool, "__name__", repr(tool))
+            raise UserError(
+                f"{KEY}: {source.text}: the tool {name} has no schema: "
+                f"{' '.join(str(error).split())}; give its arguments type hints, and its docstring"
+                " a section `Args:` with a line for each"
+            ) from error
+        schema["function"].pop("return", None)
+        schemas.append(schema)
     if not inspect.iscoroutinefunction(made.close):
         made.close()
     return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
-
-
-def _schema(source: EnvironmentSource, tool: Tool) -> JsonObject:
-    if isinstance(tool, SchemaTool):
-        return tool.schema
-    from transformers.utils import get_json_schema  # takes seconds
-
-    try:
-        schema: JsonObject = get_json_schema(tool)
-    except Exception as error:  # whatever transformers raises
-        name = getattr(tool, "__name__", repr(tool))
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{KEY}: {source.text}: the tool {name} has no schema: {reason}; give its arguments"
-            " type hints, and its docstring a section `Args:` with a line for each"
-        ) from error
-    schema["function"].pop("return", None)
-    return schema

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from jaxrl.checkpoint import store
 from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template
@@ -19,10 +23,8 @@ from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.environment_pool import EnvironmentPool
-from jaxrl.environments.environment_process import Prompted, Session
+from jaxrl.environments.environment_process import Observation, Prompted, Session
 from jaxrl.environments.environment_source import KEY, EnvironmentFacts, find
-from jaxrl.environments.journal import Journal, Place, forget
-from jaxrl.environments.observation import Observation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
@@ -33,6 +35,11 @@ MOST_WORKERS = 16
 """Processes where `environment.workers` is null, on a machine with many cores."""
 PROMPT = -1
 """Turn that stands for what `reset` returned, in records."""
+FOLDER = "episodes"
+_NAME = re.compile(r"(train|eval)-(\d+)\.jsonl")
+
+Place = tuple[int, int, int, int]
+"""Of an answer in the batches of a step: attempt, id of the prompt, sample, turn."""
 
 
 class Episodes:
@@ -97,7 +104,13 @@ class Episodes:
         if self._last is not None:
             self._last.give_up()
         if self.run_dir is not None:
-            forget(self.run_dir)
+            # No resumed run samples batches from before the newest checkpoint again.
+            newest = next(iter(store.folders(self.run_dir)), None)
+            for path in (self.run_dir / FOLDER).glob("*.jsonl"):
+                name = _NAME.fullmatch(path.name)
+                if newest is not None and name and int(name[2]) < int(newest.name):
+                    with suppress(OSError):
+                        path.unlink()
         batch = EpisodeBatch(
             self,
             prompts,
@@ -114,22 +127,18 @@ class Episodes:
         batch.openings = [opening_of(self.tokenizer, prompt.tokens) for prompt in begun]
         if facts.tools and not self._looked:
             self._looked = True
-            self._tell_unseen_tools(begun[0])
+            chat, own = chat_of(begun[0]), begun[0].columns.get("tools")
+            tools = own if isinstance(own, tuple) else ()
+            if chat is None or encode_prompt(self.tokenizer, chat, tools) == begun[0].tokens:
+                why = "text prompts have" if chat is None else "the chat template has"
+                self.notify(
+                    f"{KEY}: {self.source.text}: the model does not see its tools: {why} no place"
+                    " for them; say in the prompts what can be called, and how"
+                )
         return begun, batch
 
     def close(self) -> None:
         self.pool.close()
-
-    def _tell_unseen_tools(self, prompt: Prompt) -> None:
-        """Says so where a prompt is the same without the tools."""
-        chat, own = chat_of(prompt), prompt.columns.get("tools")
-        tools = own if isinstance(own, tuple) else ()
-        if chat is None or encode_prompt(self.tokenizer, chat, tools) == prompt.tokens:
-            why = "text prompts have" if chat is None else "the chat template has"
-            self.notify(
-                f"{KEY}: {self.source.text}: the model does not see its tools: {why} no place for"
-                " them; say in the prompts what can be called, and how"
-            )
 
     def _encoded(self, prompt: Prompt, first: Prompted | None, facts: EnvironmentFacts) -> Prompt:
         """Returns the prompt as the environment begins it."""
@@ -164,18 +173,13 @@ class Episodes:
 
 @dataclass
 class _Episode:
-    prompt: int
-    """Index of its prompt in the batch."""
+    prompt: int  # index in the batch
     sample: int
     session: Session
-    chain: str
-    """Digest of the environment and of all turns so far."""
-    turn: int = 0
-    """Turns of the model that were answered."""
-    opening: str = ""
-    """What opens the thoughts with which the model's next turn begins."""
-    replaying: bool = True
-    """Whether the records may still have its next answer."""
+    chain: str  # digest of the environment and of all turns so far
+    turn: int = 0  # turns of the model that were answered
+    opening: str = ""  # of the thoughts with which the model's next turn begins
+    replaying: bool = True  # whether the records may still have its next answer
 
 
 def pool_of(config: Config, workers: int) -> EnvironmentPool:
@@ -204,23 +208,16 @@ class EpisodeBatch:
         episodes: Episodes,
         prompts: Sequence[Prompt],
         n: int,
-        most: int,
-        name: tuple[int, int],
+        most: int,  # tokens of the longest episode
+        name: tuple[int, int],  # number of the batch in this process, and attempt
         journal: Journal | None,
     ):
-        """
-        Args:
-            most: tokens of the longest episode.
-            name: number of the batch in this process, and attempt.
-        """
         self._all, self._prompts, self._n, self._most = episodes, prompts, n, most
         (self._number, self._attempt), self._journal = name, journal
-        self.firsts: dict[int, Prompted] = {}
-        """What `reset` returned, by the prompt's index."""
+        self.firsts: dict[int, Prompted] = {}  # what `reset` returned, by the prompt's index
+        self._recorded: set[int] = set()  # the prompts for which an earlier process recorded that
         self.openings: Sequence[str] = [""] * len(prompts)
         """What opens the model's thoughts at the end of the prompts."""
-        self._recorded: set[int] = set()
-        """The prompts for which that was recorded by an earlier process."""
         self._failures: dict[tuple[int, int], Failure] = {}
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], _Episode] = {}
@@ -238,11 +235,9 @@ class EpisodeBatch:
     def answer(
         self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
     ) -> Future[Reply]:
-        """Answers a turn, as `Partner` says."""
         return self._all.pool.submit(self._answer(prompt, sample, text, eos, length))
 
     def end(self, prompt: int, sample: int) -> None:
-        """Ends an episode, as `Partner` says."""
         self._all.pool.submit(self._all.pool.end(self._episode(prompt, sample).session))
 
     def give_up(self) -> None:
@@ -293,8 +288,8 @@ class EpisodeBatch:
         if last or length + len(tokens) >= self._most:
             return Reply(text=said, reward=result.reward, cut=True)
         if not tokens:
-            result = Failure("exception", f"{self._all.source.text}: its answer has no tokens")
-            return self._failed(episode, result)
+            text = f"{self._all.source.text}: its answer has no tokens"
+            return self._failed(episode, Failure("exception", text))
         return Reply(tokens, said, result.reward)
 
     async def _observe(self, episode: _Episode, turn: int, text: str) -> Observation | Failure:
@@ -314,15 +309,13 @@ class EpisodeBatch:
         await self._write(episode, turn, content)
         return result
 
-    def _place(self, episode: _Episode, turn: int) -> Place:
-        return self._attempt, self._prompts[episode.prompt].id, episode.sample, turn
-
     def _record(self, episode: _Episode, turn: int) -> JsonObject | None:
         """Returns what an earlier process recorded; None from the first turn on that it did not
         see."""
         if self._journal is None or not episode.replaying:
             return None
-        record = self._journal.read.get(self._place(episode, turn))
+        place = (self._attempt, self._prompts[episode.prompt].id, episode.sample, turn)
+        record = self._journal.read.get(place)
         if record is None or record["chain"] != episode.chain:
             episode.replaying = turn == PROMPT
             return None
@@ -330,8 +323,8 @@ class EpisodeBatch:
 
     async def _write(self, episode: _Episode, turn: int, content: JsonObject) -> None:
         if self._journal is not None:
-            record = {"chain": episode.chain, **content}
-            await self._journal.add(self._place(episode, turn), record)
+            place = (self._attempt, self._prompts[episode.prompt].id, episode.sample, turn)
+            await self._journal.add(place, {"chain": episode.chain, **content})
 
     def _failed(self, episode: _Episode, failure: Failure) -> Reply:
         """Returns the reply about an episode that failed; raises RunError where that is one too
@@ -339,7 +332,7 @@ class EpisodeBatch:
         failures, allowed = self._failures, self._all.environment.max_failures
         failures[episode.prompt, episode.sample] = failure
         total = len(self._prompts) * self._n
-        if len(failures) > allowed * len(self._prompts) * self._n:
+        if len(failures) > allowed * total:
             if self._journal is not None:
                 self._journal.forget_failures()
             late = sum(one.kind == "timeout" for one in failures.values())
@@ -361,6 +354,70 @@ class EpisodeBatch:
             chain = _digest(source.digest, known)
             self._episodes[prompt, sample] = _Episode(prompt, sample, session, chain)
         return self._episodes[prompt, sample]
+
+
+class Journal:
+    """The answers of environments in the batches of one step, on disk, a line of JSON for each.
+
+    A resumed run samples a batch again with the same bits, and so writes the same turns, as long as
+    the environments answer as they did: also those that draw random numbers, or look at the world.
+    """
+
+    def __init__(self, run_dir: Path, split: Split, step: int, notify: Callable[[str], None]):
+        """Reads what an earlier process recorded, to which it adds."""
+        self.path, self._notify = run_dir / FOLDER / f"{split}-{step}.jsonl", notify
+        self.read: dict[Place, JsonObject] = {}
+        """What it recorded; of two records of one place, the later."""
+        self._waiting: list[str] = []
+        self._writing = asyncio.Lock()
+        self._forgets = self._refused = False
+        for record in self._records():
+            self.read[tuple(record.pop("place"))] = record
+
+    async def add(self, place: Place, record: JsonObject) -> None:
+        """Writes an answer; in the file when this returns. A disk that refuses it is reported, and
+        stops no run."""
+        if self._forgets and "failure" in record:
+            return
+        self._waiting.append(json.dumps({"place": place, **record}) + "\n")
+        async with self._writing:  # what comes while another is written is written at once
+            lines, self._waiting = self._waiting, []
+            try:
+                await asyncio.to_thread(self._write, "".join(lines))
+            except OSError as error:
+                if not self._refused:
+                    self._notify(
+                        f"{self.path} cannot be written: {error.strerror}; a run that is killed now"
+                        " asks its environments again"
+                    )
+                self._refused = True
+
+    def forget_failures(self) -> None:
+        """Leaves none of the batch's failures, so that a run that ended because of them asks its
+        environments again once it is resumed."""
+        self._forgets = True
+        kept = [record for record in self._records() if "failure" not in record]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        with suppress(OSError):
+            store.put_file(self.path, lambda file: file.write_text(text))
+
+    def _write(self, lines: str) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(lines)
+
+    def _records(self) -> list[JsonObject]:
+        """Returns the whole lines of the file, if there is one; ends a line that a killed process
+        did not end."""
+        records = []
+        with suppress(OSError):
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
+                with suppress(ValueError):
+                    records.append(json.loads(line))
+            if text and not text.endswith("\n"):
+                self._write("\n")
+        return records
 
 
 def row_of(prompt: Prompt) -> JsonObject:

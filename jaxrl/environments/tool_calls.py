@@ -75,7 +75,9 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             text that closes thoughts without opening them begins with them.
         tools: what may be called. Where a form has no quotes, their types tell texts from numbers.
     """
-    text = _without_end(text)
+    text = text.rstrip()
+    while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
+        text = text[: text.rfind("<|")].rstrip()
     calls, at = _whole(text, 0, tools), 0
     if calls:
         return calls
@@ -94,28 +96,15 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
         began, at = at, mark.end()
         if mark.re is OPENS:
             closed = text.find(THOUGHTS[mark[0]], at)
-            if closed < 0 and not _opens_here(text, began, mark.start()):
+            # Thoughts begin a turn or a line, or follow other thoughts or a special token.
+            before = text[max(mark.start() - 80, began) : mark.start()].rstrip(" \t")
+            if closed < 0 and before.strip() and not before.endswith(("\n", "|>")):
                 continue  # it is only mentioned
             at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
         else:
             calls = []
         if whole := _whole(text, at, tools):
             return calls + whole
-
-
-def _opens_here(text: str, began: int, at: int) -> bool:
-    """Returns whether what opens thoughts stands where thoughts begin: at the beginning of the turn
-    or after other thoughts (`began`), at the beginning of a line, or after a special token."""
-    before = text[max(at - 80, began) : at].rstrip(" \t")
-    return not before.strip() or before.endswith(("\n", "|>"))
-
-
-def _without_end(text: str) -> str:
-    """Returns a turn without special tokens and white space at its end."""
-    text = text.rstrip()
-    while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
-        text = text[: text.rfind("<|")].rstrip()
-    return text
 
 
 def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
@@ -148,8 +137,7 @@ def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
-    """Parses the calls in a fence of a kind. A fence for code or data may hold other things, so
-    only calls of existing tools count there."""
+    """Parses the calls in a fence; one for code or data counts only for tools that there are."""
     names = [tool.__name__ for tool in tools]
     is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
     if kind.startswith("tool"):
@@ -242,12 +230,8 @@ def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 def _fields(
     mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Sequence[Tool], words: str
 ) -> Read:
-    """Reads arguments in tags, which are texts without quotes.
-
-    Args:
-        field: groups `key` and `value`, and perhaps `text`: whether the value is a text.
-        closes: what must follow; a turn that was cut may lack it.
-        words: the form, for a call that does not have it.
+    """Reads arguments in tags, which are texts without quotes; `closes` must follow, unless the
+    turn was cut. The groups of a field are `key`, `value` and perhaps `text`: whether it is one.
     """
     text, at = mark.string, mark.end()
     tool = {tool.__name__: tool for tool in tools}.get(mark["name"])
@@ -265,8 +249,7 @@ def _fields(
 
 
 def _typed(text: str, types: set[str] | None) -> object:
-    """Converts a text without quotes to a value of the given JSON types; None means that they are
-    not known."""
+    """Converts a text without quotes to a value of JSON types; None: they are not known."""
     if types == {"string"}:
         return text
     bare = text.strip()
@@ -410,8 +393,8 @@ def _call(value: object) -> Call:
 
 
 def _arguments(value: object) -> Arguments:
-    """Returns arguments given as an object, as its JSON in a text, perhaps encoded twice, or as
-    nothing. Raises ValueError if they are anything else."""
+    """Returns arguments given as an object, as its JSON, perhaps encoded twice, or as nothing.
+    Raises ValueError if they are anything else."""
     for _ in range(2):
         if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else None

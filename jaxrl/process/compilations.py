@@ -22,8 +22,7 @@ class Compilations:
         return Compilations(self.programs + other.programs, self.seconds + other.seconds)
 
     def since(self, before: Compilations) -> Compilations:
-        """Returns what came after `before`; never negative, though a restarted process starts from
-        zero."""
+        """Returns what came after `before`; never negative, though a new process starts from 0."""
         programs, seconds = self.programs - before.programs, self.seconds - before.seconds
         return Compilations(max(0, programs), max(0.0, seconds))
 

@@ -43,8 +43,6 @@ def enable_compile_cache(path: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-Entry = tuple[object, int | None]
-"""Of the cache: a compiled program and the seconds that took, or None twice."""
 _KEPT: OrderedDict[str, tuple[object, int]] = OrderedDict()
 """Key in the cache (on a CPU it names the devices too) -> an unordered program that this process
 compiled, and the seconds that took; the one used last stands at the end."""
@@ -66,8 +64,32 @@ def compile_unordered_programs_again() -> None:
     cores: of runs of 60 to 100 updates whose programs came from the cache, 2 of 3 hung with jaxlib
     0.10.2 and 4 of 4 with 0.12.0; whose programs were compiled by the process itself, none did.
     """
-    _wrap_once("get_executable_and_time", _without_unordered)
-    _wrap_once("put_executable_and_time", _unless_unordered)
+    read: Callable[..., Any] = compilation_cache.get_executable_and_time
+    write: Callable[..., None] = compilation_cache.put_executable_and_time
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @wraps(read)
+    def read_ordered(key: str, *args: object) -> tuple[object, int | None]:
+        if key in _KEPT:
+            _KEPT.move_to_end(key)
+            return _KEPT[key]
+        program, seconds = read(key, *args)
+        return (None, None) if _is_unordered(program) else (program, seconds)
+
+    @wraps(write)
+    def write_ordered(
+        key: str, name: str, program: Any, backend: Any, seconds: int, *more: Any
+    ) -> None:
+        if not _is_unordered(program):
+            write(key, name, program, backend, seconds, *more)
+            return
+        _KEPT[key] = program, seconds
+        while len(_KEPT) > _KEPT_AT_MOST:
+            _KEPT.popitem(last=False)
+
+    setattr(compilation_cache, read.__name__, read_ordered)
+    setattr(compilation_cache, write.__name__, write_ordered)
 
 
 def collectives_lose_order(hlo: str) -> bool:
@@ -77,8 +99,7 @@ def collectives_lose_order(hlo: str) -> bool:
 
 
 def _is_unordered(program: Any) -> bool:
-    """Returns whether a compiled program, or what else it may be, is one of a CPU that loses its
-    order."""
+    """Returns whether this is a compiled program of a CPU whose collectives lose their order."""
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
     # Half the text, in half the time; no public module has its options.
@@ -86,41 +107,3 @@ def _is_unordered(program: Any) -> bool:
     form.print_metadata = form.print_operand_shape = form.print_backend_config = False
     form.print_large_constants = False
     return any(collectives_lose_order(module.to_string(form)) for module in program.hlo_modules())
-
-
-def _without_unordered(read: Callable[..., Entry]) -> Callable[..., Entry]:
-    """Wraps the reads of the cache, in which an unordered program is found only if this process
-    made it."""
-
-    @wraps(read)
-    def found(key: str, *args: object) -> Entry:
-        if key in _KEPT:
-            _KEPT.move_to_end(key)
-            return _KEPT[key]
-        program, seconds = read(key, *args)
-        return (None, None) if _is_unordered(program) else (program, seconds)
-
-    return found
-
-
-def _unless_unordered(write: Callable[..., None]) -> Callable[..., None]:
-    """Writes to the cache, of all programs but unordered ones, which stay in memory."""
-
-    @wraps(write)
-    def stored(
-        key: str, name: str, program: object, backend: object, seconds: int, *more: object
-    ) -> None:
-        if not _is_unordered(program):
-            write(key, name, program, backend, seconds, *more)
-            return
-        _KEPT[key] = program, seconds
-        while len(_KEPT) > _KEPT_AT_MOST:
-            _KEPT.popitem(last=False)
-
-    return stored
-
-
-def _wrap_once(name: str, wrap: Callable[..., object]) -> None:
-    function = getattr(compilation_cache, name)
-    if not hasattr(function, "__wrapped__"):
-        setattr(compilation_cache, name, wrap(function))

@@ -18,12 +18,8 @@ JAX_SHARE = 0.75
 
 
 def given_share() -> float | None:
-    """Returns the share that the user set, under either name; the new one counts before the old
-    one.
-
-    Raises:
-        UserError: it is no number above 0.
-    """
+    """Returns the share that the user set; the new name counts before the old one. Raises
+    UserError where it is no number above 0."""
     for name in (VARIABLE, OLD_NAME):
         text = os.environ.get(name, "")
         if not text:

@@ -21,8 +21,7 @@ def is_plugin(text: str) -> bool:
 
 
 def anchored(text: str, folder: Path) -> str:
-    """Returns `text` with a relative path of a file made absolute: relative paths start at
-    `folder`."""
+    """Returns `text` with a relative path of a file, which starts at `folder`, made absolute."""
     place, colon, name = text.rpartition(":")
     if not colon or not is_file(place):
         return text
@@ -51,15 +50,10 @@ def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
                 f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"
                 " the config file that names it, or from the working directory)"
             )
-        return str(path), name, digest_of(path)
+        return str(path), name, hashlib.sha256(path.read_bytes()).hexdigest()
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{key}: {text}: {place!r} is neither a .py file nor the name of a module")
     return place, name, ""
-
-
-def digest_of(path: Path) -> str:
-    """Returns the sha256 of a file, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def is_file(place: str) -> bool:
@@ -103,7 +97,7 @@ def load_located(key: str, place: str, name: str, digest: str, kind: str) -> Any
     Raises:
         UserError: its file has changed since, or as `load_object` raises it.
     """
-    if digest and digest_of(Path(place)) != digest:
+    if digest and hashlib.sha256(Path(place).read_bytes()).hexdigest() != digest:
         raise UserError(
             f"{key}: {place} has changed since the run began: a part of the run would be with"
             f" another {kind}; start the run again"

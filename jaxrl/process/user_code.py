@@ -50,7 +50,6 @@ LOOK_S, LAST_LOOK_S = 0.25, 0.01
 ASYNC_SLACK_S = 1.0
 """A process cancels an awaited call at its timeout; so much later the process is killed."""
 MAX_PROCESSES = 256
-"""Default of `max_processes`."""
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 Facts = TypeVar("Facts")
@@ -73,13 +72,10 @@ class Lost(Exception):
     def __init__(
         self, kind: Literal["timeout", "exception"], text: str, guilty: bool | None = None
     ):
-        """
-        Args:
-            guilty: whether the call that raises this is to blame; None: nobody knows.
-        """
         super().__init__(text)
         self.kind: Literal["timeout", "exception"] = kind
         self.guilty = guilty
+        """Whether the call that raises this is to blame; None: nobody knows."""
 
 
 class ProcessAnswer(BaseModel, extra="forbid"):
@@ -95,10 +91,9 @@ class FailedAnswer(ProcessAnswer):
 
 
 class ReadyAnswer(ProcessAnswer, Generic[Facts]):
-    """The first one: the user's code is loaded."""
+    """The first one: the user's code is loaded, in the process with the id `ready`."""
 
     ready: int
-    """Process id of the one that runs it, under the guard."""
     facts: Facts
 
 
@@ -118,6 +113,10 @@ class BegunAnswer(ProcessAnswer):
     begin: int
     """Number of the times that it is called in this call."""
     awaits: bool = False
+
+
+CommonAnswer = BegunAnswer | ImportsAnswer | RefusedAnswer
+"""Those of every service."""
 
 
 @dataclass(eq=False)
@@ -151,8 +150,7 @@ class UserProcess:
     ):
         """Starts it. The arguments are `UserCodePool`'s."""
         self._timeout, self._startup = timeout, startup
-        self.worker: int | None = None
-        """Process id of the one that runs the user's code, under the guard."""
+        self.worker: int | None = None  # id of the process that runs the code, under the guard
         self.killed = False
         self.limit: asyncio.Timeout | None = None
         """Of the wait for its next answer."""
@@ -223,20 +221,16 @@ class UserProcess:
             noise += len(line)
             try:
                 answer = self._shape.validate_json(line, strict=True) if line != b"\n" else None
-            except ValidationError:
-                self._check_text(line)
+            except ValidationError:  # text, a line that is like an answer, or the guard's report
+                with suppress(ValueError, RecursionError):
+                    self._refuse(json.loads(line))
                 continue
             if answer is not None and 1 <= answer.order <= self._number:
                 return answer
         raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are no answer")
 
-    def _check_text(self, line: bytes) -> None:
-        """Raises Lost where a line is the guard's report, or is like an answer without being one;
-        any other text is no matter."""
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            return
+    def _refuse(self, answer: object) -> None:
+        """Raises Lost where JSON is the guard's report, or is like an answer without being one."""
         if not isinstance(answer, dict):
             return
         if isinstance(how := answer.get("ended"), int | str):

@@ -29,8 +29,8 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, NoReturn, TypeVar
@@ -113,10 +113,14 @@ class Call:
     ) -> Any:
         """Calls the user's code and awaits what it returns, if that can be awaited. Raises
         CodeFailed where it raises anything, or what is awaited is late."""
-        limit = None
+        limit, loop = None, asyncio.get_running_loop()
         try:
-            with nullcontext() if inspect.iscoroutinefunction(function) else without_loop():
+            if not inspect.iscoroutinefunction(function):
+                asyncio._set_running_loop(None)  # it may call `asyncio.run`
+            try:
                 result = function(*args, **columns)
+            finally:
+                asyncio._set_running_loop(loop)
             if inspect.isawaitable(result):
                 if not self._awaits:
                     self._awaits = True
@@ -172,7 +176,15 @@ def main(service: str, section: str, shared: int, parent: int, max_processes: in
         os.dup2(prints, 2)
         for descriptor in (nothing, printed, prints):
             os.close(descriptor)
-        _work(load, section, calls, answers, shared)
+        _heed_signals_in_children()
+        faulthandler.enable(shared)
+        faulthandler.register(signal.SIGUSR1, shared, all_threads=False)
+        # Where memory runs out, this process is the one to end, not the run.
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        with suppress(BrokenPipeError):  # the run has closed the pipes
+            _answer_calls(load, section, calls, answers, mmap.mmap(shared, CELL))
+        _leave()
     os.close(calls)
     os.close(prints)
     output = threading.Thread(target=_show, args=(printed, section), daemon=True)
@@ -188,6 +200,22 @@ def main(service: str, section: str, shared: int, parent: int, max_processes: in
 
 def _ignore(*_: object) -> None:
     pass
+
+
+def _heed_signals_in_children() -> None:
+    """Gives processes that the user's code forks the default handlers; no signal is lost."""
+
+    def heed_signals() -> None:
+        for number in ASKING:
+            if signal.getsignal(number) is _ignore:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING),
+        after_in_child=heed_signals,
+    )
 
 
 def _watch(parent: int, answers: int, max_processes: int, section: str) -> None:
@@ -239,33 +267,6 @@ def family(pid: int) -> list[psutil.Process]:
     with suppress(psutil.Error):
         return [child for child in psutil.Process(pid).children(recursive=True) if runs(child)]
     return []
-
-
-def _work(
-    load: Callable[..., Answerer], section: str, calls: int, answers: int, shared: int
-) -> None:
-    """Runs the user's code, in the process that the guard forked."""
-
-    def heed_signals() -> None:  # in a process that the user's code has forked
-        for number in ASKING:
-            if signal.getsignal(number) is _ignore:
-                signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-
-    os.register_at_fork(  # none is lost between
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING),
-        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING),
-        after_in_child=heed_signals,
-    )
-    faulthandler.enable(shared)
-    faulthandler.register(signal.SIGUSR1, shared, all_threads=False)
-    # Where memory runs out, this process is the one to end, not the run.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-    with suppress(BrokenPipeError):  # the run has closed the pipes
-        _answer_calls(load, section, calls, answers, mmap.mmap(shared, CELL))
-    _leave()
 
 
 def _leave() -> NoReturn:
@@ -360,17 +361,6 @@ def _marked_task(
         return await marked()
 
     return asyncio.Task(awaited(), loop=loop, **options)
-
-
-@contextmanager
-def without_loop() -> Iterator[None]:
-    """Hides the event loop from code that is not `async def`, which may call `asyncio.run`."""
-    loop = asyncio.get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(loop)
 
 
 def traceback_of_user(error: BaseException) -> str:

@@ -39,24 +39,14 @@ def exclude_nondeterministic() -> None:
 
 
 def wait_for_slow_devices() -> None:
-    """Lets the emulated devices of this process wait for each other as long as the run does, where
-    jax has not started yet.
-    """
+    """Lets the emulated devices of this process wait for each other as long as the run does."""
     add_flag(PATIENT)
 
 
 def worker_environment(deterministic: bool) -> dict[str, str]:
-    """Returns variables of a process on any host, whose own flags are kept (Ray fills the braces
-    in)."""
+    """Returns variables of a process on any host that keeps its flags (Ray fills in the braces)."""
     flags = [PATIENT, *([DETERMINISTIC] if deterministic else [])]
     return {VARIABLE: " ".join([f"${{{VARIABLE}}}", *flags])}
-
-
-def has_accelerator() -> bool:
-    """Returns whether this host may have a GPU or TPU; asks no driver."""
-    if not sys.platform.startswith("linux"):
-        return True
-    return any(any(Path("/dev").glob(pattern)) for pattern in DEVICE_FILES)
 
 
 def ignore_absent_accelerators() -> None:
@@ -65,15 +55,15 @@ def ignore_absent_accelerators() -> None:
 
     Call it before jax starts; a choice by JAX_PLATFORMS is kept.
     """
-    if os.environ.get("JAX_PLATFORMS") or has_accelerator():
+    if os.environ.get("JAX_PLATFORMS") or not sys.platform.startswith("linux"):
         return
-    if not xla_bridge.backends_are_initialized():
+    present = any(any(Path("/dev").glob(pattern)) for pattern in DEVICE_FILES)
+    if not present and not xla_bridge.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
 
 
 def add_flag(flag: str) -> bool:
-    """Returns whether XLA has the flag, or one of its name that somebody else gave, when jax
-    starts."""
+    """Returns whether XLA has the flag, or another of its name, when jax starts."""
     flags = os.environ.get(VARIABLE, "").split()
     if any(given.partition("=")[0] == flag.partition("=")[0] for given in flags):
         return True

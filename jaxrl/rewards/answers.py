@@ -67,17 +67,8 @@ NUMBER = re.compile(
     rf"(?:\d+ \d+\s?/\s?\d+(?!\d|\.\d)|{_UNSIGNED})"
 )
 """In a text that `plain` returned. A sign, thousands commas, decimals, exponents, a/b, `1 1/2`."""
-_SCALES = {
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "lakh": 10**5,
-    "million": 10**6,
-    "crore": 10**7,
-    "billion": 10**9,
-    "bn": 10**9,
-    "trillion": 10**12,
-}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6}
+_SCALES |= {"crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12}
 _SCALE = "|".join(_SCALES)
 _WHOLE = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<money>[$€£]?)\s*(?P<sign2>[-+]?)\s*"
@@ -166,8 +157,7 @@ class Number:
     """The unit of a decimal's last digit, 1/100 of `1.25`; 0 of what is spelled exactly."""
 
     def same(self, other: Number) -> bool:
-        """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 is not y =
-        5."""
+        """Returns whether both are equal: 50% is 50 and 0.5; 5 cm is 5, not 5 m; x = 5 no y = 5."""
         for both in ({self.unit, other.unit}, {self.name, other.name}):
             if len(both) == 2 and "" not in both:
                 return False
@@ -189,8 +179,7 @@ def same_number(a: Fraction, b: Fraction, step: Fraction) -> bool:
 
 
 def step_of(number: str, value: Fraction) -> Fraction:
-    """Returns the unit of the last digit of a decimal that `NUMBER` found; 0 where its value is
-    whole."""
+    """Returns the unit of the last digit of a decimal of `NUMBER`; 0 where its value is whole."""
     digits = re.search(r"\.(\d*)(?:[eE]([-+]?\d+))?\Z", number)
     if digits is None or value.denominator == 1:
         return Fraction(0)
@@ -228,15 +217,13 @@ def final_answer(text: str) -> str:
 
 
 def stated(text: str) -> str | None:
-    """Returns the rest of the last sentence that contains `answer is` or `answer:`, or None if
-    there is none."""
+    """Returns the rest of the last sentence that contains `answer is` or `answer:`, or None."""
     found = [m[1].strip(" *") for m in _STATED.finditer(text)]
     return found[-1] if found and found[-1] else None
 
 
 def read_number(text: str) -> Number | None:
-    """Returns the number that makes up the whole text, with its unit, currency or per cent, or else
-    None.
+    """Returns the number, with its unit, currency or per cent, that is the whole text, or None.
 
     `x = 5` and `2 + 3 = 5` are 5. A unit is any words behind the number that cannot change it.
     """
@@ -250,7 +237,7 @@ def read_number(text: str) -> Number | None:
         spelled = inner[1].strip()
     spelled = re.sub(r"\A(?:\\approx|\\sim|[≈~])\s*", "", spelled)
     named = _NAME.match(spelled)
-    spelled = spelled[_end(named) :]
+    spelled = spelled[named.end() if named else 0 :]
     before, _, last = spelled.rpartition("=")
     if named and re.search(r"(?:\A|=)\s*[A-Za-z]\s*\Z", before):  # a = b = 1 is of two values
         return None
@@ -284,8 +271,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Returns the last number in a text, or None if there is none or if it is part of an
-    expression."""
+    """Returns the last number in a text; None without one, or where it is part of an expression."""
     spelled = _AREA.sub("", plain(text))
     found = list(NUMBER.finditer(spelled))
     if not found:
@@ -338,12 +324,10 @@ def given_expression(text: str) -> str | Number | None:
 
 def given_texts(text: str) -> list[str]:
     """Returns the texts that may be the answer of a completion when that answer is words."""
-    answer = marked(text)
-    if answer is None:
-        answer = stated(text)
-    if answer is not None:
-        return [answer]
-    return [text, *map(_content, list(_FORMULA.finditer(text))[-1:])]
+    for answer in (marked(text), stated(text)):
+        if answer is not None:
+            return [answer]
+    return [text, *(m[m.lastindex or 0] for m in list(_FORMULA.finditer(text))[-1:])]
 
 
 def plain(text: str) -> str:
@@ -353,7 +337,7 @@ def plain(text: str) -> str:
     text = tidy(text)
     text = _REPEATING.sub(_repeating, text)
     text = _FRACTION.sub(_fraction, text)
-    text = _TIMES_TEN.sub(_times_ten, text)
+    text = _TIMES_TEN.sub(lambda m: f"{'' if m['times'] else '1'}e{m['braced'] or m['bare']}", text)
     for _ in range(3):  # one in another
         text = _WRAPPER.sub(r" \1 ", text)
     text = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree", "°", text)
@@ -362,8 +346,7 @@ def plain(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Returns a text with ASCII in place of typographic characters, and without LaTeX's spaces and
-    separators."""
+    """Returns a text in ASCII where it is typographic, without LaTeX's spaces and separators."""
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + _ascii(m[0]), text)
@@ -374,14 +357,8 @@ def tidy(text: str) -> str:
 
 
 _CHARACTERS = {"\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot "}
-_CHARACTERS |= {
-    "\u00a0": " ",
-    "\u202f": " ",
-    "\u2009": " ",
-    "\uff0c": ",",
-    "\u2044": "/",
-    "\\colon": ":",
-}
+_CHARACTERS |= {"\u00a0": " ", "\u202f": " ", "\u2009": " ", "\uff0c": ",", "\u2044": "/"}
+_CHARACTERS |= {"\\colon": ":"}
 
 
 def _ascii(text: str) -> str:
@@ -393,14 +370,6 @@ def _bare(text: str) -> str:
     return text.lstrip(" ,;:*`").rstrip(" .,;:*`")
 
 
-def _end(match: re.Match[str] | None) -> int:
-    return 0 if match is None else match.end()
-
-
-def _content(formula: re.Match[str]) -> str:
-    return next(group for group in formula.groups() if group is not None)
-
-
 def _changed(before: str, after: str) -> bool:
     """Returns whether the words around a number or a formula change its value."""
     return bool(_WORDS_BEFORE.search(before[-80:]) or _WORDS_AFTER.match(after))
@@ -409,7 +378,7 @@ def _changed(before: str, after: str) -> bool:
 def _unchanged(formula: re.Match[str]) -> str | None:
     before, after = formula.string[: formula.start()], formula.string[formula.end() :]
     changed = _changed(before, after) or re.match(rf"\s?(?:{_SCALE})s?\b", after)
-    return None if changed else _content(formula)
+    return None if changed else str(formula[formula.lastindex or 0])
 
 
 def _is_expression(text: str) -> bool:
@@ -452,16 +421,13 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
 
 
 def unit_of(rest: str) -> str | None:
-    """Returns the unit that the text behind a number is: "" if there is none, None if the text is
-    something else."""
+    """Returns the unit that the text behind a number is: "" if none, None if it is no unit."""
     rest = rest.rstrip(" .,;:")
     m = _UNIT.fullmatch(rest)
     if rest == "" or m is None:
         return "" if rest == "" else None
-    if m["degree"]:
-        return "°"
-    if m["ordinal"]:
-        return ""
+    if m["degree"] or m["ordinal"]:
+        return "°" if m["degree"] else ""
     words = [re.sub(r"[.']", "", word).lower() for word in re.split(r"[ /-]+", m["words"])]
     known = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
     if any(word in _NO_UNITS or word.removesuffix("s") in _NO_UNITS for word in words):
@@ -487,8 +453,7 @@ def _repeating(m: re.Match[str]) -> str:
 
 
 def _fraction(m: re.Match[str]) -> str:
-    """Returns `a/b` with one sign in front, and a space before it if it is part of a mixed
-    number."""
+    """Returns `a/b` with one sign in front; before it a space if it is part of a mixed number."""
     over, under = (re.sub(r"[\s,]", "", m[i] or m[i + 1]) for i in (1, 3))
     negative = (over[0] == "-") != (under[0] == "-")
     before = m.string[: m.start()].rstrip()[-1:]
@@ -496,10 +461,6 @@ def _fraction(m: re.Match[str]) -> str:
     if negative:
         return f"*-{text}" if before.isalnum() else f"-{text}"
     return f" {text}" if before.isdigit() else text
-
-
-def _times_ten(m: re.Match[str]) -> str:
-    return f"{'' if m['times'] else '1'}e{m['braced'] or m['bare']}"
 
 
 def _to_fraction(text: str) -> Fraction | None:
@@ -566,9 +527,8 @@ def same_literal(wanted: str, text: str) -> bool:
         )
         return m is not None and (m[1] or m[2]).lower() == wanted
     digits, base, _ = wanted.partition("_")
-    if wanted in (literal(text), _words(text)):
-        return True
-    return bool(base) and spelled(text).lower() == digits
+    same = wanted in (literal(text), _words(text))
+    return same or (bool(base) and spelled(text).lower() == digits)
 
 
 def same_answer(a: str, b: str) -> bool:

@@ -15,8 +15,7 @@ from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
 from jaxrl.rewards.functions import KEY, find
-from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.reward_pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
 
@@ -122,10 +121,7 @@ class RewardFunctions:
                         f" `{needed}`{near(needed, columns)}; the data has {known} (a parameter"
                         " with a default value may be missing)"
                     )
-        return self._check_verifiers(prompts)
-
-    def _check_verifiers(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Judges an empty completion for each prompt, before hours of sampling."""
+        # Each verifier judges an empty completion for each prompt, before hours of sampling.
         notes = []
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty, self.opening) for prompt in prompts]
@@ -207,16 +203,35 @@ class RewardFunctions:
             unjudged = len(none - one.failures.keys())
             metrics[f"reward/{name}/unjudged"] = float(unjudged)
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
-        notes = _notes(total[:n], {name: v[:n] for name, v in used.items()}, scores, config)
+        notes = []
+        for name, one in scores.items():
+            if one.failures:
+                first = next(iter(one.failures.values()))
+                notes.append(
+                    f"rewards: {name} failed on {len(one.failures)} of {n} completions, which have"
+                    f" no reward; the first, {first.kind}: {first.text}"
+                )
+            if one.slow_calls:
+                notes.append(
+                    f"rewards: {one.slow_calls} calls of {name} with several completions took"
+                    f" longer than reward.timeout={config.timeout:g} s; each completion was judged"
+                    " by itself"
+                )
+        if n and np.isnan(total[:n]).all():
+            lacking = ", ".join(f"{name}: {np.isnan(v[:n]).sum()}" for name, v in used.items())
+            notes.append(
+                f"rewards: none of the {n} completions has a reward, so nothing is learned from"
+                f" them; without one of {lacking}"
+            )
         turns = [turn for completion in rollout.completions for turn in completion.turns]
         if list(weights) == [ENVIRONMENT] and all(turn.reward is None for turn in turns):
-            notes += (
+            notes.append(
                 f"rewards: the environment gave no turn of {n} episodes a reward, and nothing else"
-                " rewards them, so nothing is learned from them",
+                " rewards them, so nothing is learned from them"
             )
         said = [[s.messages.get(i, "") for s in scores.values()] for i in range(n)]
         messages = tuple("\n".join(filter(None, lines)) for lines in said)
-        return RewardReport(total, task, values, metrics, notes, messages)
+        return RewardReport(total, task, values, metrics, tuple(notes), messages)
 
     def close(self) -> None:
         self.pool.close()
@@ -279,31 +294,3 @@ def reward_stats(total: np.ndarray, values: Mapping[str, np.ndarray]) -> dict[st
         if not np.isnan(given).all():
             row[f"reward/{name}/mean"] = float(np.nanmean(given))
     return row
-
-
-def _notes(
-    total: np.ndarray,
-    used: Mapping[str, np.ndarray],
-    scores: Mapping[str, Scores],
-    config: RewardConfig,
-) -> tuple[str, ...]:
-    notes = []
-    for name, one in scores.items():
-        if one.failures:
-            first = next(iter(one.failures.values()))
-            notes.append(
-                f"rewards: {name} failed on {len(one.failures)} of {len(total)} completions, which"
-                f" have no reward; the first, {first.kind}: {first.text}"
-            )
-        if one.slow_calls:
-            notes.append(
-                f"rewards: {one.slow_calls} calls of {name} with several completions took longer"
-                f" than reward.timeout={config.timeout:g} s; each completion was judged by itself"
-            )
-    if len(total) and np.isnan(total).all():
-        lacking = ", ".join(f"{name}: {int(np.isnan(v).sum())}" for name, v in used.items())
-        notes.append(
-            f"rewards: none of the {len(total)} completions has a reward, so nothing is learned"
-            f" from them; without one of {lacking}"
-        )
-    return tuple(notes)

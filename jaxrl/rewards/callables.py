@@ -54,7 +54,14 @@ def bind(
             entries[named.index(PREFIX + name)] = text
         else:
             entries.append(text)
-        given[text] = _pickled(function, name)
+        try:
+            given[text] = cloudpickle.dumps(function)
+        except Exception as error:
+            raise UserError(
+                f"rewards: {name} cannot be sent to a process of its own: {type(error).__name__}:"
+                f" {error}; take what cannot be pickled out of it, or write it in a file and name"
+                " it in reward.functions as path.py:function"
+            ) from error
     reward = config.reward.model_dump() | {"functions": entries}
     return type(config).parse(dict(config) | {"reward": reward}), given
 
@@ -82,14 +89,3 @@ def _inner(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function
-
-
-def _pickled(function: Callable[..., object], name: str) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(function))
-    except Exception as error:
-        raise UserError(
-            f"rewards: {name} cannot be sent to a process of its own: {type(error).__name__}:"
-            f" {error}; take what cannot be pickled out of it, or write it in a file and name it in"
-            " reward.functions as path.py:function"
-        ) from error

@@ -68,8 +68,7 @@ _BARE_UNIT = re.compile(
 
 
 def judge(completion: str, answer: str) -> float | None:
-    """Returns 1 if the completion gives the answer, else 0, or None if the answer is not
-    understood."""
+    """Returns 1 if the completion gives the answer, else 0; None if it is not understood."""
     wanted = literal(answer)
     if wanted is not None:
         return float(any(same_literal(wanted, text) for text in given_texts(completion)))
@@ -136,7 +135,14 @@ def _equal_expressions(gold: Any, found: Any) -> bool:
         value = _assigned(gold)
         return value is not None and _equal(value, found)
     if _is_inequality(gold) and _is_inequality(found):
-        return _same_solutions(gold, found)
+        if verify([gold], [found], timeout_seconds=None):
+            return True
+        if len(gold.free_symbols) != 1 or gold.free_symbols != found.free_symbols:
+            return False
+        try:
+            return bool(gold.as_set() == found.as_set())
+        except Exception:  # not every inequality is solved
+            return False
     if _is_constant(gold) and _is_constant(found):
         return _same_value(gold, found)
     if any(_is_constant(x) and _bits(x) > EXACT_BITS for x in (gold, found)):
@@ -156,27 +162,13 @@ def _equal_expressions(gold: Any, found: Any) -> bool:
         chains = [len(getattr(x, "_unsorted_args", None) or [x]) > 1 for x in (gold, found)]
         if all(chains) and gold.free_symbols != found.free_symbols:
             return False
-        if _derivatives(gold) != _derivatives(found):
+        # math-verify would compute derivatives such as dy/dx to be 0.
+        derivatives = [
+            {x for x in one.atoms(sympy.Derivative) if x.expr.is_Symbol} for one in (gold, found)
+        ]
+        if derivatives[0] != derivatives[1]:
             return False
     return bool(verify([gold], [found], timeout_seconds=None))
-
-
-def _derivatives(expression: Any) -> set[Any]:
-    """Finds derivatives such as dy/dx, which math-verify would compute to be 0."""
-    return {x for x in expression.atoms(sympy.Derivative) if x.expr.is_Symbol}
-
-
-def _same_solutions(gold: Any, found: Any) -> bool:
-    """Returns whether two inequalities are equal, or have the same solutions in their only
-    symbol."""
-    if verify([gold], [found], timeout_seconds=None):
-        return True
-    if len(gold.free_symbols) != 1 or gold.free_symbols != found.free_symbols:
-        return False
-    try:
-        return bool(gold.as_set() == found.as_set())
-    except Exception:  # not every inequality is solved
-        return False
 
 
 def _same_value(a: Any, b: Any) -> bool:
@@ -186,7 +178,9 @@ def _same_value(a: Any, b: Any) -> bool:
     if bits > EXACT_BITS:
         powers = isinstance(a, sympy.Pow) and isinstance(b, sympy.Pow) and a.base == b.base
         return bool(a == b or (powers and _same_value(a.exp, b.exp)))
-    a, b = (x.xreplace({f: _rational(f) for f in x.atoms(sympy.Float)}).doit() for x in (a, b))
+    a, b = (
+        x.xreplace({f: sympy.Rational(str(f)) for f in x.atoms(sympy.Float)}).doit() for x in (a, b)
+    )
     difference = a - b
     if difference.is_Rational:
         return bool(difference == 0)
@@ -218,21 +212,16 @@ def _bits(x: Any) -> float:
     return sum(args) + 2
 
 
-def _rational(decimal: Any) -> Any:
-    """Returns a decimal as it was spelled, with at most 15 digits."""
-    return sympy.Rational(str(decimal))
-
-
 def _decimal(decimal: Any) -> Number:
-    value, digits = _rational(decimal), str(decimal).partition("e")[0].rstrip("0")
+    """Converts a decimal of sympy as it was spelled, with at most 15 digits."""
+    value, digits = sympy.Rational(str(decimal)), str(decimal).partition("e")[0].rstrip("0")
     exponent = int(str(decimal).partition("e")[2] or 0) - len(digits.partition(".")[2])
     step = Fraction(10) ** exponent if value.q > 1 else Fraction(0)
     return Number(Fraction(int(value.p), int(value.q)), step=step)
 
 
 def _is_value(constant: Any, number: Number) -> bool:
-    """Returns whether a number equals a constant: exactly or, if it is a decimal, after
-    rounding."""
+    """Returns whether a number equals a constant: exactly or, if a decimal, after rounding."""
     for value in {number.value, number.value / 100} if number.percent else {number.value}:
         if _same_value(constant, sympy.Rational(value.numerator, value.denominator)):
             return True
@@ -259,8 +248,7 @@ def _is_inequality(expression: Any) -> bool:
 
 
 def _assigned(relation: Any) -> Any:
-    """Returns the value of `x = 5`, `f(x) = x + 5` or `2 + 3 = 5`, or None for any other
-    relation."""
+    """Returns the value of `x = 5`, `f(x) = x + 5` or `2 + 3 = 5`; None for other relations."""
     parts = list(getattr(relation, "_unsorted_args", ())) or [relation]
     left = parts[0].args[0] if parts[0].args else parts[0]
     named = isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef)
@@ -299,19 +287,18 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _unit(text: str) -> str:
-    r"""Returns the unit behind an expression, as in `10\sqrt3\text{ cm}`; empty if no known one is
-    there."""
+    r"""Returns the known unit behind an expression, as in `10\sqrt3\text{ cm}`, or ""."""
     text = tidy(text).replace("$", "").rstrip(" .,;:*`")
     m = _UNIT.search(text) or _BARE_UNIT.search(text)
     return (unit_of(plain(m[0])) or "") if m else ""
 
 
 def _latex(text: str) -> str:
-    """Writes an answer as LaTeX: without delimiters, units and prose, and with its characters as
-    commands."""
+    """Writes an answer as LaTeX: no delimiters, units and prose; its characters as commands."""
     for old, new in _CHARACTERS.items():
         text = text.replace(old, new)
-    text = re.sub(r"\\[()]|\\\[|\\\](?!\])|\\[dtc]?frac(?=\s*[{\d])", _kept, tidy(text))
+    text = re.sub(r"\\[dtc]?frac(?=\s*[{\d])", r"\\frac", tidy(text))
+    text = re.sub(r"\\[()]|\\\[|\\\](?!\])", " ", text)
     text = re.sub(r"\s+", " ", text.replace("$", "")).lstrip(" ,;:*`").rstrip(" .,;:*`")
     text = _BARE_UNIT.sub("", _UNIT.sub("", text))
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", _FUNCTIONS.sub(r"\\\1 ", text))
@@ -324,14 +311,9 @@ def _latex(text: str) -> str:
     return text.strip()
 
 
-def _kept(m: re.Match[str]) -> str:
-    return r"\frac" if "frac" in m[0] else " "
-
-
 @lru_cache(maxsize=1024)
 def _expression(latex: str) -> Any:
-    """Parses LaTeX into a sympy object; returns None if it is none. Constants may have the
-    imaginary unit."""
+    """Parses LaTeX into a sympy object, or None. Constants may have the imaginary unit."""
     # It would read 42 from `4 2`, and f(x) from `f'(x)`.
     if (
         not 0 < len(latex) <= LONGEST_EXPRESSION
@@ -352,18 +334,12 @@ def _expression(latex: str) -> Any:
     except Exception:  # its reader raises what it likes of what is no LaTeX
         return None
     if re.search(r"\bor\b", latex) and isinstance(found, sympy.Set):
-        found = _union(found)
+        # Solutions of inequalities in one symbol that are joined by `or`.
+        parts = list(found.args)
+        solvable = all(_is_inequality(x) and len(x.free_symbols) == 1 for x in parts)
+        if parts and solvable and len({symbol for x in parts for symbol in x.free_symbols}) == 1:
+            found = sympy.Union(*(x.as_set() for x in parts))
     imaginary = sympy.Symbol("i", real=True)
     if isinstance(found, sympy.Expr) and found.free_symbols == {imaginary}:
         return found.subs(imaginary, sympy.I)
     return found
-
-
-def _union(found: Any) -> Any:
-    """Returns the solutions of inequalities joined by `or`; anything else is returned as it is."""
-    parts = list(found.args)
-    if not parts or not all(_is_inequality(x) and len(x.free_symbols) == 1 for x in parts):
-        return found
-    if len({symbol for x in parts for symbol in x.free_symbols}) > 1:
-        return found
-    return sympy.Union(*(x.as_set() for x in parts))

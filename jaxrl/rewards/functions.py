@@ -19,14 +19,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from jaxrl.data import arithmetic
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
-from jaxrl.rewards.items import Item, ItemSource, Signature
+from jaxrl.rewards.reward_pool import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
 
 KEY = "reward.functions"
@@ -92,7 +92,11 @@ def load(sources: Sequence[ItemSource], first: bool, ready: Callable[[object], N
     ready([asdict(function.signature) for function in functions])
 
     async def answer(call: Call, index: int, items: Sequence[Item]) -> None:
-        if functions[index].imports(items):
+        # No completion's time is spent on the import of reasoning_gym.
+        tasks = (str(item.columns.get("task", "")) for item in items)
+        judges = sources[index].text in ("auto", "reasoning_gym")
+        asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
+        if asked and "reasoning_gym" not in sys.modules:
             call.say({"imports": True})
             importlib.import_module("reasoning_gym")
         call.begin()
@@ -105,23 +109,48 @@ class Function:
     """A loaded reward function."""
 
     def __init__(self, source: ItemSource):
-        """Raises UserError where it cannot be imported, is not there, or cannot be called as
-        one."""
+        """Raises UserError where it cannot be imported, is not there, or cannot be called so."""
         self.source = source
-        if source.option in ("file", "module", "python"):
-            self._call = _load(source)
-            self.signature = _signature(source, self._call)
+        if source.option not in ("file", "module", "python"):
+            self._call, self.signature = _judge_of(source), Signature("each")
+            return
+        if source.option == "python":
+            try:
+                call = pickle.loads(source.code)
+            except BaseException as error:
+                raise UserError(
+                    f"{KEY}: {source.text} cannot be loaded in a process of its own:"
+                    f" {type(error).__name__}: {error}; write it in a file, and name it"
+                    " path.py:function"
+                ) from error
         else:
-            self._call = _judge_of(source)
-            self.signature = Signature("each")
-
-    def imports(self, items: Sequence[Item]) -> bool:
-        """Returns whether judging them would import reasoning_gym first: no completion's time is
-        spent on that."""
-        tasks = (str(item.columns.get("task", "")) for item in items)
-        judges = self.source.text in ("auto", "reasoning_gym")
-        asked = judges and any(task.startswith("reasoning_gym/") for task in tasks)
-        return asked and "reasoning_gym" not in sys.modules
+            call = load_located(KEY, source.place, source.name, source.digest, "function")
+            if inspect.isclass(call) or not callable(call):
+                raise UserError(
+                    f"{KEY}: {source.text} is a {'class' if inspect.isclass(call) else type(call)},"
+                    f" it must be a function {SHAPE}"
+                )
+        try:
+            signature = inspect.signature(call)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{KEY}: {source.text} has no signature: write {SHAPE}") from error
+        kinds, every = inspect.Parameter, signature.parameters.values()
+        fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
+        if "completions" not in signature.parameters or fixed:
+            why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
+            raise UserError(f"{KEY}: {source.text}: {source.name}{signature}: {why}; write {SHAPE}")
+        named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
+        waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+            getattr(call, "__call__", None)  # noqa: B004 (an object that is called like a function)
+        )
+        self._call = call
+        self.signature = Signature(
+            "async" if waits else "batch",
+            needs=[p.name for p in named if p.name not in takes],
+            takes=[p.name for p in named if p.name in takes],
+            takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
+        )
 
     async def run(self, items: Sequence[Item], call: Call) -> None:
         """Judges all items and says what it found of each, or of several at once. Raises UserError
@@ -165,8 +194,7 @@ class Function:
         return {name: [row.get(name) for row in rows] for name in names}
 
     def _found(self, result: Any, n: int) -> JsonObject:
-        """Returns the checked result of a call with `n` completions: numbers and, where there are
-        any, messages."""
+        """Returns the checked result of a call with `n` completions: numbers, perhaps messages."""
         name = f"{KEY}: {self.source.text}"
         if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
             raise UserError(
@@ -178,27 +206,18 @@ class Function:
                 f"{name} returned {len(result)} numbers for {n} completions: it must return one"
                 " number or None for each"
             )
-        pairs = [value if _is_pair(value) else (value, "") for value in result]
-        found: JsonObject = {"values": [_number(name, value) for value, _ in pairs]}
-        messages = [message for _, message in pairs]
-        return found | ({"messages": messages} if any(messages) else {})
-
-
-def _is_pair(value: object) -> TypeGuard[tuple[object, str]]:
-    """Returns whether this is a score with a message."""
-    return isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
-
-
-def _number(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    number = finite(value)
-    if number is None:
-        raise UserError(
-            f"{name} returned {shown(value)} for a completion: it must be a finite number, or None"
-            " where the function cannot judge"
-        )
-    return number
+        values, messages = list[float | None](), list[str]()
+        for value in result:
+            pair = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], str)
+            score, message = value if pair else (value, "")
+            if score is not None and finite(score) is None:
+                raise UserError(
+                    f"{name} returned {shown(score)} for a completion: it must be a finite number,"
+                    " or None where the function cannot judge"
+                )
+            values.append(None if score is None else finite(score))
+            messages.append(message)
+        return {"values": values} | ({"messages": messages} if any(messages) else {})
 
 
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
@@ -220,46 +239,3 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
         return score, arithmetic.correction(item.prompt, item.completion)
 
     return judged
-
-
-def _load(source: ItemSource) -> Callable[..., Any]:
-    """Returns the callable in a file or module, or that was pickled."""
-    if source.option == "python":
-        try:
-            return pickle.loads(source.code)
-        except BaseException as error:
-            raise UserError(
-                f"{KEY}: {source.text} cannot be loaded in a process of its own:"
-                f" {type(error).__name__}: {error}; write it in a file, and name it"
-                " path.py:function"
-            ) from error
-    found = load_located(KEY, source.place, source.name, source.digest, "function")
-    if inspect.isclass(found) or not callable(found):
-        raise UserError(
-            f"{KEY}: {source.text} is a {'class' if inspect.isclass(found) else type(found)},"
-            f" it must be a function {SHAPE}"
-        )
-    return found
-
-
-def _signature(source: ItemSource, call: Callable[..., object]) -> Signature:
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{KEY}: {source.text} has no signature: write {SHAPE}") from error
-    kinds, every = inspect.Parameter, signature.parameters.values()
-    fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
-    if "completions" not in signature.parameters or fixed:
-        why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
-        raise UserError(f"{KEY}: {source.text}: {source.name}{signature}: {why}; write {SHAPE}")
-    named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
-    waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004 (an object that is called like a function)
-    )
-    return Signature(
-        "async" if waits else "batch",
-        needs=[p.name for p in named if p.name not in takes],
-        takes=[p.name for p in named if p.name in takes],
-        takes_all=any(p.kind == kinds.VAR_KEYWORD for p in every),
-    )

@@ -10,32 +10,75 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from pydantic import FiniteFloat, TypeAdapter
 
 from jaxrl.errors import RunError
 from jaxrl.process.user_code import (
-    BegunAnswer,
+    CommonAnswer,
     FailedAnswer,
     Failure,
-    ImportsAnswer,
     Lost,
     PoolLimits,
     ProcessAnswer,
     ReadyAnswer,
-    RefusedAnswer,
     UserCodePool,
     UserProcess,
 )
-from jaxrl.rewards.items import Item, ItemSource, Signature
 
 SERVICE = "jaxrl.rewards.functions"
 CALL_ITEMS = 16
 """Items of one call at most; an async function gets all of a process's share at once."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A completion to judge, with all that is known of its prompt."""
+
+    prompt: str
+    completion: str
+    answer: str | None
+    columns: Mapping[str, object]
+    """The other columns of its row, and what the run adds: `messages`, `finish_reason`,
+    `n_tokens`."""
+    opening: str = ""
+    """What opened thoughts at the end of the prompt, so that the completion begins in them."""
+
+
+@dataclass(frozen=True)
+class ItemSource:
+    """Where a reward function comes from."""
+
+    text: str
+    """As in `reward.functions`."""
+    name: str
+    """As in the metrics `reward/NAME/...`."""
+    option: Literal["verifier", "regex", "format", "file", "module", "python"]
+    place: str = ""
+    """Absolute path of a file, dotted name of a module, or regular expression."""
+    digest: str = ""
+    """sha256 of the file, in hex, when the run began: a new process must not run another one."""
+    code: bytes = b""
+    """The function itself, pickled by cloudpickle, where a Python program gave it."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a loaded function asks for."""
+
+    kind: Literal["each", "batch", "async"]
+    """How it is called: for one completion after the other (what comes with jaxrl), for a list of
+    them, or for many at the same time, each in a list of its own (`async def`)."""
+    needs: Sequence[str] = ()
+    """Columns without which it cannot be called."""
+    takes: Sequence[str] = ()
+    """Parameters that it may be called without: those with defaults; `prompts`, `completions`."""
+    takes_all: bool = False
+    """Whether it takes every column (`**columns`)."""
 
 
 class _Judged(ProcessAnswer):
@@ -49,12 +92,7 @@ class _Failed(FailedAnswer):
 
 
 ANSWER: TypeAdapter[ProcessAnswer] = TypeAdapter(
-    _Judged
-    | _Failed
-    | BegunAnswer
-    | ImportsAnswer
-    | RefusedAnswer
-    | ReadyAnswer[tuple[Signature, ...]]
+    _Judged | _Failed | CommonAnswer | ReadyAnswer[tuple[Signature, ...]]
 )
 
 
@@ -112,7 +150,9 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
     async def _judge(self, function: int, items: Sequence[Item], limit: float) -> Scores:
         started, source = time.monotonic(), self.sources[function]
         scores, calls = Scores([None] * len(items), {}), asyncio.TaskGroup()
-        kind = (await asyncio.shield(asyncio.wrap_future(self._facts)))[function].kind
+        if not self._facts.done():
+            await asyncio.shield(asyncio.wrap_future(self._facts))
+        kind = self._facts.result()[function].kind
 
         def fail(index: int, failure: Failure) -> None:
             failures = scores.failures

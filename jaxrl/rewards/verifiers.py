@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
@@ -29,8 +30,7 @@ from jaxrl.rewards.answers import (
     same_answer,
     whole_number,
 )
-from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 
 TIMEOUT_S, STARTUP_S = 10.0, 120.0
 """Seconds for one completion in a process, and for its imports before."""
@@ -50,18 +50,14 @@ Verifier = Callable[[str, Judged], float | None]
 
 
 def answer_of(prompt: Judged) -> str | None:
-    """Returns the reference answer; None if the row has none, or has a NaN, which is how tables and
-    JSON write that."""
+    """Returns the reference answer; None if the row has none, or NaN, as tables write that."""
     answer = prompt.answer
     return None if answer is None or answer != answer else answer
 
 
 def _with_answer(judge: Callable[[str, str], float | None]) -> Verifier:
     """Returns the verifier that compares a completion, without its thoughts, with its prompt's
-    answer.
-
-    None where there is no answer, 0 where the thoughts never ended.
-    """
+    answer: None where there is none, 0 where the thoughts never ended."""
 
     @wraps(judge)
     def judged(completion: str, prompt: Judged) -> float | None:
@@ -82,8 +78,7 @@ def exact(completion: str, answer: str) -> float:
 
 @_with_answer
 def contains(completion: str, answer: str) -> float:
-    """Returns 1 if the answer occurs in the completion as whole words, ignoring upper and lower
-    case."""
+    """Returns 1 if the answer occurs in the completion as whole words, in any case of letters."""
     words = re.escape(answer.strip())
     found = re.search(rf"(?<!\w){words}(?!\w)", completion, re.IGNORECASE)
     return float(bool(words) and found is not None)
@@ -105,8 +100,7 @@ def number(completion: str, answer: str) -> float | None:
 
 @_with_answer
 def boxed(completion: str, answer: str) -> float:
-    """ "Returns 1 if the completion's last \boxed{} is the answer, as a number or as the same
-    text."""
+    r"""Returns 1 if the completion's last \boxed{} is the answer, as a number or as a text."""
     got, wanted = last_boxed(completion), final_answer(answer)
     return float(got is not None and same_answer(got, wanted))
 
@@ -144,7 +138,12 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     numbers = NUMBER.findall(plain(text))
     if numbers and whole_number(str(entry["answer"])) is not None:
         candidates.append(numbers[-1].replace(",", ""))
-    return max(_own_score(dataset, candidate, entry) for candidate in candidates)
+    scores = [0.0]
+    for candidate in candidates:
+        # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
+        with suppress(Exception):
+            scores.append(min(float(dataset.score_answer(candidate, entry)), 1.0))
+    return max(scores)
 
 
 def auto(completion: str, prompt: Judged) -> float | None:
@@ -159,14 +158,9 @@ def auto(completion: str, prompt: Judged) -> float | None:
     if answer is not None and whole_number(final_answer(answer)) is not None:
         return number(completion, prompt)
     if answer is not None and marked(answer) is not None:
-        return _final(completion, prompt)
+        text = after_thoughts(completion)
+        return float(text is not None and same_answer(final_answer(text), final_answer(answer)))
     return exact(completion, prompt)
-
-
-@_with_answer
-def _final(completion: str, answer: str) -> float:
-    """Returns 1 if the completion's final answer is that of the whole solution that the row has."""
-    return float(same_answer(final_answer(completion), final_answer(answer)))
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -236,12 +230,3 @@ def _pool(name: str) -> RewardPool:
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
     return make_dataset(name, json.loads(options), "verifier reasoning_gym")
-
-
-def _own_score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
-    try:
-        score = float(dataset.score_answer(answer, entry))
-    except Exception:
-        # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
-        return 0.0
-    return min(max(score, 0.0), 1.0)

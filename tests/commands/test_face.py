@@ -20,7 +20,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.callables import bind
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Item
+from jaxrl.rewards.reward_pool import Item
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt

@@ -40,7 +40,7 @@ from jaxrl.data.template_limits import program
 from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.data.turns import TurnEncoder
-from jaxrl.environments.observation import observed
+from jaxrl.environments.environment_process import observed
 from jaxrl.errors import UserError
 from jaxrl.roles.rollout import Sampler
 

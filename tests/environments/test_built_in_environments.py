@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxrl.environments import Answer
-from jaxrl.environments.calculator import Calculator, value_of
+from jaxrl.environments.built_in import Calculator, GuessNumber, TextWorld, value_of
 from jaxrl.environments.environment_source import BUILT_IN, PACKAGES, facts_of, find, load
-from jaxrl.environments.guess_number import GuessNumber
-from jaxrl.environments.text_world import TextWorld
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - PACKAGES.keys()))

@@ -22,7 +22,7 @@ import pytest
 
 from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
-from jaxrl.environments.observation import observed
+from jaxrl.environments.environment_process import observed
 from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import SchemaTool, as_text
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_process import Observation
 from jaxrl.environments.environment_source import find
-from jaxrl.environments.observation import Observation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.user_code import Failure
 

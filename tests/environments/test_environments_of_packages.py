@@ -24,8 +24,8 @@ import pytest
 
 from jaxrl.environments import Environment, Unavailable
 from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_process import Observation
 from jaxrl.environments.environment_source import PACKAGES, facts_of, find, load
-from jaxrl.environments.observation import Observation
 from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import SchemaTool
 from jaxrl.errors import UserError

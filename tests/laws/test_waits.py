@@ -48,6 +48,7 @@ BOUNDED = {
     ("process/user_code.py", "self._closing.wait()"): "a daemon thread that waits for `close`",
     ("process/user_code.py", "self._facts.result()"): "a process loads within its start-up limit",
     ("rewards/reward_pool.py", "self._idle.get()"): SCORES,
+    ("rewards/reward_pool.py", "self._facts.result()"): "it is done",
     ("rewards/batch_rewards.py", "f.result()"): SCORES,
     ("rewards/batch_rewards.py", "self.pool.judge(i, items).result()"): SCORES,
     ("rewards/verifiers.py", "_pool(name).judge(0, [item]).result()"): SCORES,

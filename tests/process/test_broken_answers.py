@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from jaxrl.environments.environment_pool import EnvironmentPool, Session
+from jaxrl.environments.environment_process import Observation
 from jaxrl.environments.environment_source import find as find_environment
-from jaxrl.environments.observation import Observation
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Item
-from jaxrl.rewards.reward_pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "garbling.py"
 TIMEOUT = 2.0

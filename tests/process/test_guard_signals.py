@@ -11,8 +11,7 @@ import pytest
 
 from jaxrl.process.interrupt import ASKING
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Item
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, RewardPool
 
 CODE = """
 import os, pathlib, signal, subprocess, sys, time

@@ -20,8 +20,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
 from jaxrl.rewards.functions import Function, find, think_format
-from jaxrl.rewards.items import Item
-from jaxrl.rewards.reward_pool import RewardPool, Scores
+from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
@@ -122,8 +121,7 @@ def test_the_number_of_processes_has_a_limit_and_none_is_left(
 PRINTS = """
 import sys
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Item
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, RewardPool
 with RewardPool([find(sys.argv[1])], workers=1, timeout=60, startup=60) as pool:
     print(pool.judge(0, [Item("p", "abc", None, {})]).result(60).values)
 """
@@ -257,8 +255,7 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting_future() -> None:
 PARENT = """
 import sys, time
 from jaxrl.rewards.functions import find
-from jaxrl.rewards.items import Item
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, RewardPool
 pool = RewardPool([find(sys.argv[1])], workers=1, timeout=1000, startup=60)
 pool.judge(0, [Item("p", sys.argv[2], None, {})])
 time.sleep(1000)

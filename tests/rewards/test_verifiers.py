@@ -10,8 +10,7 @@ from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, whole_number
-from jaxrl.rewards.items import Item, ItemSource
-from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
 
 

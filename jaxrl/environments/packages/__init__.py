@@ -1,1 +1,23 @@
 """Environments of other packages; each module needs the extra of its own name."""
+
+from __future__ import annotations
+
+import hashlib
+
+from jaxrl.data.example import Columns
+from jaxrl.environments.environment import Unavailable
+
+
+def seed_of(row: Columns, column: str) -> int:
+    """Returns the number in a row's column; in a row without it, one that the prompt chooses.
+
+    Raises:
+        Unavailable: the column has something else.
+    """
+    value = row.get(column)
+    if value is None:
+        digest = hashlib.sha256(str(row["prompt"]).encode()).digest()
+        return int.from_bytes(digest[:8], "little") % 2**31
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Unavailable(f"the row's {column}={value!r} must be a whole number, 0 or more")
+    return value

@@ -10,7 +10,7 @@ import gymnasium
 
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment
-from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tools import as_text
 from jaxrl.errors import UserError
 

@@ -42,7 +42,15 @@ class McpTools(Environment):
                 starts it (stdio), which gets the variables of the run's environment.
             tools: names of those that the model may call; None: all.
         """
-        self._server = _checked(server)
+        if isinstance(server, str) and server.startswith(("http://", "https://")):
+            self._server: Server = server
+        elif _words(server):
+            self._server = tuple(server)
+        else:
+            raise UserError(
+                f"server={server!r} must be an address that begins with http:// or https://, or a"
+                " list of the words of a command, as in [python, my_server.py]"
+            )
         if tools is not None and not _words(tools):
             raise UserError(f"tools={tools!r} must be a list of names, as in [add]")
         known = {tool.name: tool for tool in _tools_of(self._server)}
@@ -52,15 +60,15 @@ class McpTools(Environment):
                     f"{_shown(self._server)} has no tool {name!r}{near(name, known)}: it has"
                     f" {short(', '.join(known), MOST_NAMES)}"
                 )
-        self.tools = [self._tool(known[name]) for name in (known if tools is None else tools)]
+        self.tools = [
+            SchemaTool(name, known[name].description or "", known[name].input_schema, self._called)
+            for name in (known if tools is None else tools)
+        ]
         self._connection: _Connection | None = None
 
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
-
-    def _tool(self, tool: Tool) -> SchemaTool:
-        return SchemaTool(tool.name, tool.description or "", tool.input_schema, self._called)
 
     async def _called(self, name: str, arguments: Arguments) -> str:
         """Calls a tool and returns its text, which may be an error of its own.
@@ -117,37 +125,26 @@ def _words(value: object) -> TypeGuard[Sequence[str]]:
     return bool(listed) and all(isinstance(word, str) for word in listed)
 
 
-def _checked(server: object) -> Server:
-    if isinstance(server, str) and server.startswith(("http://", "https://")):
-        return server
-    if _words(server):
-        return tuple(server)
-    raise UserError(
-        f"server={server!r} must be an address that begins with http:// or https://, or a list of"
-        " the words of a command, as in [python, my_server.py]"
-    )
-
-
 @cache
 def _tools_of(server: Server) -> tuple[Tool, ...]:
     """Returns the tools of a server, which is asked once per process."""
+
+    async def listed() -> tuple[Tool, ...]:
+        tools: list[Tool] = []
+        async with asyncio.timeout(LIST_S), Client(_target(server)) as client:
+            page = await client.list_tools()
+            tools += page.tools
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools += page.tools
+        if not tools:
+            raise UserError("it has no tools")
+        return tuple(tools)
+
     try:
-        return asyncio.run(_listed(server))
+        return asyncio.run(listed())
     except Exception as error:
         raise UserError(_gone(server, error)) from error
-
-
-async def _listed(server: Server) -> tuple[Tool, ...]:
-    found: list[Tool] = []
-    async with asyncio.timeout(LIST_S), Client(_target(server)) as client:
-        page = await client.list_tools()
-        found += page.tools
-        while page.next_cursor:
-            page = await client.list_tools(cursor=page.next_cursor)
-            found += page.tools
-    if not found:
-        raise UserError("it has no tools")
-    return tuple(found)
 
 
 def _target(server: Server) -> Any:

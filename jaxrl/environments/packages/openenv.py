@@ -13,7 +13,7 @@ from openenv.core.generic_client import GenericEnvClient
 
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
-from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tools import as_text
 from jaxrl.errors import UserError, near
 
@@ -92,8 +92,7 @@ class OpenEnv(Environment):
 
 @cache
 def _schemas(url: str) -> JsonObject:
-    """Fetches the JSON schemas of a server's actions and observations; the server is asked once per
-    process."""
+    """Fetches the JSON schemas of a server's actions and observations, once per process."""
     try:
         with urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
             schemas = json.load(answer)

@@ -26,7 +26,7 @@ from verifiers.v1.utils import loaders
 
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
-from jaxrl.environments.packages.seeds import seed_of
+from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import parse_calls
 from jaxrl.environments.tools import Arguments, SchemaTool, as_text
 from jaxrl.errors import UserError
@@ -145,20 +145,14 @@ class _Play:
     """One run of a task by the environment, which asks for the turns."""
 
     def __init__(self, leave: Callable[[], None]):
-        """
-        Args:
-            leave: called when it is over.
-        """
         self.run: asyncio.Task[vf.Episode]
-        self.request: JsonObject = {"messages": []}
-        """The last one of the environment."""
+        self.request: JsonObject = {"messages": []}  # the last one of the environment
         self._leave = leave
         self._requests: asyncio.Queue[JsonObject] = asyncio.Queue()
         self._turn: asyncio.Future[JsonObject] | None = None
 
     async def completion(self, request: JsonObject) -> JsonObject:
-        """Waits for the assistant's message that answers a request of the environment, and returns
-        it."""
+        """Waits for the assistant's message that answers a request of the environment."""
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(request)
         return await self._turn
@@ -178,7 +172,18 @@ class _Play:
             return Answer([{"role": "tool", "content": error} for error in wrong])
         known = len(self.request["messages"]) + 1  # with the turn
         assert self._turn is not None
-        self._turn.set_result(_as_message(text, calls, known))
+        message: JsonObject = {"role": "assistant", "content": text}
+        if calls:
+            named = [call for call in calls if not isinstance(call, str)]
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{known}_{index}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(dict(given), default=str)},
+                }
+                for index, (name, given) in enumerate(named)
+            ]
+        self._turn.set_result(message)
         found = await self._next(known)
         return Answer(reward=self._reward(), done=True) if found is None else Answer(found)
 
@@ -223,10 +228,6 @@ class _Stage:
     """What the episodes of a process share: the environment, its tasks, and the model's server."""
 
     def __init__(self, config: JsonObject):
-        """
-        Args:
-            config: that of an environment, as a mapping.
-        """
         kind = loaders.env_config_type(config["taskset"]["id"], config.get("id", ""))
         for name, field in kind.model_fields.items():
             if isinstance(field.default, AgentConfig):
@@ -237,8 +238,7 @@ class _Stage:
         self.tasks = list(itertools.islice(tasks, None if tasks.bounded else MOST_TASKS))
         if not self.tasks:
             raise UserError(f"the taskset {config['taskset']['id']} has no task")
-        self._plays: dict[str, _Play] = {}
-        """By the id of the trace that `verifiers` makes of it."""
+        self._plays: dict[str, _Play] = {}  # by the id of the trace that `verifiers` makes of it
         self._serving: asyncio.Task[None] | None = None
         self._context: asyncio.Future[vf.ModelContext]
 
@@ -328,20 +328,6 @@ def _as_tools(request: JsonObject) -> list[SchemaTool]:
 
 def _no_call(name: str, arguments: Arguments) -> object:
     raise AssertionError(f"{name} is called by the harness")
-
-
-def _as_message(text: str, calls: Sequence[Any], number: int) -> JsonObject:
-    """Converts a turn of the policy to a message of the assistant, with its tool calls."""
-    made = [
-        {
-            "id": f"call_{number}_{index}",
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(dict(arguments), default=str)},
-        }
-        for index, (name, arguments) in enumerate(calls)
-    ]
-    message: JsonObject = {"role": "assistant", "content": text}
-    return message | ({"tool_calls": made} if made else {})
 
 
 def _text(content: str | list[JsonObject] | None) -> str:
