@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import IO
 
 from jaxrl.checkpoint import store
 from jaxrl.errors import UserError
@@ -65,7 +64,8 @@ def digest_file(path: Path) -> str:
                 found.update(file.read())
                 return found.hexdigest()
             if path.suffix == ".safetensors":
-                found.update(_header(file))
+                length = int.from_bytes(file.read(8), "little")
+                found.update(file.read(min(length, HEADER_BYTES)))
             last = size - BLOCK_BYTES
             for i in range(BLOCKS):
                 file.seek(last * i // (BLOCKS - 1))
@@ -79,8 +79,3 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Returns the names of both whose digests differ; what only one of them knows cannot be
     compared."""
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
-
-
-def _header(file: IO[bytes]) -> bytes:
-    length = int.from_bytes(file.read(8), "little")
-    return bytes(file.read(min(length, HEADER_BYTES)))

@@ -13,12 +13,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.tensors import SavedTensors, saved_adapters
+from jaxrl.checkpoint.arrays import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import dated
@@ -30,8 +30,8 @@ from jaxrl.formats.places import Unfetched, open_tensors, package_folder
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import Lora
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.lora import Lora, frozen_and_trained
+from jaxrl.models.parameters import Layout, Params, abstract_params
 from jaxrl.models.quantised import Quantisation
 from jaxrl.process.json_types import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS, row_shards
@@ -200,7 +200,13 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         file.check_all_read()
         return ModelSource(name, place, file.config, file, place)
     if (place / store.MANIFEST).exists():
-        return _checkpoint(name, place)
+        store.verify(store.read(place))
+        described = place / store.MODEL
+        if (described / peft.CONFIG).is_file():
+            return _adapted(name, place, described)
+        config = hf.read_config(described)
+        tokenizer = described if hf.has_tokenizer(described) else None
+        return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
     if (place / peft.CONFIG).is_file():
         on_hub = model_name(name)
         place = place if on_hub is None else hub.with_weights(on_hub)
@@ -268,35 +274,18 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
         lora, found = peft.read_pairs(place, base.config, lora)
         pairs = partial(dict, found)
     else:
-        pairs = _once(partial(saved_adapters, place, replace(base.config, lora=lora)))
+        # At its first call only, also where two workers call it.
+        lock = threading.Lock()
+        read = cache(partial(saved_adapters, place, replace(base.config, lora=lora)))
+
+        def pairs() -> Mapping[str, peft.Pair]:
+            with lock:
+                return read()
+
     config = replace(base.config, lora=lora)
     adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs, config, quantised)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
     return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)
-
-
-def _once(
-    read: Callable[[], Mapping[str, peft.Pair]],
-) -> Callable[[], Mapping[str, peft.Pair]]:
-    """Returns a function that reads at its first call only, also where two workers call it."""
-    lock, kept = threading.Lock(), cache(read)
-
-    def result() -> Mapping[str, peft.Pair]:
-        with lock:
-            return kept()
-
-    return result
-
-
-def _checkpoint(name: str, place: Path) -> ModelSource:
-    checkpoint = store.read(place)
-    store.verify(checkpoint)
-    described = place / store.MODEL
-    if (described / peft.CONFIG).is_file():
-        return _adapted(name, place, described)
-    config = hf.read_config(described)
-    tokenizer = described if hf.has_tokenizer(described) else None
-    return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
 
 
 def _locate(name: str) -> Path:
@@ -322,14 +311,10 @@ def _locate(name: str) -> Path:
         )
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
-    described = (place / name for name in ("config.json", store.MANIFEST, peft.CONFIG))
-    if place.is_dir() and not any(file.exists() for file in described):
-        return _in_run_directory(name, place)
-    return place
-
-
-def _in_run_directory(name: str, place: Path) -> Path:
-    if any((place / FINAL / name).exists() for name in ("config.json", peft.CONFIG)):
+    described = (place / file for file in ("config.json", store.MANIFEST, peft.CONFIG))
+    if place.is_file() or any(file.exists() for file in described):
+        return place
+    if any((place / FINAL / file).exists() for file in ("config.json", peft.CONFIG)):
         return place / FINAL
     checkpoints = store.folders(place)
     if checkpoints:
@@ -360,6 +345,46 @@ def _in_package(name: str, package: str) -> Path:
     if len(files) != 1:
         raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
     return files[0]
+
+
+class SavedTensors:
+    """Implements `weights.Tensors`: all parameters come to the host, in float32, when the first of
+    them is read. The optimizer's state is not read.
+    """
+
+    def __init__(self, folder: Path, config: DecoderConfig):
+        self._folder, self._config = folder, config
+        self._shapes = weights.tensor_shapes(config)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        return self._read(name)[index]
+
+    def file(self, name: str) -> Path:
+        return self._folder / store.ACTOR
+
+    @cached_property
+    def _read(self) -> Callable[[str], np.ndarray]:
+        wanted = _on_host(abstract_params(self._config))
+        params = load_arrays(self._folder / store.ACTOR, {"params": wanted})["params"]
+        return weights.hf_tensors(self._config, params)
+
+
+def saved_adapters(folder: Path, config: DecoderConfig) -> dict[str, peft.Pair]:
+    """Reads the adapters of a checkpoint to the host. `config` has its adapters."""
+    _, adapters = frozen_and_trained(abstract_params(config))
+    loaded = load_arrays(folder / store.ACTOR, {"params": _on_host(adapters)})
+    return peft.pairs_of(config, jax.tree.map(np.asarray, loaded["params"]))
+
+
+def _on_host(tree: Params) -> Params:
+    """Returns the shapes with the sharding of an array on this host."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree
+    )
 
 
 @dataclass(frozen=True)

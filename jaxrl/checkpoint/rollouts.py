@@ -11,34 +11,39 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxrl.data.batch import make_rollout
-from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Completion, Prompt, Rollout, Turn
 
 
 def save_rollout(path: Path, rollout: Rollout) -> None:
     """Writes the completions of a batch, in order, to an `.npz`."""
     completions = rollout.completions
+    begun = None  # the prompts of episodes, as their environments began them
+    if any(completion.turns for completion in completions):
+        begun = [
+            {"tokens": p.tokens, "text": p.text, "messages": p.columns.get("messages")}
+            for p in {prompt.id: prompt for prompt in rollout.prompts}.values()
+        ]
     words = {
         "texts": [completion.text for completion in completions],
         "finish_reasons": [completion.finish_reason for completion in completions],
         "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
         "failures": [completion.failure for completion in completions],
-        "prompts": _begun(rollout),
+        "prompts": begun,
         "policy_version": rollout.policy_version,
         "decode_steps": rollout.decode_steps,
         "sent_back": rollout.sent_back,
     }
     arrays = {
         "lengths": np.array([len(c.tokens) for c in completions], np.int32),
-        "tokens": _joined([c.tokens for c in completions], np.int32),
-        "logprobs": _joined([c.logprobs for c in completions], np.float32),
-        "sampler_logprobs": _joined([c.sampler_logprobs for c in completions], np.float32),
+        "tokens": np.concatenate([np.asarray(c.tokens, np.int32) for c in completions]),
+        **{
+            name: np.concatenate([np.asarray(getattr(c, name), np.float32) for c in completions])
+            for name in ("logprobs", "sampler_logprobs")
+        },
         "words": np.frombuffer(json.dumps(words).encode(), np.uint8),
     }
     if rollout.student_topk is not None:
@@ -60,7 +65,16 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     words = json.loads(arrays["words"].tobytes())
     if words.get("prompts") is not None:
         pairs = zip(prompts, words["prompts"], strict=True)
-        prompts = [_as_begun(prompt, **begun) for prompt, begun in pairs]
+        prompts = [
+            replace(
+                prompt,
+                tokens=tuple(begun["tokens"]),
+                text=begun["text"],
+                columns={n: v for n, v in prompt.columns.items() if n != "messages"}
+                | ({} if begun["messages"] is None else {"messages": begun["messages"]}),
+            )
+            for prompt, begun in pairs
+        ]
     ends = np.cumsum(arrays["lengths"])[:-1]
     pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
     group = len(arrays["lengths"]) // len(prompts)
@@ -97,26 +111,3 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
         topk = np.pad(topk, ((0, extra), (0, 0), (0, 0)))
     counts = {name: words.get(name, 0) for name in ("decode_steps", "sent_back")}
     return replace(rollout, **counts, student_topk=topk)
-
-
-def _begun(rollout: Rollout) -> list[JsonObject] | None:
-    """Returns the prompts of episodes, as their environments began them; None for other
-    completions."""
-    if not any(completion.turns for completion in rollout.completions):
-        return None
-    one_each = {prompt.id: prompt for prompt in rollout.prompts}.values()
-    return [
-        {"tokens": prompt.tokens, "text": prompt.text, "messages": prompt.columns.get("messages")}
-        for prompt in one_each
-    ]
-
-
-def _as_begun(prompt: Prompt, tokens: list[int], text: str, messages: Any) -> Prompt:
-    columns = {**prompt.columns, "messages": messages}
-    if messages is None:
-        del columns["messages"]
-    return replace(prompt, tokens=tuple(tokens), text=text, columns=columns)
-
-
-def _joined(values: Sequence[Sequence[float] | np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    return np.concatenate([np.asarray(value, dtype) for value in values])

@@ -199,6 +199,7 @@ def put_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file: all of it, on the disk when this returns, or what was there before."""
     begun = path.with_name(f".{path.name}.partial")
     try:
+        begun.unlink(missing_ok=True)  # a link would be written through
         write(begun)
         settle(begun)
         begun.replace(path)

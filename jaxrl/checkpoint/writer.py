@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -149,10 +150,7 @@ class CheckpointWriter:
 
     def written(self) -> list[Written]:
         """Returns the checkpoints finished since the last call."""
-        done = []
-        while self._written:
-            done.append(self._written.pop(0))
-        return done
+        return [self._written.pop(0) for _ in range(len(self._written))]
 
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished beside what comes next."""
@@ -195,14 +193,8 @@ class CheckpointWriter:
         (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
         if self._check() != pending.removed:
             raise OSError("files of the run were removed while it was written")
-        checkpoint = store.commit(folder, self._manifest(pending, row))
-        self.newest = pending.step
-        nbytes = checkpoint.manifest.nbytes
-        self._written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
-
-    def _manifest(self, pending: Pending, row: Row) -> store.Manifest:
         next_batch = pending.schedule["generated"]
-        return store.Manifest(
+        manifest = store.Manifest(
             step=pending.step,
             optimizer_step=int(row["optimizer_step"]),
             in_flight=tuple(pending.rollouts),
@@ -218,6 +210,9 @@ class CheckpointWriter:
             versions=versions(),
             depends=self._depends,
         )
+        nbytes = store.commit(folder, manifest).manifest.nbytes
+        self.newest = pending.step
+        self._written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 
     def _failed(self, step: int, error: Exception) -> None:
         store.remove(self._folder(step))
@@ -231,14 +226,11 @@ class CheckpointWriter:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages on which the numbers of a run depend."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # jaxrl on the path, but not installed
-        return "unknown"
+    installed = dict.fromkeys(PACKAGES, "unknown")  # such as jaxrl on the path, but not installed
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def free_gb(path: Path) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -87,12 +88,13 @@ def run_advice(run_dir: Path) -> list[str]:
     if found is None or len(found[1].pools) < 2:
         return []
     setup, measured = found
-    return [*map(_wait_line, measured.pools), *split_advice(setup, measured)]
-
-
-def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
-    """Returns the best split under the run's schedule, and what another schedule would do."""
-    lines = []
+    waits = []  # such as `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`
+    for pool in measured.pools:
+        longest = sorted(pool.waited.items(), key=lambda item: -item[1])
+        waited = ", ".join(f"{s:.2f} s for {name}" for name, s in longest if s >= 0.005)
+        busy = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
+        waits.append(f"{busy}; waited {waited}" if waited else busy)
+    lines = []  # the best split under the run's schedule, and what another schedule would do
     top = max(measured.pools, key=lambda pool: pool.busy)
     split, best = best_split(setup, measured, setup.staleness)
     if split is not None:
@@ -114,7 +116,7 @@ def split_advice(setup: RunSetup, measured: StepTimes) -> list[str]:
             lines.append(f"schedule={name} would be {now:.1f}x faster{more}")
     if lines and setup.emulated:
         lines.append("as if on devices of their own: emulated ones share the cores of this host")
-    return lines
+    return waits + lines
 
 
 def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:
@@ -189,13 +191,20 @@ def best_split(setup: RunSetup, measured: StepTimes, staleness: int) -> tuple[st
     run; None, and 1, where none is worth it."""
     kept = speedup(setup, measured, setup.devices, staleness)
     found = []
+    slices = {role: section.devices for role, section in setup.config.roles.items()}
     for spec in splits(parse(setup.config.mesh)):
-        devices = _devices(setup, spec)
-        if devices is not None:
+        with suppress(UserError):  # a role's slice of its pool is impossible
+            roles = place(spec, [role for role, n in setup.devices.items() if n], slices).roles
+            devices = {r: len(roles[r].devices) if n else 0 for r, n in setup.devices.items()}
             found.append((speedup(setup, measured, devices, staleness), spec))
     worth = sorted((each for each in found if each[0] >= WORTH * kept), reverse=True)
-    possible = ((spec, faster) for faster, spec in worth[:PLANNED] if _possible(setup, spec))
-    return next(possible, (None, 1.0))
+    limit = None if setup.limit is None else setup.limit / GB
+    for faster, spec in worth[:PLANNED]:
+        config = setup.config.model_copy(update={"mesh": spec})
+        with suppress(UserError):  # the axes do not divide
+            if make_plan(config, needed_roles(config), None, limit).fits:
+                return spec, faster
+    return None, 1.0
 
 
 def speedup(
@@ -205,28 +214,6 @@ def speedup(
     explain stays as it is."""
     stages = scaled(measured.stages, setup.devices, devices)
     return measured.step / (measured.unexplained + predict(stages, setup.pool_of, staleness))
-
-
-def _devices(setup: RunSetup, spec: str) -> dict[str, int] | None:
-    """Maps each role to its devices under another `--mesh`; None where a role's slice of them is
-    impossible."""
-    slices = {role: section.devices for role, section in setup.config.roles.items()}
-    try:
-        roles = place(spec, [role for role, n in setup.devices.items() if n], slices).roles
-    except UserError:
-        return None
-    return {role: len(roles[role].devices) if n else 0 for role, n in setup.devices.items()}
-
-
-def _possible(setup: RunSetup, spec: str) -> bool:
-    """Returns whether the plan accepts another `--mesh`: the axes divide, and the memory is
-    enough."""
-    config = setup.config.model_copy(update={"mesh": spec})
-    limit = None if setup.limit is None else setup.limit / GB
-    try:
-        return make_plan(config, needed_roles(config), None, limit).fits
-    except UserError:
-        return False
 
 
 def measured_run(run_dir: Path) -> tuple[RunSetup, StepTimes] | None:
@@ -263,13 +250,3 @@ def measure(calls: Sequence[Span], pool_of: Mapping[str, str], staleness: int) -
     stages = stage_seconds(calls, windows, n)
     unexplained = max(step - predict(stages, pool_of, staleness), 0.0)
     return StepTimes(stages, step, unexplained, tuple(pool_waits(calls, windows, n, pool_of)))
-
-
-def _wait_line(pool: PoolWait) -> str:
-    """Formats a line such as `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`."""
-    longest = sorted(pool.waited.items(), key=lambda item: -item[1])
-    waited = ", ".join(
-        f"{seconds:.2f} s for {name}" for name, seconds in longest if seconds >= 0.005
-    )
-    busy = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
-    return f"{busy}; waited {waited}" if waited else busy

@@ -100,32 +100,11 @@ class _Pool(BaseModel):
     idle: float
 
 
-class _Ceilings(BaseModel):
-    device: str
-    flops: float
-    bandwidth: float
-    published: bool
-    shared: bool
-
-
-class _Stage(BaseModel):
-    stage: str
-    pool: str
-    seconds: float
-    tokens_per_second: float | None
-    flops: float | None
-    bytes: float | None
-    compute: float | None
-    memory: float | None
-    bound: str | None
-    moved: float | None
-
-
 class _Record(BaseModel):
     steps: Annotated[list[int], Field(min_length=2, max_length=2)]
     step_seconds: Annotated[float, Field(gt=0)]
-    ceilings: dict[str, _Ceilings]
-    stages: list[_Stage]
+    ceilings: dict[str, Ceilings]
+    stages: list[StageRow]
     pools: list[_Pool]
 
 
@@ -150,9 +129,8 @@ class StageTable:
     @staticmethod
     def read(text: str | bytes) -> JsonObject:
         """Reads the object that `to_json` wrote. Raises ValueError for any other text."""
-        value: JsonObject = parse_json(text)
-        _Record.model_validate(value, strict=True)
-        return value
+        parse_json(text)  # which refuses what is no JSON, such as NaN
+        return _Record.model_validate_json(text, strict=True).model_dump(mode="json")
 
     def text(self) -> str:
         """Renders the table for the console and the log."""
@@ -162,10 +140,34 @@ class StageTable:
         table = Table(box=box.SIMPLE, title=title, title_justify="left")
         for name in COLUMNS:
             table.add_column(name, no_wrap=True, justify="left" if name in TEXTS else "right")
+        units = {"tokens_per_second": 1.0, "flops": 1e9, "bytes": 1e9, "moved": 1e6}
         for row in self.stages:
-            table.add_row(*_cells(row, self.step_seconds))
+            tokens, flops, nbytes, moved = (
+                "-" if (value := getattr(row, name)) is None else _number(value / unit)
+                for name, unit in units.items()
+            )
+            shares = [
+                "- " if share is None else f"{share:.1%}{'*' if row.bound == name else ' '}"
+                for name, share in (("compute", row.compute), ("memory", row.memory))
+            ]
+            took = _number(row.seconds), f"{row.seconds / self.step_seconds:.0%}"
+            table.add_row(row.stage, row.pool, *took, tokens, flops, nbytes, *shares, moved)
         idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
-        return "\n".join((*table_lines(table), f"idle: {idle}", *_ceiling_lines(self.ceilings)))
+        lines = [*table_lines(table), f"idle: {idle}"]
+        if self.ceilings:
+            lines.append(
+                "compute, memory: shares of what the devices of the pool can do; * bounds the stage"
+            )
+        for ceiling in dict.fromkeys(self.ceilings.values()):
+            pools = ", ".join(pool for pool, other in self.ceilings.items() if other == ceiling)
+            unit, name = (1e12, "TFLOP/s") if ceiling.flops >= 1e12 else (1e9, "GFLOP/s")
+            lines.append(
+                f"{pools}: {_number(ceiling.flops / unit)} {name} and"
+                f" {_number(ceiling.bandwidth / 1e9)} GB/s"
+                f" {'all devices together' if ceiling.shared else 'each'}"
+                f" ({ceiling.device}, {'published' if ceiling.published else 'measured here'})"
+            )
+        return "\n".join(lines)
 
 
 def stage_rows(
@@ -280,44 +282,6 @@ def _update(
     return parts
 
 
-def _cells(row: StageRow, step: float) -> list[str]:
-    def show(value: float | None, unit: float = 1.0) -> str:
-        return "-" if value is None else _number(value / unit)
-
-    shares = {"compute": row.compute, "memory": row.memory}
-    return [
-        row.stage,
-        row.pool,
-        _number(row.seconds),
-        f"{row.seconds / step:.0%}",
-        show(row.tokens_per_second),
-        show(row.flops, 1e9),
-        show(row.bytes, 1e9),
-        *(
-            "- " if share is None else f"{share:.1%}{'*' if row.bound == name else ' '}"
-            for name, share in shares.items()
-        ),
-        show(row.moved, 1e6),
-    ]
-
-
 def _number(value: float) -> str:
     """Formats a number with three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _ceiling_lines(ceilings: Mapping[str, Ceilings]) -> list[str]:
-    """Returns lines that say what `compute` and `memory` are shares of."""
-    if not ceilings:
-        return []
-    lines = ["compute, memory: shares of what the devices of the pool can do; * bounds the stage"]
-    for ceiling in dict.fromkeys(ceilings.values()):
-        pools = ", ".join(pool for pool, other in ceilings.items() if other == ceiling)
-        unit, name = (1e12, "TFLOP/s") if ceiling.flops >= 1e12 else (1e9, "GFLOP/s")
-        lines.append(
-            f"{pools}: {_number(ceiling.flops / unit)} {name} and"
-            f" {_number(ceiling.bandwidth / 1e9)} GB/s"
-            f" {'all devices together' if ceiling.shared else 'each'}"
-            f" ({ceiling.device}, {'published' if ceiling.published else 'measured here'})"
-        )
-    return lines

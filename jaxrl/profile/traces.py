@@ -46,7 +46,10 @@ class Profile:
     steps: range
     """As rows count them, from 1; those that this run still has to train."""
     notify: Callable[[str], None]
-    _calls: deque[_Call] = field(default_factory=lambda: deque(maxlen=BEFORE))
+    _calls: deque[tuple[str, str, Times, int | None]] = field(
+        default_factory=lambda: deque(maxlen=BEFORE)
+    )
+    """Role, method, times, which are filled in while the call runs, and step."""
     _begun: Mapping[str, Future[Traced]] = field(default_factory=dict)
     _ended: Mapping[str, Future[Traced]] = field(default_factory=dict)
     """Pool -> the `Traced` of its workers at the beginning and at the end of the trace."""
@@ -87,7 +90,7 @@ class Profile:
     def _remember(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
         if not given.get("aside") and not self._finished:
             step = given.get("step")
-            self._calls.append(_Call(role, method, times, step if isinstance(step, int) else None))
+            self._calls.append((role, method, times, step if isinstance(step, int) else None))
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future[Traced]]:
         config = self.models.config
@@ -120,12 +123,23 @@ class Profile:
         placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
         steps = [row["step"] for row in rows]
-        spans = [call.span() for call in self._calls if call.times.finished is not None]
+        spans = [
+            Span(role, method, times.started, times.finished, step)
+            for role, method, times, step in self._calls
+            if times.started is not None and times.finished is not None
+        ]
         windows = self._windows(spans, steps)
         known = {pool: traced.ceilings for pool, traced in ended.items() if traced.ceilings}
         first = next(iter(known.values()), None)  # of a process that several pools share
         ceilings = known if first is None else dict.fromkeys(ended, first) | known
-        batches = [self._batch(row) for row in rows]
+        batches = []
+        for row in rows:
+            batch = self.prompts.batch(row["step"] - 1)
+            prompts = tuple(len(prompt.tokens) for prompt in batch)
+            theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in batch)
+            mean = row["rollout/completion_tokens_mean"]
+            samples = max(round(row["actor/tokens"] / mean / len(prompts)), 1)
+            batches.append(StepBatch(prompts, samples, mean, row["rollout/decode_steps"], theirs))
         stages = stage_rows(
             stage_seconds(spans, windows, len(steps)),
             step_work(self.models, self.plan.axes, batches),
@@ -158,14 +172,6 @@ class Profile:
             if part[0] < part[1]
         ]
 
-    def _batch(self, row: Row) -> StepBatch:
-        batch = self.prompts.batch(row["step"] - 1)
-        prompts = tuple(len(prompt.tokens) for prompt in batch)
-        theirs = tuple(len(prompt.teacher_tokens or prompt.tokens) for prompt in batch)
-        mean = row["rollout/completion_tokens_mean"]
-        samples = round(row["actor/tokens"] / mean / len(prompts))
-        return StepBatch(prompts, max(samples, 1), mean, row["rollout/decode_steps"], theirs)
-
     def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
         """Counts the bytes a step moves from one pool to another, of weights and of the teacher's
         signal; and those to the host and back for a call."""
@@ -179,26 +185,10 @@ class Profile:
         if teachers and pool_of("teacher") != pool_of("actor"):
             each = signal_bytes(self.models.config, [model.d_model for model in teachers])
             found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
-        for call in self._calls:
-            ended = call.times.finished or 0.0
-            if any(begin < ended <= end for begin, end in windows):
-                moved = sum(move.nbytes for move in call.times.moves)
-                found[call.role, call.method] += moved / len(rows)
+        for role, method, times, _ in self._calls:
+            if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
+                found[role, method] += sum(move.nbytes for move in times.moves) / len(rows)
         return {stage: nbytes for stage, nbytes in found.items() if nbytes}
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a role; its times are filled in while it runs."""
-
-    role: str
-    method: str
-    times: Times
-    step: int | None
-
-    def span(self) -> Span:
-        assert self.times.started is not None and self.times.finished is not None, "it has ended"
-        return Span(self.role, self.method, self.times.started, self.times.finished, self.step)
 
 
 def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]) -> range:

@@ -235,7 +235,17 @@ def _causes(
     """Yields causes as in `Gap.causes`; `others` and their `ends` are in the order of the ends."""
     at = end
     while at > start:
-        cause = _ended_last(at, others, ends, touch)
+        # The call whose end is nearest, of those that began before it and ended at most `touch`
+        # after it.
+        cause: Span | None = None
+        for i in range(bisect_right(ends, at + touch) - 1, -1, -1):
+            call = others[i]
+            if call.start >= at:
+                continue
+            if cause is None or abs(at - call.end) < cause.end - at:
+                cause = call
+            if call.end <= at:
+                break
         ended = start if cause is None else max(min(cause.end, at), start)
         if ended < at:
             yield None, ended, at
@@ -243,23 +253,6 @@ def _causes(
             return
         at = max(cause.start, start)
         yield cause, at, ended
-
-
-def _ended_last(
-    at: float, others: Sequence[Span], ends: Sequence[float], touch: float
-) -> Span | None:
-    """Finds the call whose end is nearest to `at`, of those that began before it and ended no later
-    than `touch` after it."""
-    nearest = None
-    for i in range(bisect_right(ends, at + touch) - 1, -1, -1):
-        call = others[i]
-        if call.start >= at:
-            continue
-        if nearest is None or abs(at - call.end) < nearest.end - at:
-            nearest = call
-        if call.end <= at:
-            break
-    return nearest
 
 
 def union(spans: Iterable[Window]) -> list[Window]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 
@@ -42,25 +43,15 @@ def main(argv: Sequence[str]) -> None:
     cli.check_writable("-o", output)
     # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
     made = page(runs, advice).encode("utf-8", "backslashreplace")
+    place = Path(os.path.realpath(output))
     try:
-        _write(Path(os.path.realpath(output)), made)
+        if place.exists() and not place.is_file():  # such as a pipe
+            place.write_bytes(made)
+        else:
+            put_file(place, lambda file: file.write_bytes(made))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(output)
-
-
-def _write(place: Path, made: bytes) -> None:
-    """Writes all of the page or nothing; directly into what is not a file, such as a pipe."""
-    if place.exists() and not place.is_file():
-        place.write_bytes(made)
-        return
-    partial = place.with_name(f".{place.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        partial.write_bytes(made)
-        partial.replace(place)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -76,22 +76,18 @@ def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> JsonOb
             values = [next(iter(values), None) for values in each]
             group["constants"].append(described | {"values": values})
         else:
-            group["charts"].append(described | _chart(name, runs))
+            limit = max(FEWEST_POINTS, POINTS // len(runs))
+            series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
+            chart = described | {"series": [line for line in series if line["x"] or line["lost"]]}
+            if name == "eval/accuracy":
+                chart["levels"] = [
+                    {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
+                    for number, run in enumerate(runs)
+                    for row in [row for row in run.rows if "teacher/accuracy" in row][:1]
+                    if row["teacher/accuracy"] is not None
+                ]
+            group["charts"].append(chart)
     return group
-
-
-def _chart(name: str, runs: Sequence[RunFiles]) -> JsonObject:
-    limit = max(FEWEST_POINTS, POINTS // len(runs))
-    series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
-    chart: JsonObject = {"series": [each for each in series if each["x"] or each["lost"]]}
-    if name == "eval/accuracy":
-        chart["levels"] = [
-            {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
-            for number, run in enumerate(runs)
-            for row in [row for row in run.rows if "teacher/accuracy" in row][:1]
-            if row["teacher/accuracy"] is not None
-        ]
-    return chart
 
 
 def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:

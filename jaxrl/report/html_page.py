@@ -20,12 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import charts, evaluated_steps
-from jaxrl.report.idle import Activity, understand
-from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import RunFiles
-from jaxrl.report.samples import chosen, samples
-from jaxrl.report.summary import changed_keys, differing_keys, facts
-from jaxrl.report.timeline_lanes import lanes, reason
+from jaxrl.report.summary import changed_keys, differing_keys, facts, memory_pools, samples
+from jaxrl.report.timeline_lanes import lanes, reason, understand, waited
 from jaxrl.telemetry.plot import labels
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
@@ -68,12 +65,17 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
         values |= {
             "activity": activity,
             "zero": min(starts, default=0),
-            "step_at": partial(_step_at, activity),
+            # The step whose update ended first after that time.
+            "step_at": lambda at: next((str(n) for end, n in activity.steps if end >= at), "–"),
             "columns": get_args(Column),
             "pools": memory_pools(run),
             "changed": changed_keys(run),
-            "chosen": chosen(run, data["samples"]),
         }
+        n, shown = len(run.samples), data["samples"]
+        values["chosen"] = f"{n} samples"
+        if len(shown) < n:
+            steps = len({sample["step"] for sample in shown})
+            values["chosen"] = f"{len(shown)} of {n} samples: those of {steps} steps, evenly chosen"
     return environment().get_template("page.html").render(values).lstrip()
 
 
@@ -98,6 +100,7 @@ def environment() -> Environment:
         "json": partial(json.dumps, ensure_ascii=False),
         "reason": reason,
         "seconds": _seconds,
+        "waited": waited,
         "share": lambda value: "–" if value is None else f"{value:.1%}",
     }
     return made
@@ -133,8 +136,3 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     if axes is None:
         return "none"
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
-
-
-def _step_at(activity: Activity, at: float) -> str:
-    """Finds the step whose update ended first after that time."""
-    return next((str(step) for end, step in activity.steps if end >= at), "–")

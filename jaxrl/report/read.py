@@ -75,11 +75,17 @@ def read_run(path: Path) -> RunFiles:
             f"{path} holds no run: neither {CONFIG_FILE} nor {METRICS_FILE} is in it; {usage}"
         )
     notes: list[str] = []
+    config: JsonObject = {}
+    try:
+        if (path / CONFIG_FILE).is_file():
+            config = flat(yaml_text.read_mapping(path / CONFIG_FILE))
+    except UserError as error:
+        notes.append(str(error))
     return RunFiles(
         path=path,
-        config=_config(path / CONFIG_FILE, notes),
+        config=config,
         rows=tuple(_lines(path / METRICS_FILE, notes, _row)),
-        samples=tuple(_lines(path / SAMPLES_FILE, notes, _sample)),
+        samples=tuple(_lines(path / SAMPLES_FILE, notes, _Sample.checked)),
         events=tuple(_lines(path / TIMELINE_FILE, notes, lambda event: event)),
         plan=_document(path / PLAN_DATA_FILE, notes, read_plan),
         stages=_document(path / PROFILE_DIR / STAGES_FILE, notes, StageTable.read),
@@ -87,14 +93,6 @@ def read_run(path: Path) -> RunFiles:
         running=_locked(path / LOCK),
         notes=tuple(notes),
     )
-
-
-def _config(path: Path, notes: list[str]) -> JsonObject:
-    try:
-        return flat(yaml_text.read_mapping(path)) if path.is_file() else {}
-    except UserError as error:
-        notes.append(str(error))
-        return {}
 
 
 def _text(path: Path, notes: list[str]) -> str:
@@ -138,11 +136,6 @@ def _row(row: JsonObject) -> JsonObject:
     return kept
 
 
-def _sample(sample: JsonObject) -> JsonObject:
-    _Sample.model_validate(sample, strict=True)
-    return sample
-
-
 class _Sample(BaseModel):
     """What the page shows of a sample."""
 
@@ -155,6 +148,12 @@ class _Sample(BaseModel):
     tokens: int | None = None
     finish_reason: str | None = None
     agreement: float | None = None
+
+    @classmethod
+    def checked(cls, sample: JsonObject) -> JsonObject:
+        """Returns the sample; raises ValueError for one that nobody wrote so."""
+        cls.model_validate(sample, strict=True)
+        return sample
 
 
 def _document(path: Path, notes: list[str], read: Callable[[str], JsonObject]) -> JsonObject | None:

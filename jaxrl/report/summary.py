@@ -1,20 +1,22 @@
-"""What a reader wants to know of a run first."""
+"""What the page says of a run beside its curves and its timeline: the facts that a reader wants
+first, its config, the planned and the measured memory, its samples."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 from statistics import fmean, median
 
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
-from jaxrl.report.idle import Activity
+from jaxrl.process.json_types import JsonObject
+from jaxrl.report.curves import evenly, short
 from jaxrl.report.read import RunFiles
+from jaxrl.report.timeline_lanes import Activity
 from jaxrl.run.run_dir import meshes
 from jaxrl.types import Row
-
-Rows = Sequence[Row]
 
 ENDS = 5
 """Steps whose mean stands for the beginning and for the end of a noisy metric."""
@@ -23,28 +25,44 @@ RATES = ("eval/accuracy", "distill/top1_agreement")
 NOISY = ("reward/mean", "distill/divergence", "distill/top1_agreement", "sft/loss")
 PLACES = ("run_dir", "name", "resume")
 """Keys that say where a run is, not what it is."""
+SAMPLES = 600
+"""Most samples on a page."""
+TEXT = 2000
+"""Most characters of a prompt or a completion: its beginning and its end."""
+FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
 
 
 def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
     """Maps headings to text; what nothing is known of is left out."""
     config = run.config
-    found = {
-        "state": state(run),
-        "wall time": wall_time(run, activity),
+    sources = config.get("data.train")
+    batch = tuple(map(config.get, ("batch_size", "group_size", "max_new_tokens")))
+    steps, tokens = (_values(run.rows, name) for name in ("time/step_s", "tokens/per_second"))
+    # From the first call to the last, by the timeline; else the steps alone.
+    wall_time = f"{_clock(sum(steps))} of steps" if steps else ""
+    if activity.pools:
+        wall_time, parts = _clock(activity.pools[0].window / 1e6), len(activity.sessions)
+        wall_time += "" if parts < 2 else f" in {parts} sessions"
+    texts = {
+        "state": _state(run),
+        "wall time": wall_time,
         "algorithm": config.get("algorithm"),
         "schedule": config.get("schedule"),
         "mesh": meshes(run.sessions) or config.get("mesh"),
         "models": _models(run),
-        "data": _data(config.get("data.train")),
-        "batch": _batch(*map(config.get, ("batch_size", "group_size", "max_new_tokens"))),
+        "data": ", ".join(map(str, sources)) if isinstance(sources, list) else sources,
+        "batch": "" if None in batch else "{} prompts x {}, up to {} new tokens".format(*batch),
         "held-out accuracy": _accuracy(run.rows),
         **{name: _first_and_last(run.rows, name) for name in NOISY},
-        "speed": _speed(run.rows),
+        "speed": f"{median(tokens):,.0f} tokens/s, {median(steps):.3g} s a step (medians);"
+        f" the first step {steps[0]:.3g} s"
+        if steps and tokens
+        else "",
     }
-    return {heading: str(text) for heading, text in found.items() if text}
+    return {heading: str(text) for heading, text in texts.items() if text}
 
 
-def state(run: RunFiles) -> str:
+def _state(run: RunFiles) -> str:
     """Says whether the run has ended, is going on, or was cut."""
     of = "" if run.wanted is None else f" of {run.wanted}"
     if run.running:
@@ -56,17 +74,7 @@ def state(run: RunFiles) -> str:
     return f"cut at step {run.steps}{of}"
 
 
-def wall_time(run: RunFiles, activity: Activity) -> str:
-    """Returns the time from the first call to the last, by the timeline; else that of the steps
-    alone."""
-    if activity.pools:
-        time, parts = clock(activity.pools[0].window / 1e6), len(activity.sessions)
-        return time if parts < 2 else f"{time} in {parts} sessions"
-    steps = _values(run.rows, "time/step_s")
-    return f"{clock(sum(steps))} of steps" if steps else ""
-
-
-def clock(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     """Formats seconds as `12.3 s` or `1:02:03`."""
     if seconds < 100:
         return f"{seconds:.1f} s"
@@ -77,44 +85,30 @@ def clock(seconds: float) -> str:
 def _models(run: RunFiles) -> str:
     """Lists the student's model, and those of the other roles that the plan places."""
     placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
-    found = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
-    found |= {
+    models = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
+    models |= {
         key.removeprefix("teachers.").rpartition(".")[0]: model
         for key, model in run.config.items()
         if model is not None and re.fullmatch(r"teachers\..+\.(model|address)", key)
     }
-    if found.get("teacher") is None and "teacher" in placed:
-        found["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")
-    return ", ".join(f"{role} {model}" for role, model in found.items() if model)
+    if models.get("teacher") is None and "teacher" in placed:
+        models["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")
+    return ", ".join(f"{role} {model}" for role, model in models.items() if model)
 
 
-def _data(sources: object) -> str:
-    return ", ".join(map(str, sources)) if isinstance(sources, list) else str(sources or "")
+def _accuracy(rows: Sequence[Row]) -> str:
+    """Returns the first and the last accuracy, with their 95% intervals, and the teacher's."""
+    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
+    texts = []
+    for row in evaluated[:1] + evaluated[1:][-1:]:
+        low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
+        interval = "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
+        texts.append(f"{row['eval/accuracy']:.1%}{interval} at step {row['step']}")
+    teacher = "".join(f"; the teacher {v:.1%}" for v in _values(rows, "teacher/accuracy")[:1])
+    return " → ".join(texts) + teacher
 
 
-def _batch(prompts: int | None, group: int | None, tokens: int | None) -> str:
-    if None in (prompts, group, tokens):
-        return ""
-    return f"{prompts} prompts x {group}, up to {tokens} new tokens"
-
-
-def _accuracy(rows: Rows) -> str:
-    """Returns the first and the last accuracy, with their 95% intervals."""
-    found = [row for row in rows if row.get("eval/accuracy") is not None]
-    teacher = next(iter(_values(rows, "teacher/accuracy")), None)
-    texts = [
-        f"{row['eval/accuracy']:.1%}{_interval(row)} at step {row['step']}"
-        for row in (found[:1] + found[-1:] if len(found) > 1 else found)
-    ]
-    return " → ".join(texts) + ("" if teacher is None else f"; the teacher {teacher:.1%}")
-
-
-def _interval(row: Row) -> str:
-    low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
-    return "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
-
-
-def _first_and_last(rows: Rows, name: str) -> str:
+def _first_and_last(rows: Sequence[Row], name: str) -> str:
     values = _values(rows, name)
     if len(values) < 2 * ENDS:
         ends, means = list(dict.fromkeys(values[:1] + values[-1:])), ""
@@ -124,17 +118,7 @@ def _first_and_last(rows: Rows, name: str) -> str:
     return " → ".join(f"{v:.1%}" if name in RATES else f"{v:.4g}" for v in ends) + means
 
 
-def _speed(rows: Rows) -> str:
-    steps, tokens = _values(rows, "time/step_s"), _values(rows, "tokens/per_second")
-    if not steps or not tokens:
-        return ""
-    return (
-        f"{median(tokens):,.0f} tokens/s, {median(steps):.3g} s a step (medians);"
-        f" the first step {steps[0]:.3g} s"
-    )
-
-
-def _values(rows: Rows, name: str) -> list[float]:
+def _values(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
@@ -157,6 +141,82 @@ def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[object]]:
     """Maps each key to the value of each run, where they differ."""
     names = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {name: [run.config.get(name) for run in runs] for name in names}
-    return {
-        name: found for name, found in values.items() if any(value != found[0] for value in found)
-    }
+    return {name: each for name, each in values.items() if any(v != each[0] for v in each)}
+
+
+def memory_pools(run: RunFiles) -> list[JsonObject]:
+    """Returns the pools of the run's plan as in `plan.json`, none without a plan. Each also has:
+    `device_text`; `parts`, those of its roles at its peak, with their `role`, whose `bytes` add up
+    to `peak`; `measured`, bytes of its fullest device, None where nothing was measured."""
+    if run.plan is None:
+        return []
+    pools = []
+    for number, pool in enumerate(run.plan["pools"]):
+        devices = f"{len(pool['devices'])} {pool['device'] or 'device'}"
+        parts = [
+            {"role": role["role"], **part}
+            for role in run.plan["roles"]
+            if role["pool"] == number
+            for part in role["parts"]
+            if _present(role["role"], part, pool["moment"])
+        ]
+        # The planned figure, which a row holds where a device tells none, is no measurement.
+        peaks = [
+            row.get(f"memory/{role}/peak_bytes")
+            for row in run.rows
+            for role in pool["roles"]
+            if pool["peak"] and row.get(f"memory/{role}/planned") == 0
+        ]
+        pools.append(
+            pool
+            | {
+                "device_text": devices if pool["devices"] else "no device",
+                "parts": parts,
+                "measured": max((peak for peak in peaks if peak is not None), default=None),
+            }
+        )
+    return pools
+
+
+def _present(role: str, part: JsonObject, moment: str) -> bool:
+    """Returns whether a part of a role is on the device at a moment."""
+    if part["phase"] is not None:
+        return f"{role}: {part['phase']}" == moment
+    return not {moment, moment.partition(":")[0]} & set(part.get("away", ()))
+
+
+def samples(run: RunFiles) -> list[JsonObject]:
+    """Returns the samples of the first step, of the last, and of as many steps evenly between them
+    as there is room for.
+
+    `agreement` is the sample's own, or that of all completions of its step (`of_step`).
+    """
+    ordered = sorted(run.samples, key=lambda sample: sample["step"])
+    by_step = {step: list(same) for step, same in groupby(ordered, lambda sample: sample["step"])}
+    most = max(map(len, by_step.values()), default=1)
+    of_step = {row["step"]: row.get("distill/top1_agreement") for row in run.rows}
+    shown = []
+    for step in evenly(list(by_step), max(2, SAMPLES // most)):
+        for sample in by_step[step]:
+            agreement = sample.get("agreement")
+            (rounded,) = short([of_step.get(step) if agreement is None else agreement])
+            texts = {name: _cut(str(sample.get(name) or "")) for name in ("prompt", "completion")}
+            fields = {name: sample.get(name) for name in FIELDS} | texts
+            shown.append(fields | {"agreement": rounded, "of_step": agreement is None})
+    return shown
+
+
+def _cut(text: str) -> str:
+    """Cuts the middle out of a long text."""
+    left_out = len(text) - TEXT
+    if left_out <= 0:
+        return text
+    return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
+
+
+def chosen(run: RunFiles, shown: Sequence[JsonObject]) -> str:
+    """Says how many samples there are, and which of them are on the page."""
+    if len(shown) == len(run.samples):
+        return f"{len(shown)} samples"
+    steps = len({sample["step"] for sample in shown})
+    return f"{len(shown)} of {len(run.samples)} samples: those of {steps} steps, evenly chosen"

@@ -1,15 +1,24 @@
-"""The timeline of a run, in the few numbers that the page draws."""
+"""The timeline of a run: what each pool did, its idle gaps, and what those waited for, in the few
+numbers that the page draws.
+
+A pool is busy while a call of one of its roles runs, its wait for arguments excluded; calls beside
+the others (the wait for a disk) do not count. It is looked at from the first call of any pool to
+the last; where a run was resumed, each life by itself. All times are microseconds of the trace.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from jaxrl.process.json_types import JsonObject
-from jaxrl.profile.waits import Gap, Span
+from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
 from jaxrl.report.curves import evenly
-from jaxrl.report.idle import Activity, waited
+from jaxrl.sharding.placement import ROLES
 
 SPANS = 40_000
 """Most spans of all lanes together."""
@@ -17,6 +26,136 @@ GAPS = 1000
 """Most gaps of a pool that are drawn: the longest."""
 STEPS = 20_000
 """Most steps whose ends are on the page; where there are more, the page says `about step N`."""
+LEAST_GAP_US = 1000
+"""Shorter gaps count in the idle share, and are not counted one by one."""
+WORKER = "worker "
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """One pool over the whole timeline."""
+
+    name: str
+    roles: tuple[str, ...]
+    workers: tuple[str, ...]
+    """Tracks with the states of its workers."""
+    window: float
+    """Microseconds looked at."""
+    busy: float
+    gaps: tuple[Gap, ...]
+    """In order of time."""
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy / self.window if self.window else 0.0
+
+    @property
+    def counted(self) -> list[Gap]:
+        """Returns the gaps that are worth counting, the longest first."""
+        return sorted((g for g in self.gaps if g.length >= LEAST_GAP_US), key=lambda g: -g.length)
+
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """Returns the tracks of its workers' states, its roles' calls and what those moved to the
+        host and back."""
+        calls = (track for role in self.roles for track in (role, f"offload {role}"))
+        return (*self.workers, *calls)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the pools of a run did."""
+
+    spans: Mapping[str, list[Span]]
+    """Track -> its spans, in order of time."""
+    pools: tuple[PoolUse, ...]
+    others: tuple[str, ...]
+    """Tracks that belong to no pool."""
+    steps: tuple[tuple[float, int], ...]
+    """(microseconds, step) of the end of each update."""
+    sessions: tuple[int, ...]
+    """Where the run began, and where it was resumed."""
+
+
+def waited(idle: Iterable[Gap]) -> dict[str, float]:
+    """Returns what gaps waited for, as `rollout.generate` -> microseconds, most first."""
+    total: dict[str, float] = defaultdict(float)
+    for gap in idle:
+        for cause, start, end in gap.causes:
+            total[OTHER if cause is None else ".".join(cause.stage)] += end - start
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def understand(events: Iterable[JsonObject]) -> Activity:
+    """Parses the events of a `timeline.json`; those that are not complete are left out."""
+    events = list(events)
+    spans: dict[str, list[Span]] = {}
+    for span in filter(None, map(span_of, events)):
+        spans.setdefault(span.track, []).append(span)
+    for own in spans.values():
+        own.sort(key=lambda span: span.start)
+    sessions = sorted(int(event["ts"]) for event in events if begins_run(event))
+    updates = [span for span in spans.get("actor", ()) if span.name == "update"]
+    pools = _use(spans, sessions or [0])
+    mine = {track for pool in pools for track in pool.tracks}
+    return Activity(
+        spans=spans,
+        pools=pools,
+        others=tuple(track for track in spans if track not in mine),
+        steps=tuple((span.end, span.step + 1) for span in updates if span.step is not None),
+        sessions=tuple(sessions),
+    )
+
+
+def _use(spans: Mapping[str, Sequence[Span]], sessions: Sequence[int]) -> tuple[PoolUse, ...]:
+    pools = _pools(spans)
+    calls = {
+        name: [span for role in roles for span in spans[role] if not span.aside]
+        for name, (roles, _) in pools.items()
+    }
+    # Each life of the run, from its first call to the end of its last.
+    by_life: dict[int, list[Span]] = {}
+    for call in sorted(chain(*calls.values()), key=lambda call: call.start):
+        by_life.setdefault(bisect_right(sessions, call.start), []).append(call)
+    lives = [(life[0].start, max(call.end for call in life)) for life in by_life.values()]
+    return tuple(
+        PoolUse(
+            name,
+            roles,
+            workers,
+            window=sum(end - start for start, end in lives),
+            busy=sum(end - start for start, end in union((c.start, c.end) for c in calls[name])),
+            gaps=tuple(
+                gaps(
+                    calls[name],
+                    chain(*(theirs for other, theirs in calls.items() if other != name)),
+                    lives,
+                    TOUCH_S * 1e6,
+                )
+            ),
+        )
+        for name, (roles, workers) in pools.items()
+    )
+
+
+def _pools(spans: Iterable[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Maps each pool to the tracks of its roles, and of its workers. Workers are named after their
+    pool, the second process of one `worker actor+rollout.1`; a role that no worker's name holds is
+    a pool by itself."""
+    tracks = sorted(spans)
+    workers: dict[str, list[str]] = {}
+    for track in tracks:
+        if track.startswith(WORKER):
+            name = re.sub(r"\.\d+$", "", track.removeprefix(WORKER))
+            workers.setdefault(name, []).append(track)
+    placed = {role for name in workers for role in name.split("+")}
+    workers |= {role: [] for role in ROLES if role in tracks and role not in placed}
+    order = {role: place for place, role in enumerate(ROLES)}
+    names = sorted(workers, key=lambda name: order.get(name.split("+")[0], len(order)))
+    return {
+        name: (tuple(role for role in name.split("+") if role in tracks), tuple(workers[name]))
+        for name in names
+    }
 
 
 def lanes(activity: Activity) -> JsonObject:

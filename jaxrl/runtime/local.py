@@ -90,25 +90,19 @@ class Tracer:
             del self._arrived[folder]
             try:
                 if folder is not None:
-                    self._begin(folder / self.name)
+                    options = jax.profiler.ProfileOptions()
+                    options.python_tracer_level = 0  # every Python call: slow, and noise here
+                    (folder / self.name).mkdir(parents=True, exist_ok=True)
+                    jax.profiler.start_trace(str(folder / self.name), profiler_options=options)
+                    self._tracing = True
                 elif self._tracing:
-                    self._end()
+                    self._tracing = False  # also where it cannot be written: the next starts over
+                    jax.profiler.stop_trace()
             except Exception as error:  # a profiler that refuses ends no run
                 return Traced(problem=str(error).strip() or type(error).__name__)
             if folder is not None or self._device is None:
                 return Traced()
             return Traced(ceilings=ceilings_of(self._device, dtype))
-
-    def _begin(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call: slow, and nothing but noise here
-        jax.profiler.start_trace(str(folder), profiler_options=options)
-        self._tracing = True
-
-    def _end(self) -> None:
-        self._tracing = False  # also where it cannot be written: the next one starts over
-        jax.profiler.stop_trace()
 
 
 @dataclass(eq=False)

@@ -151,8 +151,14 @@ class Ledger:
         kept |= {place for places in self._pinned.values() for place in places}
         rest = [r for r in self._residents.values() if r not in wanted]
         for resident in rest:
-            if stage in resident.stale_at:
-                self._free(resident, kept)
+            if stage not in resident.stale_at:
+                continue
+            arrays = [array for array in _arrays(resident.read()) if buffer(array) not in kept]
+            if arrays:
+                resident.write(None)
+                for array in arrays:
+                    array.delete()
+                self.changed()
         # What another resident keeps on the device stays, whichever of them may leave it.
         kept |= {buffer(x) for r in rest if not r.offload for x in _arrays(r.read())}
         self._send_away([resident for resident in rest if resident.offload], kept)
@@ -213,7 +219,16 @@ class Ledger:
         the arguments. This costs no further compilation.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        known, form = self._programs.setdefault(program, {}), (tree, *map(_form, leaves))
+        known = self._programs.setdefault(program, {})
+        form = (
+            tree,
+            *(
+                (tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
+                if hasattr(leaf, "dtype")
+                else leaf  # static arguments can be hashed
+                for leaf in leaves
+            ),
+        )
         if form not in known:
             found = program.lower(*args, **kwargs).compile().memory_analysis()
             new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0
@@ -263,14 +278,6 @@ class Ledger:
             )
         for leaf in old:
             leaf.delete()
-
-    def _free(self, resident: _Resident, kept: Collection[Buffer]) -> None:
-        arrays = [array for array in _arrays(resident.read()) if buffer(array) not in kept]
-        if arrays:
-            resident.write(None)
-            for array in arrays:
-                array.delete()
-            self.changed()
 
     def _call_back(self, resident: _Resident) -> None:
         """Starts to move a resident's offloaded arrays back."""
@@ -354,12 +361,6 @@ def _per_device(array: jax.Array) -> Counter[jax.Device]:
 def _nbytes(arrays: Collection[jax.Array]) -> int:
     """Counts the bytes of the arrays over all devices of this process."""
     return sum(sum(_per_device(array).values()) for array in arrays)
-
-
-def _form(leaf: Tree) -> object:
-    if not hasattr(leaf, "dtype"):
-        return leaf  # static arguments can be hashed
-    return tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None)
 
 
 def _put(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:

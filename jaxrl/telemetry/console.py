@@ -29,7 +29,7 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.telemetry.metrics import Sample
-from jaxrl.telemetry.ticker import Ticker
+from jaxrl.telemetry.timeline import Ticker
 from jaxrl.types import Row
 
 if TYPE_CHECKING:
@@ -136,19 +136,27 @@ class Console:
         self.mode: Mode = logging.console
         if self.mode == "auto":
             self.mode = "rich" if notebook or self._out.isatty() else "plain"
-        self._view: _Plain | _Display
+        self._screen: Cell | Terminal | None = None
+        """Where the display is drawn; None where lines are printed."""
         if self.mode == "rich":
-            screen = Cell(self._out) if notebook else Terminal(self._out)
-            self._view = _Display(start, steps, screen)
-        else:
-            out_or_none = self._out if self.mode == "plain" else Output(None)
-            self._view = _Plain(start, steps, logging.every, out_or_none, clock)
-        self._lock = threading.Lock()
-        self._clock = clock
+            self._screen = Cell(self._out) if notebook else Terminal(self._out)
+        self._every, self._steps, self._clock = logging.every, steps, clock
         self._eta = Eta(steps, clock)
+        self._lock = threading.Lock()
         self._states: States | None = None
         self._ticker: Ticker | None = None
         self._closed = False
+        # Plain lines.
+        self._ends = (start + 1 if start else 0, steps)
+        """The first row that comes (0 is the one before training), and the last."""
+        self._latest = f"step {start}/{steps}" if start else "the start"
+        self._due = True
+        self._printed_at = self._stepped_at = clock()
+        # The display: step and time left, the latest numbers, samples and workers.
+        self._done, self._time_left = start, "-:--"
+        self._row: JsonObject = {}
+        self._samples: Sequence[Sample] = ()
+        self._workers: Table | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -157,19 +165,11 @@ class Console:
         self.close()
 
     def on_lost(self, report: Callable[[str], None]) -> None:
-        """
-        Args:
-            report: takes the one message that the output cannot be written to; it must not write
-                to this console.
-        """
+        """Sets what takes, elsewhere, the one message that the output cannot be written to."""
         self._out.lost = report
 
     def attach(self, states: States) -> None:
-        """Shows from now on what the workers do.
-
-        Args:
-            states: quick, from any thread; its times are those of `clock`.
-        """
+        """Shows what the workers do: `states` is quick, from any thread, in the time of `clock`."""
         self._states = states
         if self.mode != "quiet" and self._ticker is None:
             self._ticker = Ticker("console", TICK_S, self.tick)
@@ -182,23 +182,52 @@ class Console:
         # something here.
         states, now = self._states(), self._clock()
         with self._lock:
-            if not self._closed:
-                self._view.workers(states, now)
+            if self._closed:
+                return
+            if self._screen is not None:
+                self._workers = _worker_table(states, now)
+                self._draw(self._screen)
+            elif now - max(self._printed_at, self._stepped_at) >= SILENT_S:
+                since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
+                self._show("; ".join([since, *(worker_line(state, now) for state in states)]))
 
     def message(self, text: str) -> None:
         """Shows one thing worth knowing, such as what start-up is doing."""
         with self._lock:
-            self._view.message(text)
+            self._show(text)
 
     def step(self, row: Row) -> None:
         """Shows a row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
         with self._lock:
-            self._view.step(row, self._eta.step(row["step"]))
+            step, eta = row["step"], self._eta.step(row["step"])
+            if self._screen is not None:
+                # Evaluations are rare: their last values stay on the screen between them.
+                rare = ("eval/accuracy", "teacher/accuracy")
+                lasting = {name: v for name, v in self._row.items() if name.startswith(rare)}
+                self._row = lasting | dict(row)
+                self._done, self._time_left = step, "-:--" if eta is None else format_seconds(eta)
+                self._draw(self._screen)
+                return
+            self._latest, self._stepped_at = f"step {step}/{self._steps}", self._clock()
+            self._due = step % self._every == 0 or step in self._ends or "eval/accuracy" in row
+            if self._due:
+                parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+                parts += [f"{label} {text}" for label, text in _shown(row)]
+                parts += [f"eta {format_seconds(eta)}"] if eta else []
+                self._show("  ".join(parts))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Shows completions of the step just shown: in a table, or one plain line each."""
         with self._lock:
-            self._view.samples(samples)
+            if self._screen is not None:
+                self._samples = tuple(samples)
+                self._draw(self._screen)
+                return
+            for sample in samples if self._due else ():
+                prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
+                completion = _cut(sample.completion, SAMPLE_WIDTH)
+                ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
+                self._show(f"  {sample.split} {prompt!r} -> {completion!r} ({ended})")
 
     def close(self) -> None:
         """Leaves the last state of the live display on the screen."""
@@ -206,98 +235,28 @@ class Console:
         if self._ticker is not None:
             self._ticker.close()
         with self._lock:
-            self._view.close()
+            if self._screen is not None:
+                if self._workers is not None:
+                    self._workers = None  # what they did last is no news
+                    self._draw(self._screen)
+                self._screen.close()
 
+    def _show(self, text: str) -> None:
+        """Shows a message; the lock is held."""
+        if self._screen is not None:
+            self._screen.message(text)
+        elif self.mode == "plain":
+            self._out.line(text)
+            self._printed_at = self._clock()
 
-class _Plain:
-    """A line for each message, shown step and sample, and for the workers after a long silence.
-
-    The console holds its lock around every call, here and in ``_Display``.
-    """
-
-    def __init__(
-        self, start: int, steps: int, every: int, out: Output, clock: Callable[[], float]
-    ) -> None:
-        self._steps, self._every, self._out, self._clock = steps, every, out, clock
-        self._ends = (start + 1 if start else 0, steps)
-        """The first row that comes (0 is the one before training), and the last."""
-        self._latest = f"step {start}/{steps}" if start else "the start"
-        self._due = True
-        self._printed_at = self._stepped_at = clock()
-
-    def message(self, text: str) -> None:
-        self._out.line(text)
-        self._printed_at = self._clock()
-
-    def step(self, row: Row, eta: float | None) -> None:
-        step = row["step"]
-        self._latest, self._stepped_at = f"step {step}/{self._steps}", self._clock()
-        self._due = step % self._every == 0 or step in self._ends or "eval/accuracy" in row
-        if self._due:
-            parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
-            parts += [f"{label} {text}" for label, text in _shown(row)]
-            parts += [f"eta {format_seconds(eta)}"] if eta else []
-            self.message("  ".join(parts))
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        for sample in samples if self._due else ():
-            prompt = _cut(sample.prompt, SAMPLE_WIDTH, keep_end=True)
-            completion = _cut(sample.completion, SAMPLE_WIDTH)
-            ended = ", ".join(filter(None, (sample.finish_reason, sample.judged)))
-            self.message(f"  {sample.split} {prompt!r} -> {completion!r} ({ended})")
-
-    def workers(self, states: Sequence[WorkerState], now: float) -> None:
-        if now - max(self._printed_at, self._stepped_at) >= SILENT_S:
-            since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
-            self.message("; ".join([since, *(worker_line(state, now) for state in states)]))
-
-    def close(self) -> None:
-        """Does nothing: every line is out."""
-
-
-class _Display:
-    """The live display: progress bar, latest numbers, workers, latest samples."""
-
-    def __init__(self, start: int, steps: int, screen: Cell | Terminal) -> None:
-        self._steps, self._screen = steps, screen
-        self._done, self._eta = start, "-:--"
-        self._latest: JsonObject = {}
-        self._samples: Sequence[Sample] = ()
-        self._workers: Table | None = None
-
-    def message(self, text: str) -> None:
-        self._screen.message(text)
-
-    def step(self, row: Row, eta: float | None) -> None:
-        # Evaluations are rare: their last values stay on the screen between them.
-        rare = ("eval/accuracy", "teacher/accuracy")
-        lasting = {n: value for n, value in self._latest.items() if n.startswith(rare)}
-        self._latest = lasting | dict(row)
-        self._done, self._eta = row["step"], "-:--" if eta is None else format_seconds(eta)
-        self._refresh()
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self._samples = tuple(samples)
-        self._refresh()
-
-    def workers(self, states: Sequence[WorkerState], now: float) -> None:
-        self._workers = _worker_table(states, now)
-        self._refresh()
-
-    def close(self) -> None:
-        if self._workers is not None:
-            self._workers = None  # what they did last is no news
-            self._refresh()
-        self._screen.close()
-
-    def _refresh(self) -> None:
+    def _draw(self, screen: Cell | Terminal) -> None:
         progress = Table.grid(*[""] * 4, padding=(0, 1), expand=True)
         progress.columns[2].ratio = 1
         bar = ProgressBar(total=self._steps, completed=self._done)
-        progress.add_row("step", f"{self._done}/{self._steps}", bar, f"eta {self._eta}")
+        progress.add_row("step", f"{self._done}/{self._steps}", bar, f"eta {self._time_left}")
         numbers = [
             Text.assemble((f"{label} ", "dim"), (value, "bold"))
-            for label, value in _shown(self._latest)
+            for label, value in _shown(self._row)
         ]
         display = Table.grid(expand=True)
         display.add_row(progress)
@@ -306,7 +265,7 @@ class _Display:
             display.add_row(self._workers)
         if self._samples:
             display.add_row(_sample_table(self._samples))
-        self._screen.show(display)
+        screen.show(display)
 
 
 class Terminal:

@@ -115,7 +115,9 @@ class LineFile:
                 is_there = False
             except OSError:  # a disk that does not answer: the next write reports it
                 is_there = True
-            if is_there or not self._rewrite(self._copy_back):
+            if is_there or not self._rewrite(
+                lambda new: size if _copy(self._file, new, 0, size) == size else 0
+            ):
                 return False
             if self.size < size:
                 self._messages.append(
@@ -210,9 +212,6 @@ class LineFile:
         self._file, self.size, self._torn = new, size, False
         return True
 
-    def _copy_back(self, new: FileIO) -> int:
-        return self.size if _copy(self._file, new, 0, self.size) == self.size else 0
-
     def _copy_newer_half(self, new: FileIO, keep: Callable[[bytes], bool]) -> int:
         kept: dict[bytes, None] = {}
         with open(self._path, "rb") as old:
@@ -232,10 +231,6 @@ class RunLog(LineFile):
     """
 
     def __init__(self, path: str | Path, notify: Callable[[str], None] = to_stderr) -> None:
-        """
-        Args:
-            notify: takes the one message of a disk that refuses. It may write to this log.
-        """
         super().__init__(path, notify, keep=lambda file: file.seek(0, os.SEEK_END))
         if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
             self.append([""])  # a killed run's last line stays, and ends here

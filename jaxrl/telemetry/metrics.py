@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shutil
 import sys
@@ -51,30 +50,23 @@ PLACEHOLDERS = {
 """What may stand for the variable part of a name in ``METRICS``."""
 
 
-def _with_interval(names: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Returns each name with the two ends of its 95% interval."""
-    table = {}
-    for name, metric in names.items():
-        table[name] = metric
-        for end, word in (("low", "lower"), ("high", "upper")):
-            table[f"{name}_{end}"] = Metric(
-                metric.unit, f"{word} end of the 95% interval of `{name}`"
-            )
-    return table
-
-
 def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
     """Returns what an evaluation measures on one set of held-out prompts, or on all of them."""
-    rates = {
-        f"{prefix}/accuracy": Metric("fraction", f"mean verifier score on {where} (mean@k)"),
-        f"{prefix}/pass@{{k}}": Metric(
-            "fraction",
+    rates = {}
+    for name, meaning in (
+        (f"{prefix}/accuracy", f"mean verifier score on {where} (mean@k)"),
+        (
+            f"{prefix}/pass@{{k}}",
             f"chance that at least one of k samples is right, on {where}; of the prompts of which"
             " every sample is judged",
         ),
-    }
+    ):
+        rates[name] = Metric("fraction", meaning)
+        for end, word in (("low", "lower"), ("high", "upper")):
+            interval = f"{word} end of the 95% interval of `{name}`"
+            rates[f"{name}_{end}"] = Metric("fraction", interval)
     return {
-        **_with_interval(rates),
+        **rates,
         f"{prefix}/unjudged": Metric("completions", f"that could not be judged, on {where}"),
         f"{prefix}/mean_completion_tokens": Metric("tokens", f"mean completion length on {where}"),
         f"{prefix}/truncated_fraction": Metric(
@@ -297,29 +289,24 @@ def describe(name: str) -> Metric | None:
     return next(matches, None)
 
 
-def _plain(name: str, value: Value, unit: str) -> int | float | None:
-    """Returns a Python number; null where it is not finite. Accepts jax and numpy scalars."""
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        number = float(value)
-    except TypeError as error:
-        raise TypeError(f"metric {name} must be one number, got {type(value).__name__}") from error
-    if not math.isfinite(number):
-        return None
-    return int(number) if unit in _WHOLE and number.is_integer() else number
-
-
 def _row(step: int, metrics: Mapping[str, Value]) -> Row:
+    """Returns a row of Python numbers, of jax and numpy scalars too; null where not finite."""
     row: Row = {"step": step}
     for name, value in metrics.items():
         metric = describe(name)
         if metric is None:
             hint = near(name, METRICS)
             raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
-        row[name] = _plain(name, value, metric.unit)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            row[name] = value
+            continue
+        try:
+            number = float(value)
+        except TypeError as error:
+            kind = type(value).__name__
+            raise TypeError(f"metric {name} must be one number, got {kind}") from error
+        whole = metric.unit in _WHOLE and number.is_integer()
+        row[name] = int(number) if whole else finite(number)
     if row["step"] != step:
         raise ValueError(f"row of step {step} carries step={row['step']}")
     return row
@@ -486,7 +473,8 @@ class Sample:
             step=step,
             split=split,
             prompt=prompt.text,
-            completion=_transcript(completion) if completion.turns else completion.text,
+            completion="\n".join(f"[{turn.role}] {turn.text}" for turn in completion.turns)
+            or completion.text,
             finish_reason=completion.finish_reason,
             tokens=len(completion.tokens),
             policy_version=policy_version,
@@ -501,10 +489,6 @@ class Sample:
             or None,
             failure=completion.failure,
         )
-
-
-def _transcript(episode: Completion) -> str:
-    return "\n".join(f"[{turn.role}] {turn.text}" for turn in episode.turns)
 
 
 class SamplesWriter(JsonLines):

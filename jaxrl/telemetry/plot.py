@@ -76,8 +76,8 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, name in enumerate(panels, start=1):
-        _draw_panel(figure.add_subplot(lines, columns, place), name, runs)
+    for number, name in enumerate(panels, start=1):
+        _draw_panel(figure.add_subplot(lines, columns, number), name, runs)
     return figure
 
 

@@ -24,7 +24,6 @@ from jaxrl.process.json_types import parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
 from jaxrl.telemetry.lines import LineFile
-from jaxrl.telemetry.ticker import Ticker
 
 TIMELINE_FILE = "timeline.json"
 
@@ -47,6 +46,8 @@ MOST_BYTES = 32 << 20
 """Largest size of the file: about twenty thousand steps."""
 STATES_EVERY_S = 0.25
 """Seconds between two looks at the workers' states."""
+CLOSE_S = 5.0
+"""Longest wait for a call that is under way when a ticker is closed."""
 
 States = Callable[[], Sequence[WorkerState]]
 
@@ -147,7 +148,8 @@ class Timeline:
             if lines:
                 self._file.append(lines)
             if self._file.size > self._most_bytes:
-                self._file.drop_oldest(_is_needed_later)
+                # The lines after them need those that name a track or open the array.
+                self._file.drop_oldest(lambda line: line == OPEN or b'"ph": "M"' in line)
 
     def restore(self) -> bool:
         """Does what `LineFile.restore` does."""
@@ -203,15 +205,31 @@ class Timeline:
             self._calls.append((role, method, times, args))
 
 
+class Ticker:
+    """Calls ``tick`` every ``every_s`` seconds, in a daemon thread, until it is closed."""
+
+    def __init__(self, name: str, every_s: float, tick: Callable[[], None]) -> None:
+        self._every_s, self._tick = every_s, tick
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Returns whether the thread has ended; a call that hangs is left behind."""
+        self._ending.set()
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._every_s):
+            self._tick()
+
+
 class StateSpans:
     """From looks at the workers to spans without gap or overlap. One thread at a time."""
 
     def __init__(self, draw: Callable[[str, str, float, float], None], begun: float) -> None:
-        """
-        Args:
-            draw: takes worker, phase, start and end of each state that is over.
-            begun: nothing is drawn before it, `time.monotonic` seconds.
-        """
+        """Draws each state that is over (worker, phase, start, end), and nothing before `begun`."""
         self._draw = draw
         self._open: dict[str, tuple[WorkerState, float]] = {}
         """The states that are not over, and where the span of each begins."""
@@ -260,11 +278,6 @@ class Watched:
             plain["aside"] = True
         self.report(self.role, method, future.times, plain)
         return future
-
-
-def _is_needed_later(line: bytes) -> bool:
-    """Returns whether a line names a track or opens the array, which the lines after it need."""
-    return line == OPEN or b'"ph": "M"' in line
 
 
 def _end_us(line: bytes) -> int | None:

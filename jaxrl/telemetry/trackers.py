@@ -11,7 +11,6 @@ import secrets
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,24 +62,6 @@ class RunFacts:
 
     def keep_id(self, tracker: str, value: str) -> None:
         (self.folder / f"{tracker}.id").write_text(value + "\n", encoding="utf-8")
-
-
-class Tracker(ABC):
-    """One place for rows; made, called and closed in its own thread."""
-
-    @abstractmethod
-    def write(self, row: Row) -> None:
-        """Takes a row of ``metrics.jsonl``."""
-
-    def samples(self, samples: Sequence[Sample]) -> None:  # noqa: B027
-        """Takes completions of one step, for a tracker that shows texts."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Sends what was written, once nothing more waits, where that is needed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the tracker: every row was written."""
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -221,7 +202,7 @@ def import_tensorboard() -> None:
             del sys.modules["torch"]
 
 
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files in ``RUN/tensorboard``: scalars by their names, samples and config as text.
 
     The writer classes of tensorboardX are not used: they have queues and threads of their own,
@@ -240,7 +221,8 @@ class TensorBoard(Tracker):
         first = 0 if run.resumed_at is None else run.resumed_at + 1
         # Readers drop what earlier files have from this step on.
         self._event(first, session_log=SessionLog(status=SessionLog.START))
-        lines = [f"| `{key}` | {_cell(value)} |" for key, value in flat(run.settings).items()]
+        cells = {k: str(v).replace("|", "\\|") for k, v in flat(run.settings).items()}
+        lines = [f"| `{key}` | {value} |".replace("\n", " ") for key, value in cells.items()]
         self._text("config", first, "\n".join(["| key | value |", "|---|---|", *lines]))
 
     def write(self, row: Row) -> None:
@@ -271,7 +253,7 @@ class TensorBoard(Tracker):
         self._file.write_event(Event(wall_time=time.time(), step=step, **content))
 
 
-class Wandb(Tracker):
+class Wandb:
     """A run of the wandb project ``project``; its server and login are wandb's own settings."""
 
     def __init__(self, run: RunFacts, project: str) -> None:
@@ -301,11 +283,17 @@ class Wandb(Tracker):
     def write(self, row: Row) -> None:
         self._run.log(dict(row))
 
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Sends no texts."""
+
+    def flush(self) -> None:
+        """Does nothing: wandb sends by itself."""
+
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow(Tracker):
+class MLflow:
     """A run of the mlflow experiment ``experiment``, on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: RunFacts, experiment: str) -> None:
@@ -337,18 +325,23 @@ class MLflow(Tracker):
         ]
         self._client.log_batch(self._id, metrics=values)
 
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Sends no texts."""
+
+    def flush(self) -> None:
+        """Does nothing: each row has been sent."""
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+Tracker = TensorBoard | Wandb | MLflow
+"""Made, called and closed in its own thread."""
 
 
 def flat(settings: JsonObject) -> JsonObject:
     """Returns nested settings by their dotted keys."""
     return flatten_dict(dict(settings), sep=".")
-
-
-def _cell(value: object) -> str:
-    """Returns a value in a cell of a Markdown table."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _sample_text(sample: Sample) -> str:

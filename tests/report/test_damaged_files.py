@@ -16,6 +16,7 @@ from _pytest.mark.structures import ParameterSet
 from made_run import make_run
 from runs import CONSTANT, QUICK, SHORT, save_model
 
+from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -271,7 +272,7 @@ def test_what_links_lead_to_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written to"):
         Lock(run)
     RunDir(run, None, ()).write("plan.json", "{}")
-    report._write(run / "report.html", b"page")
+    put_file(run / "report.html", lambda file: file.write_bytes(b"page"))
     assert precious.read_text() == "mine"
     assert sorted(os.listdir(run)) == ["lock", "plan.json", "report.html"]
 

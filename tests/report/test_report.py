@@ -27,13 +27,19 @@ from jaxrl.config import cli
 from jaxrl.profile.stages import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
-from jaxrl.report import samples, timeline_lanes
+from jaxrl.report import timeline_lanes
 from jaxrl.report.curves import charts, evenly, thin
 from jaxrl.report.html_page import bytes_text, environment, page
-from jaxrl.report.idle import PoolUse, understand
-from jaxrl.report.memory import memory_pools
 from jaxrl.report.read import read_run
-from jaxrl.report.summary import changed_keys, differing_keys, facts
+from jaxrl.report.summary import (
+    SAMPLES,
+    changed_keys,
+    differing_keys,
+    facts,
+    memory_pools,
+    samples,
+)
+from jaxrl.report.timeline_lanes import PoolUse, understand, waited
 from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
@@ -83,8 +89,8 @@ def test_a_gap_tells_what_it_waited_for(run: Path) -> None:
         },
     }
     for name, expected in total.items():
-        waited = {call: us / 1e6 for call, us in pools[name].waited().items() if us > 1e4}
-        assert waited == pytest.approx(expected, abs=1e-3)
+        waits = {call: us / 1e6 for call, us in waited(pools[name].gaps).items() if us > 1e4}
+        assert waits == pytest.approx(expected, abs=1e-3)
     longest = max(pools["rollout"].gaps, key=lambda gap: gap.length)
     assert longest.length / 1e6 == pytest.approx(PAUSE, abs=1e-5)
     assert timeline_lanes.reason(longest) == "waited for the driver before rollout.generate"
@@ -245,16 +251,15 @@ def test_samples_are_chosen_evenly_and_cut_in_the_middle(run: Path, tmp_path: Pa
     (path / SAMPLES_FILE).write_text("\n".join(lines) + "\n")
     (path / METRICS_FILE).write_text('{"step": 1, "distill/top1_agreement": 0.25}\n')
     files = read_run(path)
-    chosen = samples.samples(files)
-    assert len(chosen) == samples.SAMPLES and (chosen[0]["step"], chosen[-1]["step"]) == (1, 1000)
+    chosen = samples(files)
+    assert len(chosen) == SAMPLES and (chosen[0]["step"], chosen[-1]["step"]) == (1, 1000)
     assert len(chosen[0]["completion"]) < 2100 and chosen[0]["completion"].endswith("z")
     assert (chosen[0]["agreement"], chosen[0]["of_step"]) == (0.25, True)
-    told = samples.chosen(files, chosen)
-    assert told == "600 of 4000 samples: those of 150 steps, evenly chosen"
+    assert "600 of 4000 samples: those of 150 steps, evenly chosen" in page([files])
 
 
 def test_a_sample_has_its_own_agreement_or_that_of_its_step(run: Path) -> None:
-    own, other = samples.samples(read_run(run))[2:4]
+    own, other = samples(read_run(run))[2:4]
     assert (own["step"], own["agreement"], own["of_step"]) == (2, 0.75, False)
     assert (other["step"], other["agreement"], other["of_step"]) == (2, 0.52, True)
 
