@@ -31,8 +31,7 @@ from jaxrl.models import parameters
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
-from jaxrl.score.command import score
-from jaxrl.score.score_data import Scoring, storage_error
+from jaxrl.score.score_data import Scoring, score, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
