@@ -30,7 +30,7 @@ from jaxrl.roles.reward_model import score_batch
 from jaxrl.roles.rollout import merge_adapters_program, topk_program
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sharding.reshard import Rows, piece_programs
-from jaxrl.teacher.routed_teachers import merge_program, mixture_program
+from jaxrl.teacher.local_teacher import merge_program, mixture_program
 from jaxrl.types import AlignedSignal, TeacherSignal, TrainBatch
 
 

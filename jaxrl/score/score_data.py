@@ -7,10 +7,11 @@ teacher's scores bit for bit. In the company of other rows a device may add in a
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -61,7 +62,6 @@ from jaxrl.teacher.cache import (
     in_storage,
     read_manifest,
     shapes_of,
-    token_bytes,
     write_manifest,
 )
 from jaxrl.teacher.protocol import Options
@@ -286,8 +286,25 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
 
 def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) -> None:
     teacher = cast(SamplingTeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
+    config, manifest, head = scoring.config, scoring.manifest, None
+    if first and config.distill.signal == "hidden":
+        head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
+        if scoring.stored not in (manifest.dtype, "float32"):
+            parts = []
+            for index in remaining.batches[:MEASURED]:
+                rollout, signal = scoring.scored(teacher, index)
+                assert isinstance(signal, HiddenSignal)
+                parts.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
+            hidden = np.concatenate(parts)[:MEASURED_TOKENS]
+            shared = head[: scoring.job.vocab_size]
+            cap = scoring.source.config.final_softcap
+            error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
+            log(f"hidden states in {scoring.stored}: {error}")
+            manifest = manifest.model_copy(update={"error": error})
     if first:
-        _begin(scoring, teacher, remaining.batches[:MEASURED], log)
+        tokenizer = scoring.source.tokenizer_path
+        assert tokenizer is not None, "make_job has compared its tokens"
+        write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
     writer, left = ScoreWriter(scoring.folder), set(remaining.keys)
     try:
         with _progress(remaining.rows, log) as advance:
@@ -307,31 +324,6 @@ def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) ->
             f"interrupted: {done} of {rows} rows are stored in {scoring.folder}; the same command"
             " resumes"
         ) from None
-
-
-def _begin(
-    scoring: Scoring, teacher: SamplingTeacherRole, batches: Sequence[int], log: Log
-) -> None:
-    """Writes all but the rows: head, description of the teacher, and the error of storage, which is
-    measured on some of the batches."""
-    config, manifest, head = scoring.config, scoring.manifest, None
-    if config.distill.signal == "hidden":
-        head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
-        if scoring.stored not in (manifest.dtype, "float32"):
-            parts = []
-            for index in batches:
-                rollout, signal = scoring.scored(teacher, index)
-                assert isinstance(signal, HiddenSignal)
-                parts.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
-            hidden = np.concatenate(parts)[:MEASURED_TOKENS]
-            shared = head[: scoring.job.vocab_size]
-            cap = scoring.source.config.final_softcap
-            error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
-            log(f"hidden states in {scoring.stored}: {error}")
-            manifest = manifest.model_copy(update={"error": error})
-    tokenizer = scoring.source.tokenizer_path
-    assert tokenizer is not None, "make_job has compared its tokens"
-    write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
 
 
 @contextmanager
@@ -409,7 +401,8 @@ def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
         UserError: the disk has less room than that.
     """
     config, d = scoring.source.config, scoring.config.distill
-    each = token_bytes(shapes_of(scoring.manifest, config.d_model))
+    shapes = shapes_of(scoring.manifest, config.d_model).values()
+    each = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
     size = remaining.tokens * each
     if first and d.signal == "hidden":
         itemsize = jnp.dtype(scoring.config.teacher.compute_dtype).itemsize

@@ -36,6 +36,7 @@ from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
     MANIFEST,
+    CachedTeacher,
     ScoreCache,
     ScoredRow,
     ScoreManifest,
@@ -46,7 +47,6 @@ from jaxrl.teacher.cache import (
     shard_files,
     write_manifest,
 )
-from jaxrl.teacher.cached_teacher import CachedTeacher
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics
