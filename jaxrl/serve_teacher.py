@@ -92,8 +92,10 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.process.compile_cache import enable_compile_cache
     from jaxrl.run.check_inputs import tokenizer_of
+    from jaxrl.sharding.axes import Axes
+    from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token
-    from jaxrl.teacher.service import MB, ScoringService, serving_mesh
+    from jaxrl.teacher.service import MB, ScoringService
 
     certificate = options.certificate
     with ExitStack() as stack:
@@ -112,7 +114,12 @@ def main(argv: Sequence[str]) -> int:
         models = options.teacher if options.model is None else {"": options.model}
         sources = {name: resolve_model(model).with_weights() for name, model in models.items()}
         enable_compile_cache(Config.model_fields["compile_cache"].default)
-        mesh = serving_mesh(options.devices, options.fsdp, options.tensor)
+        visible, tensor = ensure_devices(options.devices or 1), options.tensor
+        n = options.devices or (1 if visible.emulated else len(visible.devices))
+        fsdp = options.fsdp or max(n // tensor, 1)
+        if n % (fsdp * tensor):
+            raise UserError(f"{n} devices are not a multiple of --fsdp {fsdp} x --tensor {tensor}")
+        mesh = role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
         turns, services = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices"), {}
         stack.callback(turns.shutdown, wait=False, cancel_futures=True)
         for name, source in sources.items():
@@ -178,7 +185,15 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         file.pop("teacher", None)
     if "teacher" in words:
         file.pop("model", None)
-        values["teacher"] = file.get("teacher", {}) | _named(words["teacher"])
+        models: dict[str, str] = {}
+        for word in words["teacher"]:
+            name, _, model = word.partition("=")
+            if not model:
+                raise UserError(f"--teacher {word}: write NAME=MODEL")
+            if name in models:
+                raise UserError(f"--teacher {word}: {name} is {models[name]} already")
+            models[name] = model
+        values["teacher"] = file.get("teacher", {}) | models
     try:
         return ServeOptions.model_validate(file | values)
     except ValidationError as error:
@@ -208,18 +223,6 @@ def _read_file(path: Path) -> dict[str, Any]:
     if "teacher" in file and not isinstance(file["teacher"], dict):
         raise UserError(f"{path}: teacher must be `NAME: MODEL` lines")
     return file
-
-
-def _named(words: Sequence[str]) -> dict[str, str]:
-    models: dict[str, str] = {}
-    for word in words:
-        name, _, model = word.partition("=")
-        if not model:
-            raise UserError(f"--teacher {word}: write NAME=MODEL")
-        if name in models:
-            raise UserError(f"--teacher {word}: {name} is {models[name]} already")
-        models[name] = model
-    return models
 
 
 if __name__ == "__main__":

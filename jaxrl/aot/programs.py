@@ -39,7 +39,7 @@ from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sampling.abstract_programs import abstract_programs
 from jaxrl.sampling.engine import Engine
 from jaxrl.sharding.reshard import Rows, piece_programs
-from jaxrl.teacher.routed_teachers import merge_program, mixture_program
+from jaxrl.teacher.local_teacher import merge_program, mixture_program
 from jaxrl.types import AlignedSignal, TeacherSignal, TrainBatch
 
 PHASES = {

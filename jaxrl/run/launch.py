@@ -42,6 +42,8 @@ from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
+from jaxrl.run import build_teacher
+from jaxrl.run.build_teacher import frozen_of_teacher, receiver_of_teacher
 from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
@@ -56,8 +58,6 @@ from jaxrl.sharding.mesh import (
     verify_arrays,
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
-from jaxrl.teacher import build_teacher
-from jaxrl.teacher.build_teacher import frozen_of_teacher, receiver_of_teacher
 
 Log = Callable[[str], None]
 STOP_S = 10.0

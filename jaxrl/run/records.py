@@ -27,7 +27,7 @@ from jaxrl.run.loop import Resumed, evaluates
 from jaxrl.run.reporting import Reporter, ScorerMetrics
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Handle, WorkerGroup
-from jaxrl.teacher.teacher_metrics import TeacherMetrics
+from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
@@ -188,7 +188,8 @@ def _scorer_metrics(context: RunContext) -> dict[str, ScorerMetrics]:
     for role, sizes in plan.axes.items():
         devices = RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
         if role == "teacher":
-            metrics[role] = TeacherMetrics(job.config, devices, job.tokenizer, job.aligner)
+            batch = job.config, devices, job.tokenizer, job.aligner
+            metrics[role] = partial(teacher_metrics, *batch)
         elif role == "reference":
             metrics[role] = partial(_reference_metrics, devices)
     return metrics

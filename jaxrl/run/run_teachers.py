@@ -24,8 +24,7 @@ from jaxrl.data.tokenizer import (
 from jaxrl.environments.environment_source import EnvironmentFacts
 from jaxrl.errors import UserError
 from jaxrl.run.check_inputs import check_positions, end_ids, longest_sequence, tokenizer_of
-from jaxrl.teacher.cache import ScoreCache
-from jaxrl.teacher.cached_teacher import check_cache
+from jaxrl.teacher.cache import ScoreCache, check_cache
 from jaxrl.teacher.remote import (
     AnyInfo,
     check_remote,
@@ -109,8 +108,8 @@ class RunTeachers:
         if not (config.eval.teacher and held_out):
             return False, []
         if not self.models:
-            notes = [f"{remote_place(config, name)} only scores" for name in self.served]
-            notes = [f"{note}: its own accuracy is not evaluated" for note in notes]
+            unknown = "only scores: its own accuracy is not evaluated"
+            notes = [f"{remote_place(config, name)} {unknown}" for name in self.served]
             if self.cache is not None:
                 notes.append(
                     "scores on disk answer nothing: the teacher's accuracy is not evaluated"
@@ -179,7 +178,16 @@ def find_teachers(
         shared = check_remote(config, info, tokenizer, student.config, name)
         vocab_size = min(vocab_size, shared)
     common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
-    _check_sizes(config, models, common)
+    longest = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
+    for name, source in models.items():
+        check_positions(config, longest, source, config.teacher_key(name), teacher=True)
+    d = config.distill
+    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
+    if d.entropy_aware:
+        asked["distill.entropy_top_k"] = d.entropy_top_k
+    for key, k in asked.items():
+        if (models or config.served) and k > common:
+            raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")
     if own is not None and aligner is None and same_prompts(tokenizer, own):
         own = None
     return RunTeachers(
@@ -192,21 +200,6 @@ def find_teachers(
         aligner=aligner,
         prompt_tokenizer=own,
     )
-
-
-def _check_sizes(config: Config, models: Mapping[str, ModelSource], common: int) -> None:
-    """Raises UserError for teachers with too few positions, and for a top-k beyond the number of
-    tokens in common."""
-    longest = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
-    for name, source in models.items():
-        check_positions(config, longest, source, config.teacher_key(name), teacher=True)
-    d = config.distill
-    asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
-    if d.entropy_aware:
-        asked["distill.entropy_top_k"] = d.entropy_top_k
-    for key, k in asked.items():
-        if (models or config.served) and k > common:
-            raise UserError(f"{key}={k} exceeds the common vocabulary: it has {common} tokens")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
             f"--dtype {arguments.dtype} is of hidden states: leave it out with the signal"
             f" {config.distill.signal}, whose log-probs are float32"
         )
-    from jaxrl.score.command import score
+    from jaxrl.score.score_data import score
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as `nohup` asks for
     for number in ASKING[:-1] if ignored else ASKING:

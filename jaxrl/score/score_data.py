@@ -1,4 +1,4 @@
-"""A teacher on its devices, and the rows of a run's data that it scores.
+"""Scores the data of a run once, by a teacher on its devices, and stores the scores.
 
 The batches are the run's own, in its order: a row that the run meets in the same batch has the live
 teacher's scores bit for bit. In the company of other rows a device may add in another order.
@@ -7,15 +7,23 @@ teacher's scores bit for bit. In the company of other rows a device may add in a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.digest import digest_model
@@ -23,31 +31,49 @@ from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.losses.layout import inverse, softcaps_of
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.streams import Output
 from jaxrl.run.check_inputs import longest_sequence
 from jaxrl.run.job import Job, Setup, make_job
+from jaxrl.run.launch import make_teacher
 from jaxrl.run.names import fetch_models, with_commits
+from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.placement import check_visible, parse, place
 from jaxrl.sharding.split_rows import join_parts
 from jaxrl.teacher.cache import (
     FORMAT,
+    HEAD,
+    MANIFEST,
+    TEACHER,
     ScoreCache,
     ScoredRow,
     ScoreManifest,
+    ScoreWriter,
     StorageError,
     Stored,
     dequantised,
     in_storage,
+    read_manifest,
+    shapes_of,
+    write_manifest,
 )
 from jaxrl.teacher.protocol import Options
-from jaxrl.types import HiddenSignal, Rollout, TeacherSignal
+from jaxrl.telemetry.console import format_seconds
+from jaxrl.types import Array, HiddenSignal, Rollout, TeacherSignal
+
+EVERY_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+MEASURED, MEASURED_TOKENS = 4, 4096
+"""Most batches, and most tokens of them, on which the error of storage is measured."""
+GB = 1e9
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -101,22 +127,16 @@ class Scoring:
         """Returns what the teacher is made from."""
         return self.job.for_workers({"teacher": self.axes}, self.folder)
 
-    @property
-    def batches(self) -> Iterable[int]:
-        """Batches that hold the rows: those of an epoch; of the run, where a task makes the
-        rows."""
-        return range(self.config.steps) if self.job.train.procedural else itertools.count()
-
     def remaining(self, cache: ScoreCache | None) -> Remaining:
-        """
-        Args:
-            cache: what is there already.
-        """
+        """Lists what has no scores in the cache, of an epoch; where a task makes the rows, of the
+        run."""
+        train = self.job.train
+        indices = range(self.config.steps) if train.procedural else itertools.count()
         batches: dict[int, None] = {}
         keys: set[bytes] = set()
         stored: set[bytes] = set()
         tokens, each = 0, self.samples or 1
-        for index, prompt in self.job.train.rows(self.batches):
+        for index, prompt in train.rows(indices):
             prompt = prompt.to_sample if self.samples else prompt
             key = self.manifest.key(prompt.tokens, prompt.completion)
             if key in keys or key in stored:
@@ -205,8 +225,7 @@ def storage_error(
     arrays = in_storage(HiddenSignal(hidden), stored)
     kept = arrays["hidden"]
     back = dequantised(kept, arrays["scale"]) if stored == "int8" else kept
-    back = back.astype(hidden.dtype)
-    chunk = distill.chunk_tokens
+    back, chunk = back.astype(hidden.dtype), distill.chunk_tokens
     model = jnp.asarray(head), inverse(distill.distill_temperature), softcaps_of(softcap)
     each = [
         np.asarray(_kl(hidden[i : i + chunk], back[i : i + chunk], *model))
@@ -217,14 +236,188 @@ def storage_error(
 
 
 @jax.jit
-def _kl(
-    p: jax.Array,
-    q: jax.Array,
-    head: jax.Array,
-    scale: jax.Array,
-    softcaps: tuple[jax.Array | None, ...],
-) -> jax.Array:
+def _kl(p: Array, q: Array, head: Array, scale: Array, softcaps: tuple[Array | None, ...]) -> Array:
     """Computes the KL [n], nats, float32."""
     whole = VocabShard(0, len(head), len(head), padded=False)
     log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, *softcaps)) for x in (p, q))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+
+def score(config: Config, out: str | Path, dtype: Stored | None = None) -> ScoreCache:
+    """Scores the data of a config, and stores what is not in the folder yet.
+
+    Args:
+        config: `teacher.model`, `data.*`, `distill.*`, `batch_size` and lengths count.
+        out: the folder; one that holds a part of the same scores is continued.
+        dtype: of stored hidden states; None: that of the teacher.
+
+    Raises:
+        UserError: bad input, or a folder that holds something else; nothing is scored then.
+        RunError: the disk refuses; what was stored stays, and the same call resumes.
+    """
+    log, began = Output(sys.stdout).line, time.monotonic()
+    scoring, notes = prepare(config, user_path(out), dtype)
+    folder = scoring.folder
+    for note in (*notes, *scoring.job.data_notes()):
+        log(note)
+    open_folder(folder, scoring.manifest)
+    try:
+        lock = Lock(folder)
+    except UserError as error:
+        raise UserError(str(error).replace("run_dir=", "--out ", 1)) from None
+    with closing(lock):
+        cache = ScoreCache(folder) if (folder / MANIFEST).exists() else None
+        remaining = scoring.remaining(cache)
+        log(size_of(scoring, remaining, cache is None))
+        try:
+            if remaining.keys:
+                _score_all(scoring, remaining, cache is None, log)
+        except OSError as error:
+            free = shutil.disk_usage(folder).free
+            raise RunError(
+                f"--out {folder} cannot be written to: {error.strerror or error} ({free / GB:.3g}"
+                " GB are free there); the rows of whole shards are stored, and the same command"
+                " resumes once there is room"
+            ) from error
+        done = ScoreCache(folder)
+    log(f"{len(done)} rows in {folder}, after {format_seconds(time.monotonic() - began)}")
+    return done
+
+
+def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) -> None:
+    teacher = cast(SamplingTeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
+    config, manifest, head = scoring.config, scoring.manifest, None
+    if first and config.distill.signal == "hidden":
+        head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
+        if scoring.stored not in (manifest.dtype, "float32"):
+            parts = []
+            for index in remaining.batches[:MEASURED]:
+                rollout, signal = scoring.scored(teacher, index)
+                assert isinstance(signal, HiddenSignal)
+                parts.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
+            hidden = np.concatenate(parts)[:MEASURED_TOKENS]
+            shared = head[: scoring.job.vocab_size]
+            cap = scoring.source.config.final_softcap
+            error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
+            log(f"hidden states in {scoring.stored}: {error}")
+            manifest = manifest.model_copy(update={"error": error})
+    if first:
+        tokenizer = scoring.source.tokenizer_path
+        assert tokenizer is not None, "make_job has compared its tokens"
+        write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
+    writer, left = ScoreWriter(scoring.folder), set(remaining.keys)
+    try:
+        with _progress(remaining.rows, log) as advance:
+            for index in remaining.batches:
+                for group in scoring.rows(*scoring.scored(teacher, index)):
+                    key = scoring.manifest.key(group[0].prompt, group[0].completion)
+                    if key in left:
+                        writer.add(group)
+                        left.remove(key)
+                        advance(len(group))
+        writer.flush()
+    except KeyboardInterrupt:
+        writer.flush()
+        rows = remaining.stored + remaining.rows
+        done = rows - len(left) * (scoring.samples or 1)
+        raise KeyboardInterrupt(
+            f"interrupted: {done} of {rows} rows are stored in {scoring.folder}; the same command"
+            " resumes"
+        ) from None
+
+
+@contextmanager
+def _progress(rows: int, log: Log) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal, else a line every few seconds; yields a function to be called with
+    the number of rows scored."""
+    terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
+    if terminal.is_terminal:
+        columns = TextColumn("{task.completed}/{task.total} rows"), BarColumn()
+        with Progress(*columns, TimeRemainingColumn(), console=terminal) as bar:
+            task = bar.add_task("", total=rows)
+            yield partial(bar.advance, task)
+        return
+    done, began = 0, time.monotonic()
+    last = began
+
+    def advance(n: int) -> None:
+        nonlocal done, last
+        done, now = done + n, time.monotonic()
+        if now - last >= EVERY_S:
+            last = now
+            left = (now - began) / done * (rows - done)
+            log(f"{done}/{rows} rows ({done / rows:.0%}), {format_seconds(left)} left")
+
+    yield advance
+
+
+def open_folder(folder: Path, manifest: ScoreManifest) -> None:
+    """Makes the folder. Raises UserError where it holds anything but a part of these scores."""
+    if (folder / MANIFEST).exists():
+        there, holds = read_manifest(folder, f"--out {folder}"), f"--out {folder} holds scores"
+        if there.digest != manifest.digest:
+            raise UserError(
+                f"{holds} of {there.model}, whose files are not those of {manifest.model}: name"
+                " another folder"
+            )
+        pairs: dict[str, tuple[object, object]] = {
+            "teacher.dtype": (there.dtype, manifest.dtype),
+            "--dtype": (there.stored, manifest.stored),
+            "--samples": (there.samples, manifest.samples),
+        }
+        before, asked = there.options.decisive, manifest.options.decisive
+        pairs |= {f"distill.{key}": (before[key], asked.get(key)) for key in before}
+        for key, (old, new) in pairs.items():
+            if old != new and key == "distill.vocab_size":
+                raise UserError(
+                    f"{holds} over {old} tokens, and student and teacher share {new}: name another"
+                    " folder"
+                )
+            if old != new:
+                raise UserError(f"{holds} with {key}={old}, not {new}: name another folder")
+        return
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file: name a folder")
+    left = (LOCK, TEACHER, HEAD)  # by a command that was killed before it wrote the manifest
+    other = [path.name for path in folder.glob("*") if path.name not in left]
+    if other:
+        raise UserError(
+            f"--out {folder} holds {other[0]} and no {MANIFEST}: name a new folder, or one that"
+            " this command wrote"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
+
+
+def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
+    """Says how much is about to be written.
+
+    Args:
+        first: the teacher's LM head is still to be written too.
+
+    Raises:
+        UserError: the disk has less room than that.
+    """
+    config, d = scoring.source.config, scoring.config.distill
+    shapes = shapes_of(scoring.manifest, config.d_model).values()
+    each = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
+    size = remaining.tokens * each
+    if first and d.signal == "hidden":
+        itemsize = jnp.dtype(scoring.config.teacher.compute_dtype).itemsize
+        size += config.vocab_size * config.d_model * itemsize
+    free = shutil.disk_usage(scoring.folder).free
+    most = "at most " if scoring.samples else ""
+    text = (
+        f"{remaining.rows} rows to score, {remaining.stored} stored already;"
+        f" {most}{remaining.tokens:,} tokens of {each:,} bytes, {most}{size / GB:.3g} GB to write,"
+        f" {free / GB:.3g} GB free"
+    )
+    if size > free and not scoring.samples:
+        smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
+        raise UserError(
+            f"--out {scoring.folder}: {text}: make room, name a folder on another disk, or take"
+            f" {smaller}"
+        )
+    return text

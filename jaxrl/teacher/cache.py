@@ -1,4 +1,5 @@
-"""A teacher's scores on disk, written by `python -m jaxrl.score` and read by runs.
+"""A teacher's scores on disk, written by `python -m jaxrl.score` and read by runs, in which
+`CachedTeacher` is the role `teacher`.
 
     DIR/manifest.json              whose scores these are, and of what kind: `ScoreManifest`
     DIR/teacher/                   config.json and tokenizer of the teacher
@@ -13,28 +14,41 @@ as a whole, so that a folder is usable at any moment, and every row in it is who
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.store import put_file
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
-from jaxrl.teacher.protocol import DType, Options, ProtocolMessage, Shapes, first_mistake
-from jaxrl.types import Completion, Prompt, Sequences, TeacherSignal, signal_of
+from jaxrl.rewards.batch_rewards import RewardReport
+from jaxrl.runtime.worker import phase
+from jaxrl.sharding.split_rows import part_rows
+from jaxrl.teacher.protocol import (
+    DType,
+    Options,
+    ProtocolMessage,
+    Shapes,
+    first_mistake,
+    present,
+)
+from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1
 MANIFEST, TEACHER, HEAD = "manifest.json", "teacher", "head.safetensors"
@@ -44,6 +58,8 @@ SHARD_S = 120.0
 """Seconds after which a shard is written although it is small: what a kill can lose."""
 KEY_BYTES = 16
 OPEN_SHARDS = 64
+AT_ONCE = 4096
+"""Rows that are looked up together."""
 INT8_MOST = 127.0
 OF_ROWS = ("keys", "prompts", "lengths", "stopped")
 """Tensors of a shard that have an entry for each row."""
@@ -122,7 +138,7 @@ def dequantised(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def in_storage(signal: TeacherSignal, stored: Stored) -> dict[str, np.ndarray]:
     """Returns the arrays of a signal as a shard has them; the first dims stay."""
-    arrays = {name: np.asarray(x) for name, x in vars(signal).items() if x is not None}
+    arrays = {name: np.asarray(x) for name, x in present(signal).items()}
     if "hidden" not in arrays:
         return arrays
     if stored == "int8":
@@ -137,15 +153,10 @@ def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
     Args:
         width: of the teacher's hidden states.
     """
-    found = manifest.options.tensors(manifest.stored, width)
+    shapes = manifest.options.tensors(manifest.stored, width)
     if manifest.stored == "int8":
-        found["scale"] = "float32", ()
-    return found | (SAMPLED if manifest.samples else {})
-
-
-def token_bytes(shapes: Shapes) -> int:
-    """Returns the bytes of a token on disk."""
-    return sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes.values())
+        shapes["scale"] = "float32", ()
+    return shapes | (SAMPLED if manifest.samples else {})
 
 
 @dataclass(frozen=True)
@@ -158,10 +169,6 @@ class ScoredRow:
     """Those of `shapes_of`, of the completion's tokens [n, ...]."""
     stopped: bool = True
     """The completion's finish reason is `stop`."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors.values())
 
 
 def write_manifest(
@@ -208,27 +215,24 @@ class ScoreWriter:
             OSError: the disk refused the shard before; its rows are lost.
         """
         self._rows += rows
-        self._held += sum(row.nbytes for row in rows)
+        self._held += sum(x.nbytes for row in rows for x in row.tensors.values())
         if self._held >= self._shard_bytes or time.monotonic() - self._since > SHARD_S:
             self._start()
 
     def flush(self) -> None:
         """Returns once all rows are on the disk. Raises OSError as `add` does."""
-        self._wait()
         self._start()
-        self._wait()
+        self._start()
 
     def _start(self) -> None:
-        self._wait()
+        """Waits for the shard that is being written, and begins the next one."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
         if self._rows:
             self._writing = self._thread.submit(self._write, self._rows)
             self._rows, self._held = [], 0
         self._since = time.monotonic()
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
 
     def _write(self, rows: Sequence[ScoredRow]) -> None:
         path = self._folder / f"shard-{self._next:05}.safetensors"
@@ -259,37 +263,33 @@ def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
     return tensors
 
 
+def _finder(keys: np.ndarray) -> Callable[[Sequence[bytes]], np.ndarray]:
+    """Returns what finds the first of the rows [n, KEY_BYTES] uint8 with each digest, -1 where
+    there is none."""
+    flat = np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").reshape(-1)
+    digests, first = np.unique(flat, return_index=True)
+
+    def find(wanted: Sequence[bytes]) -> np.ndarray:
+        asked = np.array(wanted, f"S{KEY_BYTES}")
+        if not len(digests):
+            return np.full(len(asked), -1)
+        at = np.minimum(np.searchsorted(digests, asked), len(digests) - 1)
+        return np.where(digests[at] == asked, first[at], -1)
+
+    return find
+
+
 @dataclass(frozen=True)
 class _Index:
     """Where every row is; the arrays have an entry for each row, in the order of the shards."""
 
-    keys: _Keys
-    prompts: _Keys
+    find_row: Callable[[Sequence[bytes]], np.ndarray]
+    find_prompt: Callable[[Sequence[bytes]], np.ndarray]
     shard: np.ndarray
     start: np.ndarray
     """Tokens of the shard before the row."""
     length: np.ndarray
     stopped: np.ndarray
-
-
-class _Keys:
-    """Digests, and at which row each comes first."""
-
-    def __init__(self, keys: np.ndarray):
-        """
-        Args:
-            keys: [n, KEY_BYTES] uint8.
-        """
-        flat = np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").reshape(-1)
-        self._sorted, self._first = np.unique(flat, return_index=True)
-
-    def find(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Finds the row [n] of each key, -1 where there is none."""
-        wanted = np.array(keys, f"S{KEY_BYTES}")
-        if not len(self._sorted):
-            return np.full(len(wanted), -1)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == wanted, self._first[at], -1)
 
 
 class ScoreCache:
@@ -311,15 +311,11 @@ class ScoreCache:
     def __len__(self) -> int:
         return len(self._index.length)
 
-    @property
-    def shapes(self) -> Shapes:
-        return shapes_of(self.manifest, self.config.d_model)
-
     def has(self, keys: Sequence[bytes]) -> np.ndarray:
         """Returns [n] bool: whether there are scores of what has these keys
         (`ScoreManifest.key`)."""
-        index = self._index.prompts if self.manifest.samples else self._index.keys
-        return index.find(keys) >= 0
+        index = self._index
+        return (index.find_prompt if self.manifest.samples else index.find_row)(keys) >= 0
 
     def head(self, rows: int) -> np.ndarray:
         """Returns the teacher's LM head [V, D], cut after `rows`."""
@@ -347,15 +343,15 @@ class ScoreCache:
             for row, real in zip(tokens, mask, strict=True)
         ]
         real_rows = [i for i in range(b) if mask[i].any()]
-        found = self._index.keys.find([key_of(*rows[i]) for i in real_rows])
+        found = self._index.find_row([key_of(*rows[i]) for i in real_rows])
         if (found < 0).any():
             raise UserError(
                 f"teacher.cache={self.name} has no scores of {int((found < 0).sum())} of the"
                 f" {len(found)} completions of a batch"
             )
-        out = {}
+        out, shapes = {}, shapes_of(self.manifest, self.config.d_model)
         for name in fields:
-            kind, dims = self.shapes[name]
+            kind, dims = shapes[name]
             out[name] = np.zeros((b, c, *dims), jnp.dtype(dtype if name == "hidden" else kind))
             for i, at in zip(real_rows, found, strict=True):
                 value = self._tokens(name, at)
@@ -370,18 +366,19 @@ class ScoreCache:
         Raises:
             UserError: a prompt has none.
         """
-        first = self._index.prompts.find([key_of(prompt.tokens) for prompt in prompts])
+        first = self._index.find_prompt([key_of(prompt.tokens) for prompt in prompts])
         if (first < 0).any():
             raise UserError(
                 f"teacher.cache={self.name} has no samples of {int((first < 0).sum())} of the"
                 f" {len(first)} prompts of a batch"
             )
-        return [[self._sample(at + i) for i in range(n)] for at in first]
 
-    def _sample(self, at: int) -> Completion:
-        tokens = tuple(self._tokens("tokens", at).tolist())
-        logprobs = self._tokens("logprobs", at), self._tokens("sampler_logprobs", at)
-        return Completion(tokens, *logprobs, "stop" if self._index.stopped[at] else "length")
+        def sample(at: int) -> Completion:
+            tokens, *logprobs = (self._tokens(name, at) for name in SAMPLED)
+            reason: Literal["stop", "length"] = "stop" if self._index.stopped[at] else "length"
+            return Completion(tuple(tokens.tolist()), logprobs[0], logprobs[1], reason)
+
+        return [[sample(at + i) for i in range(n)] for at in first]
 
     def _tokens(self, name: str, at: int) -> np.ndarray:
         """Returns the entries of a tensor that are of row `at`."""
@@ -402,7 +399,8 @@ class ScoreCache:
         keys, prompts, length, stopped = (
             np.concatenate([part[name] for part in parts]) for name in OF_ROWS
         )
-        return _Index(_Keys(keys), _Keys(prompts), shard, np.concatenate(start), length, stopped)
+        find = _finder(keys), _finder(prompts)
+        return _Index(*find, shard, np.concatenate(start), length, stopped)
 
 
 def read_manifest(folder: Path, name: str) -> ScoreManifest:
@@ -433,3 +431,112 @@ def _opened(path: Path) -> safe_open:
         raise UserError(
             f"{path}: truncated or damaged: {error}; remove it, and score again what it held"
         ) from error
+
+
+class CachedTeacher:
+    """Reads the scores of completions that no policy sampled. A teacher with devices, where there
+    is one, scores the others."""
+
+    def __init__(
+        self,
+        config: Config,
+        cache: ScoreCache,
+        vocab_size: int,
+        teacher: SamplingTeacherRole | None = None,
+    ):
+        self._cache, self._live = cache, teacher
+        self._dtype = config.teacher.compute_dtype
+        options = Options.of(config.distill, vocab_size)
+        self._fields = tuple(options.tensors(self._dtype, cache.config.d_model))
+
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """Returns the teacher's signal for each completion position of a slice of the rows; read
+        signals are numpy arrays."""
+        if self._live is not None and rollout.policy_version >= 0:
+            return self._live.score(rollout, part, parts, rewards)
+        rows = part_rows(len(rollout.group_ids), part, parts, 1)
+        if rows is None:
+            return None
+        sequences = jax.tree.map(lambda x: np.asarray(x)[rows], rollout.sequences)
+        with phase(f"read rows {rows.start}-{rows.stop} of {len(rollout.group_ids)}"):
+            return self._cache.signal(sequences, self._fields, self._dtype)
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        assert self._live is not None, "scores on disk sample nothing"
+        return self._live.generate(prompts, step)
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        assert self._live is not None, "scores on disk sample nothing"
+        return self._live.sample(prompts)
+
+
+def check_cache(
+    config: Config,
+    cache: ScoreCache,
+    digest: str | None,
+    vocab_size: int,
+    rows: Iterable[tuple[int, Prompt]],
+) -> str:
+    """Refuses scores that the run cannot learn from, by a UserError with what the folder has and
+    what the run needs. Returns what the user reads of them.
+
+    Args:
+        digest: of the files of `teacher.model`, where there is one.
+        vocab_size: tokens that student and teacher share.
+        rows: (batch, prompt) of all rows of the data that the run reads scores of.
+    """
+    manifest, name, d = cache.manifest, f"teacher.cache={cache.name}", config.distill
+    for key, ours in Options.of(d, vocab_size).decisive.items():
+        theirs = getattr(manifest.options, key)
+        if theirs == ours or (key == "entropy_top_k" and ours is None):
+            continue
+        if key == "vocab_size":
+            raise UserError(
+                f"{name} has log-probs over {theirs} tokens, and student and teacher share"
+                f" {ours}: score again with student.model={config.student.model}"
+            )
+        if theirs is None:
+            raise UserError(
+                f"{name} was scored without distill.entropy_aware=true: set it to false, or score"
+                " again with it"
+            )
+        raise UserError(
+            f"{name} was scored with distill.{key}={theirs}, and this run has {ours}: set"
+            f" distill.{key}={theirs}, or score again with distill.{key}={ours}"
+        )
+    if digest is not None and digest != manifest.digest:
+        raise UserError(
+            f"{name} has scores of {manifest.model}, whose files are not those of"
+            f" teacher.model={config.teacher.model}: name the same model, or score again"
+        )
+    if bool(manifest.samples) != d.seq_kd:
+        what = "the teacher's samples" if manifest.samples else "the data's completions"
+        asked = str(bool(manifest.samples)).lower()
+        raise UserError(f"{name} has scores of {what}: set distill.seq_kd={asked}")
+    if d.seq_kd and config.group_size > manifest.samples:
+        raise UserError(
+            f"{name} has {manifest.samples} samples of each prompt, fewer than group_size="
+            f"{config.group_size}: lower it, or score again with --samples {config.group_size}"
+        )
+    missing = total = 0
+    first: Prompt | None = None
+    prompts = (prompt.to_sample if d.seq_kd else prompt for _, prompt in rows)
+    while some := list(islice(prompts, AT_ONCE)):
+        there = cache.has([manifest.key(p.tokens, p.completion) for p in some])
+        without = [prompt for prompt, known in zip(some, there, strict=True) if not known]
+        first = first or next(iter(without), None)
+        missing, total = missing + len(without), total + len(some)
+    if first is not None:
+        kind = "samples" if d.seq_kd else "scores"
+        raise UserError(
+            f"{name} has no {kind} of {missing} of the {total} rows of data.train that this run"
+            f" reads, the first of them {first.text[:60]!r}: python -m jaxrl.score --out"
+            f" {cache.name} adds them, given this run's data.*, max_prompt_tokens and"
+            " max_new_tokens"
+        )
+    signal = manifest.options.signal
+    kind = f"{signal} in {manifest.stored}" if signal == "hidden" else signal
+    note = f"{name}: {kind}, of {manifest.model}; {len(cache)} rows"
+    return note if manifest.error is None else f"{note}; {manifest.error}"

@@ -1,30 +1,37 @@
-"""A teacher on devices of the run: a model that scores completions and, for `distill.seq_kd` and
-for its own accuracy, samples. Its weights are frozen, or follow the policy's: self-distillation
-with the current ones, or with their moving average.
+"""Teachers on devices of the run: models that score completions and, for `distill.seq_kd` and for
+their own accuracy, sample. The weights of one are frozen, or follow the policy's: self-distillation
+with the current ones, or with their moving average. Several take turns, and answer as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property, lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.signals import Projection, score
+from jaxrl.algorithms.signals import Projection, merged_signal, mixture_signal, score
+from jaxrl.algorithms.teacher_weights import by_teacher, teacher_weights
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
+from jaxrl.data.feedback import with_feedback
 from jaxrl.data.token_alignment import Aligner
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.packing import row_devices
+from jaxrl.models.packing import RowDevices, room_of, row_devices
 from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Layout, Params, abstract_params
+from jaxrl.models.parameters import Layout, Params, abstract_params, head
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.load_weights import check_fit, described, received
-from jaxrl.roles.microbatch import ScoredPart, scored_part
+from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
 from jaxrl.roles.rollout import Sampler
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
@@ -34,14 +41,18 @@ from jaxrl.sharding.reshard import put
 from jaxrl.types import (
     Array,
     Completion,
+    HiddenSignal,
     Prompt,
     Rollout,
     Sequences,
     TeacherSignal,
     TokenAlignment,
+    Tree,
     Weights,
 )
 
+COMBINE = "combine"
+"""The turn in which a mixture is made of all teachers' hidden states."""
 AddFeedback = Callable[[Rollout, Sequence[str]], tuple[Rollout, int]]
 """`data.feedback.with_feedback` of a tokenizer and a limit."""
 
@@ -70,10 +81,8 @@ class Scorer:
         self.model, self.params, self.mesh = model, params, projection.mesh
         self._longest, self._aligner, self._longest_new = max_prompt_tokens, aligner, max_new_tokens
         self._rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        self._outcomes: Outcomes | None = None
-        if aligner is not None:
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            self._outcomes = put(aligner.outcomes, everywhere)
+        outcomes = None if aligner is None else aligner.outcomes
+        self._outcomes = put(outcomes, NamedSharding(self.mesh, PartitionSpec()))
         self._score = score_program(model, projection)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> TeacherSignal | None:
@@ -90,8 +99,8 @@ class Scorer:
             rollout = as_the_teacher_reads(rollout, self._longest, devices.multiple)
         else:
             with phase("aligning tokens"):
-                limits = self._longest, self._longest_new
-                rollout = self._aligner.read(rollout, *limits, devices.multiple)
+                limits = self._longest, self._longest_new, devices.multiple
+                rollout = self._aligner.read(rollout, *limits)
         given = scored_part(rollout, part, parts, devices)
         if given is None:
             return None
@@ -102,11 +111,10 @@ class Scorer:
 
     def run(self, given: ScoredPart) -> TeacherSignal:
         """Returns the signal of the rows of a part, without its padding."""
-        live = given.live
         placed = put((given.sequences, given.ids, given.alignment), self._rows)
-        placed = (*placed, self._outcomes)
-        with current().running(self._score, self.params, *placed, live=live):
-            return jax.block_until_ready(self._score(self.params, *placed, live=live))
+        arguments = (self.params, *placed, self._outcomes)
+        with current().running(self._score, *arguments, live=given.live):
+            return jax.block_until_ready(self._score(*arguments, live=given.live))
 
 
 class LocalTeacher:
@@ -151,15 +159,16 @@ class LocalTeacher:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Samples completions of each prompt, to train on."""
-        sampler, respell = self._samples(), self._respell
-        groups = sampler.completions(prompts, step)
+        assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
+        groups, respell = self._sampler.completions(prompts, step), self._respell
         if respell is not None:
             groups = [[respell(completion) for completion in group] for group in groups]
-        return sampler.make_batch(prompts, groups)
+        return self._sampler.make_batch(prompts, groups)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Samples completions of each prompt, to evaluate."""
-        return self._samples().sample(prompts)
+        assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
+        return self._sampler.sample(prompts)
 
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version of weights that follow the policy, once the old one is freed."""
@@ -170,16 +179,138 @@ class LocalTeacher:
         verify_arrays("teacher", params, self._scorer.mesh)
         return taken
 
-    def _samples(self) -> Sampler:
-        assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
-        return self._sampler
+
+class RoutedTeachers:
+    """The role `teacher` with several models. Where frozen weights are offloaded, those of one
+    teacher at a time are on the devices."""
+
+    def __init__(
+        self,
+        config: Config,
+        projection: Projection,
+        width: int,
+        add_feedback: AddFeedback | None = None,
+    ):
+        """Takes the `width` of the widest teacher's hidden states; `add` takes the teachers."""
+        self._config, self._projection, self._add_feedback = config, projection, add_feedback
+        self._scorers: dict[str, Scorer] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._combines = projection.mixture is not None and projection.distill.signal != "hidden"
+        self._rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+        self._devices = row_devices(projection.mesh)
+        self._merge = merge_program(projection, width)
+
+    @cached_property
+    def _mix(self) -> Wrapped:
+        softcaps = [scorer.model.final_softcap for scorer in self._scorers.values()]
+        return mixture_program(self._projection, softcaps)
+
+    def add(self, name: str, scorer: Scorer, sampler: Sampler | None = None) -> None:
+        """Adds the next teacher, in the order of `config.teachers`. Where frozen weights are
+        offloaded, its weights are on the host while it has no turn.
+
+        Args:
+            scorer: of a mixture's teacher, it sends hidden states.
+            sampler: None where no teacher samples.
+        """
+        self._scorers[name] = scorer
+        if sampler is not None:
+            self._samplers[name] = sampler
+        stages = [f"teacher.{turn}.{name}" for turn in ("score", "generate", "sample")]
+        if self._combines:
+            stages.append(f"teacher.score.{COMBINE}")
+        keep_weights(f"teacher.{name}", scorer, sampler, stages, self._config.offload.frozen)
+
+    def score(
+        self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
+    ) -> TeacherSignal | None:
+        """Scores as `LocalTeacher` does. A row gets its teacher's signal, or that of the
+        mixture."""
+        longest = self._config.teacher_prompt_tokens
+        rollout = informed(rollout, rewards, self._add_feedback)
+        rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
+        given = scored_part(rollout, part, parts, self._devices)
+        if given is None:
+            return None
+        weights = teacher_weights(self._config, rollout)
+        assert weights is not None
+        with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
+            if self._projection.mixture is None:
+                return self._routed(given, weights[given.rows])
+            return self._mixed(given, weights[given.rows])
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """Samples completions of each prompt by its own teacher, to train on."""
+        any_sampler = next(iter(self._samplers.values()))
+        return any_sampler.make_batch(prompts, self._sampled("generate", prompts, step))
+
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
+        """Samples completions of each prompt by its own teacher, to evaluate."""
+        return self._sampled("sample", prompts)
+
+    def _sampled(
+        self, method: str, prompts: Sequence[Prompt], step: int | None = None
+    ) -> list[list[Completion]]:
+        sampled: dict[int, list[Completion]] = {}
+        for name, rows in by_teacher(self._config, prompts).items():
+            if rows:
+                sampler, asked = self._samplers[name], [prompts[i] for i in rows]
+                with self._turn(method, name):
+                    groups = (
+                        sampler.sample(asked) if step is None else sampler.completions(asked, step)
+                    )
+                sampled |= zip(rows, groups, strict=True)
+        return [sampled[i] for i in range(len(prompts))]
+
+    def _turn(self, method: str, name: str) -> AbstractContextManager[None]:
+        current().enter(f"teacher.{method}.{name}")
+        return phase(name)
+
+    def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
+        """Computes each row by its own teacher alone."""
+        merged: TeacherSignal | None = None
+        scorers = list(self._scorers.items())
+        for k, its_rows in own_parts(given, weights, self._devices, mixed=False).items():
+            name, scorer = scorers[k]
+            with self._turn("score", name):
+                signal, rows = scorer.run(its_rows), put(weights[:, k] > 0, self._rows)
+                with current().running(self._merge, merged, signal, rows):
+                    merged = jax.block_until_ready(self._merge(merged, signal, rows))
+                current().put("teacher.signal", merged)
+        current().drop("teacher.signal")
+        assert merged is not None, "one teacher runs at least"
+        return merged
+
+    def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
+        """Computes by every teacher the rows in which it has a share, and mixes."""
+        hidden: list[jax.Array] = []
+        each = own_parts(given, weights, self._devices, mixed=True).values()
+        for (name, scorer), own in zip(self._scorers.items(), each, strict=True):
+            with self._turn("score", name):
+                signal = scorer.run(own)
+                assert isinstance(signal, HiddenSignal)
+                hidden.append(signal.hidden)
+                current().put("teacher.signal", hidden)
+        heads = None
+        if self._combines:
+            current().enter(f"teacher.score.{COMBINE}")
+            here = [scorer.params for scorer in self._scorers.values()]
+            heads = tuple(head(params) for params in here if params is not None)
+        sequences, ids = jax.tree.map(lambda x: x[: given.live], (given.sequences, given.ids))
+        alone = replace(sequences, group=1, room=None)
+        alone = replace(alone, room=room_of(alone, self._devices))
+        placed = put((weights, alone, ids), self._rows)
+        arguments = (tuple(hidden), heads, *placed)
+        with phase(COMBINE), current().running(self._mix, *arguments):
+            found = jax.block_until_ready(self._mix(*arguments))
+        current().drop("teacher.signal")
+        return found
 
 
 def informed(
     rollout: Rollout, rewards: RewardReport | None, add_feedback: AddFeedback | None
 ) -> Rollout:
-    """Returns the rollout with the messages of its rewards in the teacher's prompts, where it gets
-    any."""
+    """Puts the messages of its rewards into the teacher's prompts, where it gets any."""
     if add_feedback is None:
         return rollout
     assert rewards is not None, "the loop gives them to a teacher that gets feedback"
@@ -237,3 +368,72 @@ def score_program(model: DecoderConfig, projection: Projection) -> Wrapped:
 
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
     return jax.jit(score_rows, static_argnames="live", out_shardings=rows)
+
+
+def mixture_program(projection: Projection, softcaps: Sequence[float | None]) -> Wrapped:
+    """Returns the jitted (hidden states of each teacher, their heads, weights [B, K], sequences,
+    the student's top-k ids or None) -> the signal of the mixture.
+
+    Args:
+        softcaps: `DecoderConfig.final_softcap` of each teacher.
+    """
+
+    def combine(
+        hidden: tuple[Array, ...], heads: Tree, weights: Array, sequences: Sequences, ids: Array
+    ) -> TeacherSignal:
+        return mixture_signal(projection, hidden, heads, softcaps, weights, sequences, ids)
+
+    rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+    return jax.jit(combine, out_shardings=rows)
+
+
+def merge_program(projection: Projection, width: int) -> Wrapped:
+    """Returns the jitted (the signal so far or None, a teacher's signal, its rows [B] bool) -> the
+    signal with that teacher's in its rows.
+
+    Args:
+        width: of the widest teacher's hidden states; narrower ones get zeros at their end.
+    """
+
+    def merge(
+        so_far: TeacherSignal | None, signal: TeacherSignal, mine: jax.Array
+    ) -> TeacherSignal:
+        return merged_signal(so_far, signal, mine, width)
+
+    rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
+    return jax.jit(merge, out_shardings=rows)
+
+
+def teacher_metrics(
+    config: Config,
+    devices: RowDevices,
+    tokenizer: Tokenizer,
+    aligner: Aligner | None,
+    rollout: Rollout,
+    parts: int,
+    messages: Sequence[str],
+) -> dict[str, float]:
+    """Returns the metrics of a rollout that the teacher on these devices scored in so many parts:
+    padding, and the prompts that it read.
+
+    Args:
+        messages: of the reward functions, one for each completion; read by a teacher that gets
+            feedback.
+    """
+    row = dict[str, float]()
+    if config.teacher.cache is not None and rollout.policy_version < 0:
+        return row  # these scores were read from disk
+    longest = config.teacher_prompt_tokens
+    if config.teacher_gets_feedback:
+        rollout, cut = with_feedback(rollout, messages, tokenizer, longest)
+        row["teacher/feedback_cut"] = float(cut)
+    lengths = [len(p.teacher_tokens) for p in rollout.prompts if p.teacher_tokens is not None]
+    if lengths:
+        row["teacher/prompt_tokens_mean"] = float(np.mean(lengths))
+    if aligner is None:
+        rollout = as_the_teacher_reads(rollout, longest, devices.multiple)
+    else:
+        rollout = aligner.read(rollout, longest, config.teacher_new_tokens, devices.multiple)
+    weights, mixed = teacher_weights(config, rollout), config.mixture is not None
+    row["teacher/padding"] = scored_padding(rollout, parts, devices, weights, mixed)
+    return row

@@ -1,5 +1,6 @@
-"""The bytes between a run and a teacher in another process: the handshake, a request, an answer.
-Tensors travel as safetensors, everything else as JSON; nothing is ever unpickled.
+"""The bytes between a run and a teacher in another process: the handshake, a request, an answer,
+and what an answer must be before a run learns from it. Tensors travel as safetensors, everything
+else as JSON; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ MOST_PADDING = 128
 HEAD = "head"
 FINGERPRINT = "fingerprint"
 """Name in the query of a request for the head: the teacher that is meant."""
+ROUNDING = 1e-3
+"""Nats, or probability: what float32 sums over a large vocabulary may be off by."""
 _DTYPES = STORED | {
     "I32": np.dtype("<i4"),
     "I8": np.dtype(np.int8),
@@ -252,22 +255,6 @@ def read_request(body: bytes, info: Info) -> Request:
     v, best = options.vocab_size, options.most_best
     _require(v <= info.vocab_size, f"vocab_size {v}: {known}")
     _require(best <= v, f"the best {best} of {v} tokens: ask for fewer")
-    sequences = _read_sequences(tensors, options, info)
-    if options.signal != "student_topk":
-        return Request(options, sequences, None)
-    ids, shape = _tensor(tensors, "ids", np.int32, 3), [*sequences.loss_mask.shape, options.top_k]
-    _require([*ids.shape] == shape, f"ids {[*ids.shape]}: [B, C, K] = {shape} was announced")
-    _require(ids.min() >= 0 and ids.max() < v, f"ids name tokens beyond 0 to {v - 1}")
-    return Request(options, sequences, ids)
-
-
-def check_meant(fingerprint: str, info: Info) -> None:
-    """Raises `Refused` for a request that is meant for another teacher."""
-    other = f"this is another teacher than the one asked for: now {info.model!r}"
-    _require(fingerprint == info.fingerprint, other, 409)
-
-
-def _read_sequences(tensors: Mapping[str, np.ndarray], options: Options, info: Info) -> Sequences:
     tokens, mask = _tensor(tensors, "tokens", np.int32, 2), _tensor(tensors, "mask", bool, 2)
     loss_mask = _tensor(tensors, "loss_mask", bool, 2)
     (b, t), c = tokens.shape, loss_mask.shape[1]
@@ -303,7 +290,19 @@ def _read_sequences(tensors: Mapping[str, np.ndarray], options: Options, info: I
         " sequences at once",
         413,
     )
-    return Sequences(tokens, mask, loss_mask)
+    sequences = Sequences(tokens, mask, loss_mask)
+    if options.signal != "student_topk":
+        return Request(options, sequences, None)
+    ids, shape = _tensor(tensors, "ids", np.int32, 3), [*sequences.loss_mask.shape, options.top_k]
+    _require([*ids.shape] == shape, f"ids {[*ids.shape]}: [B, C, K] = {shape} was announced")
+    _require(ids.min() >= 0 and ids.max() < v, f"ids name tokens beyond 0 to {v - 1}")
+    return Request(options, sequences, ids)
+
+
+def check_meant(fingerprint: str, info: Info) -> None:
+    """Raises `Refused` for a request that is meant for another teacher."""
+    other = f"this is another teacher than the one asked for: now {info.model!r}"
+    _require(fingerprint == info.fingerprint, other, 409)
 
 
 def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
@@ -365,3 +364,85 @@ def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         tensors[name] = np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     return tensors, header.get("__metadata__") or {}
+
+
+def check_answer(
+    tensors: Mapping[str, np.ndarray], shapes: Shapes, mask: np.ndarray, v: int
+) -> None:
+    """Checks that an answer has the tensors that were asked for, with values that a teacher can
+    give.
+
+    Args:
+        tensors: fields of a `TeacherSignal`.
+        mask: [B, C] True where a completion token trains; elsewhere values are not read.
+        v: tokens that student and teacher share.
+
+    Raises:
+        ValueError: with the tensor's name, where its first wrong value is, the value, and what is
+            allowed. The checks below raise the same.
+    """
+    if tensors.keys() != shapes.keys():
+        raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
+    for name, (dtype, dims) in shapes.items():
+        x = tensors[name]
+        _check_tensor(name, x, dtype, (*mask.shape, *dims))
+        if name.endswith("ids"):
+            check_ids(name, x, v)
+            again = np.zeros(x.shape, bool)  # among the best of a position it would count twice
+            order = np.argsort(x, -1, kind="stable")
+            ranked = np.take_along_axis(x, order, -1)
+            np.put_along_axis(again, order[..., 1:], ranked[..., 1:] == ranked[..., :-1], -1)
+            _refuse(name, x, again & mask[..., None], "each of the best tokens is there once")
+        elif name == "hidden":
+            _refuse(name, x, ~np.isfinite(x) & mask[..., None], "a finite number is expected")
+        elif name == "entropy":
+            most = float(np.log(v)) + ROUNDING
+            possible = (x >= -ROUNDING) & (x <= most)
+            _refuse(name, x, ~possible & mask, f"it is 0 to log({v}) = {most:.2f} nats")
+        else:
+            check_logprobs(name, x, mask)
+    for best, tail in (("topk_logprobs", "tail_logprob"), ("best_logprobs", "best_tail")):
+        if best in tensors:
+            check_sum(best, tensors[best], tensors[tail], mask)
+
+
+def _check_tensor(name: str, x: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    if x.dtype.name != dtype or x.shape != shape:
+        raise ValueError(
+            f"{name} is {x.dtype.name} {list(x.shape)}, {dtype} {list(shape)} was asked for"
+        )
+
+
+def check_ids(name: str, ids: np.ndarray, v: int) -> None:
+    allowed = f"the tokens that student and teacher share are 0 to {v - 1}"
+    _refuse(name, ids, (ids < 0) | (ids >= v), allowed)
+
+
+def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:
+    """
+    Args:
+        x: as mask [B, C], or with another dim; nats.
+    """
+    mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+    wrong = ~np.isfinite(x) | (x > ROUNDING)
+    _refuse(name, x, wrong & mask, "a log-prob is a finite number of at most 0")
+
+
+def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -> None:
+    """Checks that K probabilities and what they leave over make one distribution."""
+    total = np.exp(best.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
+    wrong = mask & (np.abs(total - 1) > ROUNDING)
+    _refuse(f"the sum of {name}", total, wrong, "probabilities and their tail add up to 1")
+
+
+def check_head(head: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    _check_tensor("head", head, dtype, shape)
+    _refuse("head", head, ~np.isfinite(head), "a finite number is expected")
+
+
+def _refuse(name: str, x: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
+    if wrong.any():
+        at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        value = x[at].item()
+        shown = value if isinstance(value, int) else f"{float(value):.7g}"
+        raise ValueError(f"{name} is {shown} at {[int(i) for i in at]}: {allowed}")

@@ -10,6 +10,7 @@ Functions that take `name` mean one of `Config.served`.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,8 +28,14 @@ from jaxrl.losses.mixture import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError, rows_at_once
-from jaxrl.teacher.openai import CompletionsClient, CompletionsInfo
+from jaxrl.teacher.client import (
+    CompletionsClient,
+    CompletionsInfo,
+    Endpoint,
+    TeacherClient,
+    TeacherError,
+    rows_at_once,
+)
 from jaxrl.teacher.protocol import Info, Options, find_token, vocab_hash
 from jaxrl.types import HiddenSignal, Prompt, Rollout, Sequences, TeacherSignal, TopKSignal
 
@@ -76,31 +83,38 @@ class RemoteTeachers:
             part, parts: which of how many slices of rows, as even as possible; None where it is
                 empty.
         """
+        assert 0 <= part < parts, (part, parts)
         n = rollout.sequences.tokens.shape[0]
-        rows, weights = _part(n, part, parts), teacher_weights(self._config, rollout)
-        if rows is None:
+        rows = slice(n * part // parts, n * (part + 1) // parts)
+        if rows.start == rows.stop:
             return None
-        given = rollout.sequences, rollout.student_topk
-        given = jax.tree.map(lambda x: np.asarray(x)[rows], given)
+        weights = teacher_weights(self._config, rollout)
+        inputs = rollout.sequences, rollout.student_topk
+        inputs = jax.tree.map(lambda x: np.asarray(x)[rows], inputs)
         where = ", ".join(self._config.teachers) or self._config.teacher.address
         with phase(f"rows {rows.start}-{rows.stop} of {n}, at {where}"):
             if weights is None:
-                return self._ask(self._clients[0], given)
-            return self._combined(given, weights[rows])
+                return self._ask(self._clients[0], inputs)
+            return self._combined(inputs, weights[rows])
 
-    def _ask(self, client: AnyClient, given: RowInputs) -> TeacherSignal:
-        return client.score(*given, self._config.distill, self._vocab_size)
+    def _ask(self, client: AnyClient, inputs: RowInputs) -> TeacherSignal:
+        return client.score(*inputs, self._config.distill, self._vocab_size)
 
-    def _combined(self, given: RowInputs, weights: np.ndarray) -> TeacherSignal:
+    def _combined(self, inputs: RowInputs, weights: np.ndarray) -> TeacherSignal:
         """Asks several teachers about rows with these weights [n, K], side by side."""
         asked = weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
 
+        def spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
+            full = np.zeros((len(mine), *x.shape[1:]), x.dtype)
+            full[mine] = x
+            return full
+
         def ask(client: AnyClient, mine: np.ndarray) -> TeacherSignal | None:
             if not mine.any():
                 return None
-            signal = self._ask(client, jax.tree.map(lambda x: x[mine], given))
-            return jax.tree.map(lambda x: _spread(x, mine), signal)
+            signal = self._ask(client, jax.tree.map(lambda x: x[mine], inputs))
+            return jax.tree.map(lambda x: spread(x, mine), signal)
 
         with ThreadPoolExecutor(len(self._clients)) as pool:
             answers = list(pool.map(ask, self._clients, asked.T))
@@ -115,14 +129,13 @@ class RemoteTeachers:
             return signal
         some = next(answer for answer in answers if answer is not None)
         if isinstance(some, HiddenSignal):  # of all teachers, one after the other
-            n, c, _ = some.hidden.shape
-            each = [
+            states = [
                 answer.hidden
                 if isinstance(answer, HiddenSignal)
-                else np.zeros((n, c, width), some.hidden.dtype)
+                else np.zeros((*some.hidden.shape[:2], width), some.hidden.dtype)
                 for answer, width in zip(answers, widths, strict=True)
             ]
-            return HiddenSignal(np.concatenate(each, -1))
+            return HiddenSignal(np.concatenate(states, -1))
         shares = [weights[:, k] for k, answer in enumerate(answers) if answer is not None]
 
         def mixed(*logprobs: np.ndarray) -> np.ndarray:
@@ -131,20 +144,7 @@ class RemoteTeachers:
             return np.where(rows, log_mixture(logprobs, each), 0).astype(np.float32)
 
         signal = jax.tree.map(mixed, *filter(None, answers))
-        return replace(signal, topk_ids=given[1]) if isinstance(signal, TopKSignal) else signal
-
-
-def _part(n: int, part: int, parts: int) -> slice | None:
-    assert 0 <= part < parts, (part, parts)
-    start, stop = n * part // parts, n * (part + 1) // parts
-    return None if start == stop else slice(start, stop)
-
-
-def _spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Returns [n, ...]: the rows of `x` where `mine` [n] is True, 0 elsewhere."""
-    spread = np.zeros((len(mine), *x.shape[1:]), x.dtype)
-    spread[mine] = x
-    return spread
+        return replace(signal, topk_ids=inputs[1]) if isinstance(signal, TopKSignal) else signal
 
 
 def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
@@ -184,14 +184,9 @@ def check_remote(
     student: DecoderConfig,
     name: str = ONLY,
 ) -> int:
-    """Refuses a teacher that the run cannot learn from.
-
-    Returns:
-        V, the tokens that student and teacher share: every loss uses the first V rows.
-
-    Raises:
-        UserError: naming what differs, or what the teacher does not offer.
-    """
+    """Refuses a teacher that the run cannot learn from, by a UserError that names what differs, or
+    is not offered. Returns V, the tokens that student and teacher share: every loss uses the first
+    V rows."""
     d, where = config.distill, remote_place(config, name)
     if d.signal not in info.signals:
         raise UserError(
@@ -206,68 +201,18 @@ def check_remote(
             f"{config.max_new_tokens} make {width} positions; {where} takes {info.max_tokens}"
         )
     if isinstance(info, CompletionsInfo):
-        _check_log_probs_only(config)
+        if d.entropy_aware:
+            raise UserError(
+                "distill.entropy_aware=true needs the entropy of the whole vocabulary, which a"
+                " completions server does not tell: set it to false, or serve the teacher with"
+                " python -m jaxrl.serve_teacher"
+            )
+        if d.distill_temperature != 1:
+            raise UserError(
+                f"distill.distill_temperature={d.distill_temperature:g}: the log-probs of a"
+                " completions server are those at temperature 1; set it to 1"
+            )
         return student.vocab_size
-    v = _check_vocabulary(info, tokenizer, student, where)
-    options = Options.of(d, v)
-    most = options.most_best
-    if most > v:
-        raise UserError(f"distill asks for the best {most} of the {v} tokens that both models have")
-    if rows_at_once(info, options, width, config.max_new_tokens) == 0:
-        raise UserError(
-            f"one sequence of {width} tokens does not fit the limits of {where}: its"
-            " --max-request-mb or --max-answer-mb must be raised"
-        )
-    return v
-
-
-def check_remote_prompts(
-    config: Config,
-    info: AnyInfo,
-    tokenizer: Tokenizer,
-    prompts: Iterable[Prompt],
-    vocab_size: int,
-    name: str = ONLY,
-) -> str | None:
-    """Refuses a teacher whose chat template, or whose tokens, make other prompts of the run's data.
-
-    Args:
-        prompts: some of the run's; a completions server is tried with the first.
-        vocab_size: what `check_remote` returned.
-
-    Returns:
-        What could not be checked; None where everything could.
-
-    Raises:
-        UserError: with the place where the two part.
-    """
-    if isinstance(info, CompletionsInfo):
-        first = next(iter(prompts), None)
-        if first is None:
-            return None
-        return _probe(config, name, tokenizer, first.tokens[:PROBE_TOKENS], vocab_size)
-    theirs = copy.copy(tokenizer)
-    theirs.chat_template = info.chat_template
-    check_same_prompts(tokenizer, theirs, prompts)
-    return None
-
-
-def _check_log_probs_only(config: Config) -> None:
-    d = config.distill
-    if d.entropy_aware:
-        raise UserError(
-            "distill.entropy_aware=true needs the entropy of the whole vocabulary, which a"
-            " completions server does not tell: set it to false, or serve the teacher with"
-            " python -m jaxrl.serve_teacher"
-        )
-    if d.distill_temperature != 1:
-        raise UserError(
-            f"distill.distill_temperature={d.distill_temperature:g}: the log-probs of a completions"
-            " server are those at temperature 1; set it to 1"
-        )
-
-
-def _check_vocabulary(info: Info, tokenizer: Tokenizer, student: DecoderConfig, where: str) -> int:
     if tokenizer is None:
         raise UserError(
             "student.model has no tokenizer, so that its tokens cannot be compared: put"
@@ -289,19 +234,44 @@ def _check_vocabulary(info: Info, tokenizer: Tokenizer, student: DecoderConfig, 
             f"student and teacher share {v} embedding rows, which {len(beyond)} tokens lie beyond"
             f" (the first is {min(beyond)}); the two models do not belong together"
         )
+    options = Options.of(d, v)
+    if (most := options.most_best) > v:
+        raise UserError(f"distill asks for the best {most} of the {v} tokens that both models have")
+    if rows_at_once(info, options, width, config.max_new_tokens) == 0:
+        raise UserError(
+            f"one sequence of {width} tokens does not fit the limits of {where}: its"
+            " --max-request-mb or --max-answer-mb must be raised"
+        )
     return v
 
 
-def _probe(
+def check_remote_prompts(
     config: Config,
-    name: str,
+    info: AnyInfo,
     tokenizer: Tokenizer,
-    tokens: tuple[int, ...],
+    prompts: Iterable[Prompt],
     vocab_size: int,
+    name: str = ONLY,
 ) -> str | None:
-    """Asks for what the run will ask for, and compares how the server spells the tokens."""
+    """Refuses, by a UserError with the place where the two part, a teacher whose chat template, or
+    whose tokens, make other prompts of the run's data. Returns what could not be checked, if any.
+
+    Args:
+        prompts: some of the run's; a completions server is tried with the first.
+        vocab_size: what `check_remote` returned.
+    """
+    if isinstance(info, Info):
+        theirs = copy.copy(tokenizer)
+        theirs.chat_template = info.chat_template
+        check_same_prompts(tokenizer, theirs, prompts)
+        return None
+    first = next(iter(prompts), None)
+    if first is None:
+        return None
+    # Asks for what the run will ask for, and compares how the server spells the tokens.
     client, address = _client(config, name, MEET_S), config.served[name].address
     assert isinstance(client, CompletionsClient)
+    tokens = first.tokens[:PROBE_TOKENS]
     k = config.distill.top_k if config.distill.signal == "topk" else 0
     try:
         positions = client.positions(tokens, k, vocab_size)
@@ -315,18 +285,15 @@ def _probe(
         )
     ours = tokenizer.decode(list(tokens[1:]), skip_special_tokens=False)
     spelt = "".join(filter(None, words))
-    if _letters(ours) != _letters(spelt):
+    # Tokens decoded one by one cannot give blanks, nor characters that are cut in two.
+    cannot = re.compile(r"[\s\ufffd]")
+    if cannot.sub("", ours) != cannot.sub("", spelt):
         raise UserError(
             f"student and teacher have different vocabularies: tokens {list(tokens[1:9])}... are"
             f" {ours[:40]!r} for the student, {spelt[:40]!r} for {address};"
             " distillation needs a teacher with the student's tokenizer"
         )
     return None
-
-
-def _letters(text: str) -> str:
-    """Leaves out what tokens decoded one by one cannot give: blanks, characters cut in two."""
-    return "".join(letter for letter in text if not letter.isspace() and letter != "\ufffd")
 
 
 def remote_place(config: Config, name: str) -> str:
@@ -339,19 +306,16 @@ def _key(config: Config, name: str) -> str:
 
 
 def _client(config: Config, name: str, timeout: float, info: AnyInfo | None = None) -> AnyClient:
-    """
-    Args:
-        timeout: seconds for each question, tries after a failure included.
-        info: the handshake, where there was one.
-    """
-    one = config.served[name]
-    assert one.address is not None
-    url = one.address if "://" in one.address else f"http://{one.address}"
+    """Makes the client of a teacher, which waits `timeout` seconds for each answer, tries after a
+    failure included. `info` is of the handshake, where there was one."""
+    served = config.served[name]
+    assert served.address is not None
+    url = served.address if "://" in served.address else f"http://{served.address}"
     known_as, ca_file = name if config.teachers else "", config.teacher.ca_file
     endpoint = Endpoint(url.rstrip("/"), find_token(), timeout, known_as, ca_file)
     client: AnyClient = TeacherClient(endpoint)
-    if one.api == "openai":
-        client = CompletionsClient(endpoint, one.api_model, config.teacher.service_threads)
+    if served.api == "openai":
+        client = CompletionsClient(endpoint, served.api_model, config.teacher.service_threads)
     if info is not None:
         client.info = info
     return client

@@ -114,14 +114,11 @@ class TeacherServer:
         log_requests: bool = False,
         tls: ssl.SSLContext | None = None,
     ):
-        """Binds the address; `start` begins to accept connections.
+        """Binds the address, at any free port for 0; `start` begins to accept connections.
 
         Args:
-            port: 0 for any free one.
             token: the secret that clients must send; required if other hosts can connect.
             log: receives the tracebacks of requests that failed inside.
-            log_requests: also log a line for each request.
-            tls: the server's certificate; None: plain HTTP.
 
         Raises:
             UserError: the address cannot be bound, or needs a token.
@@ -275,8 +272,18 @@ class TeacherServer:
             begun, connection.status = connection.status, refused.status
             if begun:  # the client would take more bytes for the rest of the answer
                 connection.hang_up()
-            else:
-                await _refuse(refused, scope, receive, send)
+                return
+            content = {"error": {"status": refused.status, "message": str(refused)}}
+            headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
+            response = JSONResponse(content, headers=headers)
+            await send(_start(refused.status, response))
+            await send(_part(bytes(response.body)))
+            if not connection.whole:  # reads the rest of the request first
+                with suppress(TimeoutError, ClientDisconnect):
+                    async with asyncio.timeout(LINGER_S):
+                        async for _ in Request(scope, receive).stream():
+                            pass
+            await send(_part(b"", last=True))
         finally:
             self._hold(connection, -connection.held)
             self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
@@ -320,10 +327,14 @@ class TeacherServer:
     async def _models(self, request: Request) -> Response:
         """Lists the teachers, in the form in which completions servers list their models."""
         self._check_token(request)
-        infos = {name or s.info.model: s.info for name, s in self.services.items()}
         models = [
-            {"id": name, "object": "model", "root": i.model, "max_model_len": i.max_tokens}
-            for name, i in infos.items()
+            {
+                "id": name or i.model,
+                "object": "model",
+                "root": i.model,
+                "max_model_len": i.max_tokens,
+            }
+            for name, i in ((name, service.info) for name, service in self.services.items())
         ]
         return JSONResponse({"object": "list", "data": models})
 
@@ -483,21 +494,6 @@ async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
             watching.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends a refusal, and reads the rest of the request before the end of the answer."""
-    error = {"status": refused.status, "message": str(refused)}
-    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else None
-    response = JSONResponse({"error": error}, headers=headers)
-    await send(_start(refused.status, response))
-    await send(_part(bytes(response.body)))
-    if not scope["state"]["connection"].whole:
-        with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(LINGER_S):
-                async for _ in Request(scope, receive).stream():
-                    pass
-    await send(_part(b"", last=True))
 
 
 def _start(status: int, response: Response) -> Message:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import jax
@@ -26,9 +25,9 @@ from jaxrl.models.buckets import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import Keywords
-from jaxrl.sharding.axes import ROWS, Axes, row_shards
+from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.ledger import attribute, current
-from jaxrl.sharding.mesh import ensure_devices, role_mesh, verify_arrays
+from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.teacher.protocol import (
     PROTOCOL,
     SIGNALS,
@@ -199,33 +198,37 @@ class ScoringService:
     def _slices(self, request: Request) -> list[tuple[ProgramKey, Tree, int]]:
         """Cuts a request into slices that fit the devices: the key of the program, its inputs, and
         how many of their rows are real."""
-        b, t = request.sequences.tokens.shape
-        shards = row_shards(self.mesh.shape)
-        most = max(self._max_batch_tokens // t // shards, 1) * shards
-        n_slices = -(-b // most)
-        ends = [b * i // n_slices for i in range(n_slices + 1)]
-        parts, sizes = [], [stop - start for start, stop in pairwise(ends)]
-        for start, n in zip(ends, sizes, strict=False):
-            cut = partial(_cut_rows, start=start, n=n, size=rows_of(n, shards, most))
-            parts.append(jax.tree.map(cut, (request.sequences, request.ids)))
-        rooms = [room_of(sequences, row_devices(self.mesh)) for sequences, _ in parts]
-        room = max(n for n, _ in rooms), max(m for _, m in rooms)
-        options, slices = self._decisive(request.options), []
-        for n, (sequences, ids) in zip(sizes, parts, strict=True):
-            inputs = replace(sequences, room=room), ids
-            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs))
-            slices.append(((options, shapes), inputs, n))
-        return slices
-
-    def _decisive(self, options: Options) -> Options:
-        """Sets the options that change no program to one value."""
+        options = request.options
         chunk = 1 << min(options.chunk_tokens, MOST_CHUNK).bit_length() - 1
+        # Options that change no program have the same value in all keys.
         same: Keywords = {"distill_temperature": 1.0, "chunk_tokens": chunk}
         if "topk" not in options.signal:
             same["top_k"] = 1
         if options.signal == "hidden":
             same |= {"chunk_tokens": 1, "vocab_size": self.info.vocab_size, "entropy_top_k": None}
-        return options.model_copy(update=same)
+        options = options.model_copy(update=same)
+        b, t = request.sequences.tokens.shape
+        shards = row_shards(self.mesh.shape)
+        most = max(self._max_batch_tokens // t // shards, 1) * shards
+        n_slices = -(-b // most)
+        ends = [b * i // n_slices for i in range(n_slices + 1)]
+        parts, slices = [], []
+        for start, stop in pairwise(ends):
+            size = rows_of(stop - start, shards, most)
+
+            def cut(x: np.ndarray, at: slice = slice(start, stop), size: int = size) -> np.ndarray:
+                rows = x[at]  # below them rows of zeros, which have no real token
+                return np.pad(rows, [(0, size - len(rows))] + [(0, 0)] * (x.ndim - 1))
+
+            inputs = jax.tree.map(cut, (request.sequences, request.ids))
+            parts.append((stop - start, *inputs))
+        rooms = [room_of(sequences, row_devices(self.mesh)) for _, sequences, _ in parts]
+        room = max(n for n, _ in rooms), max(m for _, m in rooms)
+        for n, sequences, ids in parts:
+            inputs = replace(sequences, room=room), ids
+            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs))
+            slices.append(((options, shapes), inputs, n))
+        return slices
 
     def _program(self, key: ProgramKey, inputs: Tree, address: str) -> Compiled:
         with self._lock:
@@ -257,21 +260,6 @@ class ScoringService:
         return program.lower(self._abstract, *rows, scalar).compile()
 
 
-def serving_mesh(devices: int | None, fsdp: int | None, tensor: int) -> Mesh:
-    """Makes a mesh of the first devices.
-
-    Args:
-        devices: None: all that there are; one where they are emulated.
-        fsdp: None: the devices that `tensor` leaves.
-    """
-    visible = ensure_devices(devices or 1)
-    n = devices or (1 if visible.emulated else len(visible.devices))
-    fsdp = fsdp or max(n // tensor, 1)
-    if n % (fsdp * tensor):
-        raise UserError(f"{n} devices are not a multiple of --fsdp {fsdp} x --tensor {tensor}")
-    return role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
-
-
 def rows_of(n: int, multiple: int, most: int) -> int:
     """Returns the smallest of 1, 2, 3, 4, 6, 8, 12, ... times `multiple` that holds n rows, or
     `most`."""
@@ -280,11 +268,6 @@ def rows_of(n: int, multiple: int, most: int) -> int:
 
 def _abstract(x: Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
-
-
-def _cut_rows(x: np.ndarray, start: int, n: int, size: int) -> np.ndarray:
-    """Returns n rows, and below them rows of zeros up to `size`, which have no real token."""
-    return np.pad(x[start : start + n], [(0, size - n)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _weights_hash(params: Params) -> bytes:

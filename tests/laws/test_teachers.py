@@ -26,8 +26,7 @@ from jaxrl.models.parameters import head
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
-from jaxrl.teacher.local_teacher import Scorer
-from jaxrl.teacher.routed_teachers import RoutedTeachers
+from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 

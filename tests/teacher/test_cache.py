@@ -31,12 +31,12 @@ from jaxrl.models import parameters
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
-from jaxrl.score.command import score
-from jaxrl.score.score_data import Scoring, storage_error
+from jaxrl.score.score_data import Scoring, score, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
     MANIFEST,
+    CachedTeacher,
     ScoreCache,
     ScoredRow,
     ScoreManifest,
@@ -47,7 +47,6 @@ from jaxrl.teacher.cache import (
     shard_files,
     write_manifest,
 )
-from jaxrl.teacher.cached_teacher import CachedTeacher
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics

@@ -21,9 +21,8 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError, UserError
 from jaxrl.teacher import client, remote
-from jaxrl.teacher.check_answer import check_answer
 from jaxrl.teacher.client import Endpoint, TeacherError
-from jaxrl.teacher.protocol import PROTOCOL, SIGNALS, Info, vocab_hash
+from jaxrl.teacher.protocol import PROTOCOL, SIGNALS, Info, check_answer, vocab_hash
 from jaxrl.types import Prompt
 
 K, C, T = 3, 4, 8

@@ -40,9 +40,14 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
-from jaxrl.teacher.client import Endpoint, TeacherClient, TeacherError
+from jaxrl.teacher.client import (
+    TAIL_FLOOR,
+    Endpoint,
+    TeacherClient,
+    TeacherError,
+    tail_logprob,
+)
 from jaxrl.teacher.local_teacher import Scorer
-from jaxrl.teacher.openai import TAIL_FLOOR, tail_logprob
 from jaxrl.teacher.protocol import (
     TOKEN,
     Gone,

@@ -34,10 +34,9 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.run.check_inputs import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.client import TeacherError
-from jaxrl.teacher.local_teacher import Scorer
+from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import TOKEN
 from jaxrl.teacher.remote import RemoteTeachers, check_together, remote_info
-from jaxrl.teacher.routed_teachers import RoutedTeachers
 from jaxrl.teacher.server import Limits, TeacherServer, server_tls
 from jaxrl.teacher.service import ScoringService
 from jaxrl.train import train

@@ -3,10 +3,9 @@ how to send the policy to a teacher that follows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,72 +15,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.algorithms.protocols import SamplingTeacherRole, TeacherRole
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource
-from jaxrl.config.schema import Config
 from jaxrl.data.feedback import with_feedback
-from jaxrl.data.token_alignment import Aligner
-from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.param_sharding import head_sharding, param_shardings
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
+from jaxrl.run.job import Setup
 from jaxrl.sharding.ledger import current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put
-from jaxrl.teacher.cache import ScoreCache
-from jaxrl.teacher.cached_teacher import CachedTeacher
-from jaxrl.teacher.local_teacher import AddFeedback, LocalTeacher, Scorer
+from jaxrl.teacher.cache import CachedTeacher, ScoreCache
+from jaxrl.teacher.local_teacher import AddFeedback, LocalTeacher, RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import Info
-from jaxrl.teacher.remote import AnyInfo, RemoteTeachers, remote_head
-from jaxrl.teacher.routed_teachers import RoutedTeachers
+from jaxrl.teacher.remote import RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
 MakeSampler = Callable[[ModelSource, Mesh, Params | None], Sampler]
 """(teacher, mesh, its weights or None where they come later) -> what samples with it."""
 
 
-class TeacherSetup(Protocol):
-    """What `run.job.Setup` says of the teachers of a run; its fields are explained there."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def student(self) -> ModelSource: ...
-    @property
-    def teachers(self) -> Mapping[str, ModelSource]: ...
-    @property
-    def served(self) -> Mapping[str, AnyInfo]: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def teacher_samples(self) -> bool: ...
-    @property
-    def outcomes(self) -> Outcomes | None: ...
-    def open_tokenizer(self) -> Tokenizer: ...
-    def open_aligner(self) -> Aligner | None: ...
-
-
-def make_teacher(setup: TeacherSetup, mesh: Mesh | None, make_sampler: MakeSampler) -> TeacherRole:
+def make_teacher(setup: Setup, mesh: Mesh | None, make_sampler: MakeSampler) -> TeacherRole:
     """Makes the role `teacher`: models on devices of the run, scores on disk (and a model for
     samples of the policy, where there is one), or servers outside of the run.
 
     Args:
         mesh: of the models; None where there are none.
     """
-    config, local = setup.config, None
-    if setup.teachers:
-        assert mesh is not None
-        local = _make_local_teacher(setup, mesh, make_sampler)
-    if config.teacher.cache is not None:
-        return CachedTeacher(config, ScoreCache(config.teacher.cache), setup.vocab_size, local)
-    return local or RemoteTeachers(config, setup.vocab_size, setup.served)
-
-
-def _make_local_teacher(
-    setup: TeacherSetup, mesh: Mesh, make_sampler: MakeSampler
-) -> SamplingTeacherRole:
     config, layout, dtype = setup.config, _layout(setup), setup.config.teacher.compute_dtype
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
+    if not setup.teachers:
+        if cache is not None:
+            return CachedTeacher(config, cache, setup.vocab_size)
+        return RemoteTeachers(config, setup.vocab_size, setup.served)
+    assert mesh is not None
     limit, aligner = config.teacher_prompt_tokens, setup.open_aligner()
     projection = Projection.of(config, mesh, setup.vocab_size)
     if aligner is not None:
@@ -98,32 +65,33 @@ def _make_local_teacher(
         scorer = Scorer(source.config, params, sends, limit, aligner, config.teacher_new_tokens)
         return scorer, make_sampler(source, mesh, params) if setup.teacher_samples else None
 
-    if not config.teachers:
-        scorer, sampler = load(setup.teachers["teacher"], projection)
-        if config.teacher_follows:
-            follows, offload = (layout, dtype), config.offloads_follower
-            return LocalTeacher(
-                scorer, sampler, offload, follows=follows, add_feedback=add_feedback
-            )
+    local: SamplingTeacherRole
+    if config.teachers:
+        sends = projection
+        if projection.mixture is not None:  # is computed of the hidden states of all
+            hidden = config.distill.model_copy(update={"signal": "hidden"})
+            sends = replace(projection, distill=hidden)
+        width = max(source.config.d_model for source in setup.teachers.values())
+        local = several = RoutedTeachers(config, projection, width, add_feedback)
+        for name, source in setup.teachers.items():
+            current().enter("teacher.start")  # offloads the previous teacher first
+            several.add(name, *load(source, sends))
+    else:
+        follows = (layout, dtype) if config.teacher_follows else None
         respell = None
         if aligner is not None:
-            longest = config.max_new_tokens
-            respell = partial(aligner.retokenize, max_new_tokens=longest)
-        offload = config.offload.frozen
-        return LocalTeacher(scorer, sampler, offload, add_feedback=add_feedback, respell=respell)
-    sends = projection
-    if projection.mixture is not None:  # is computed of the hidden states of all
-        hidden = config.distill.model_copy(update={"signal": "hidden"})
-        sends = replace(projection, distill=hidden)
-    width = max(source.config.d_model for source in setup.teachers.values())
-    several = RoutedTeachers(config, projection, width, add_feedback)
-    for name, source in setup.teachers.items():
-        current().enter("teacher.start")  # offloads the previous teacher first
-        several.add(name, *load(source, sends))
-    return several
+            respell = partial(aligner.retokenize, max_new_tokens=config.max_new_tokens)
+        local = LocalTeacher(
+            *load(setup.teachers["teacher"], projection),
+            config.offloads_follower if follows else config.offload.frozen,
+            follows=follows,
+            add_feedback=add_feedback,
+            respell=respell,
+        )
+    return local if cache is None else CachedTeacher(config, cache, setup.vocab_size, local)
 
 
-def frozen_of_teacher(setup: TeacherSetup, mesh: Mesh) -> dict[str, Tree]:
+def frozen_of_teacher(setup: Setup, mesh: Mesh) -> dict[str, Tree]:
     """Returns the arrays of the teachers that the actor's loss reads (`signals.distill_loss`), on
     the actor's mesh."""
     config, everywhere = setup.config, NamedSharding(mesh, PartitionSpec())
@@ -146,7 +114,7 @@ def frozen_of_teacher(setup: TeacherSetup, mesh: Mesh) -> dict[str, Tree]:
     return frozen
 
 
-def _heads(setup: TeacherSetup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]:
+def _heads(setup: Setup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]:
     """Yields the LM head [V, Dt] of each teacher on the actor's mesh, V being what all models
     share, and `DecoderConfig.final_softcap`: a service's, a cache's, or a local model's."""
     teacher, v = setup.config.teacher, setup.vocab_size
@@ -169,7 +137,7 @@ def _heads(setup: TeacherSetup, mesh: Mesh) -> Iterator[tuple[jax.Array, float |
         yield head, source.config.final_softcap
 
 
-def receiver_of_teacher(setup: TeacherSetup, mesh: Mesh | None) -> Receiver | None:
+def receiver_of_teacher(setup: Setup, mesh: Mesh | None) -> Receiver | None:
     """Returns how a teacher that follows the policy takes its weights; None where no teacher does.
 
     Args:
@@ -182,5 +150,5 @@ def receiver_of_teacher(setup: TeacherSetup, mesh: Mesh | None) -> Receiver | No
     return Receiver(layout, dtype, shardings, SENT_TO_TEACHER)
 
 
-def _layout(setup: TeacherSetup) -> Layout:
+def _layout(setup: Setup) -> Layout:
     return "unstacked" if setup.teacher_samples else "stacked"
