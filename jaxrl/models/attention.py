@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl.models import cudnn, flash_decode, splash, split_k
+from jaxrl.models import cudnn, splash
 from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
 from jaxrl.models.packing import Packing, by_heads
-from jaxrl.models.partial_softmax import Term
-from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, SplitOver, divided
+from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
 Attend = Callable[..., jax.Array]
 """(q [B,T,N,H], k [B,T,KV,H], v [B,T,KV,H]) -> [B,T,N,H]; training, prefill and decode differ only
@@ -105,31 +104,26 @@ def attend_packed(
     Where the axis `context` divides a stream, attention has whole rows of some heads
     (`packing.by_heads`).
     """
-    attend = _attend_rows(kernel, packing, mesh, window)
-    run = by_heads(lambda qkv, *sinks: attend(*qkv, *sinks), mesh, lambda x: x.shape[2])
-    return lambda q, k, v, *sinks: run((q, k, v), *sinks)
-
-
-def _attend_rows(
-    kernel: Kernel | None, packing: Packing, mesh: Mesh | None, window: int | None
-) -> Attend:
-    """Returns the same as `attend_packed`, where each device has whole streams."""
     if len(packing.rows) == 1:
         (rows,) = packing.rows
         attend_rows = attender(kernel, rows.mask, mesh, window=window)
-        return lambda q, k, v, *sinks: rows.pack(attend_rows(*map(rows.unpack, (q, k, v)), *sinks))
-    prompts, own = packing.rows
-    mask_p, mask_c = prompts.mask, own.mask
-    window = None if window is None or window >= prompts.width + own.width else window
-    attend_p = attender(kernel, mask_p, mesh, window=window)
-    attend_c = _attend_completions(kernel, mask_p, mask_c, packing.group, mesh, window)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(rows.unpack, (q, k, v)) for rows in packing.rows)
-        out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c), *sinks)
-        return prompts.pack(attend_p(q_p, k_p, v_p, *sinks)) + own.pack(out)
+        def attend(streams: tuple[jax.Array, ...], *sinks: jax.Array) -> jax.Array:
+            return rows.pack(attend_rows(*map(rows.unpack, streams), *sinks))
+    else:
+        prompts, own = packing.rows
+        mask_p, mask_c = prompts.mask, own.mask
+        window = None if window is None or window >= prompts.width + own.width else window
+        attend_p = attender(kernel, mask_p, mesh, window=window)
+        attend_c = _attend_completions(kernel, mask_p, mask_c, packing.group, mesh, window)
 
-    return attend
+        def attend(streams: tuple[jax.Array, ...], *sinks: jax.Array) -> jax.Array:
+            (q_p, k_p, v_p), (q_c, k_c, v_c) = (map(r.unpack, streams) for r in packing.rows)
+            out = attend_c((q_p, q_c), (k_p, k_c), (v_p, v_c), *sinks)
+            return prompts.pack(attend_p(q_p, k_p, v_p, *sinks)) + own.pack(out)
+
+    run = by_heads(attend, mesh, lambda x: x.shape[2])
+    return lambda q, k, v, *sinks: run((q, k, v), *sinks)
 
 
 def _attend_completions(
@@ -222,21 +216,15 @@ def attention(
     q = q.reshape(b, t, kv, n // kv, h)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * h**-0.5, MASKED)
-    sinks = None if sinks is None else sinks.reshape(1, kv, n // kv, 1, 1)
-    weights = _softmax(scores, sinks).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
-
-
-def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Computes the softmax over the last dim of float32 scores, whose keys may have a sink beside
-    them."""
     if sinks is None:
-        return jax.nn.softmax(scores, -1)
-    sinks = sinks.astype(jnp.float32)
-    top = jnp.maximum(jax.lax.stop_gradient(scores).max(-1, keepdims=True), sinks)
-    top = jax.lax.stop_gradient(top)
-    raised = jnp.exp(scores - top)
-    return raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+        weights = jax.nn.softmax(scores, -1)
+    else:
+        sinks = sinks.reshape(1, kv, n // kv, 1, 1).astype(jnp.float32)
+        top = jnp.maximum(jax.lax.stop_gradient(scores).max(-1, keepdims=True), sinks)
+        top = jax.lax.stop_gradient(top)
+        raised = jnp.exp(scores - top)
+        weights = raised / (raised.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+    return jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(b, t, n, h)
 
 
 def block_size(width: int) -> int:
@@ -296,28 +284,6 @@ def reached(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Arra
     return allowed if window is None else allowed & (keys > queries - window)
 
 
-def term_in(kernel: StepKernel) -> Callable[..., Term]:
-    """Returns the function that computes a term of a decode step: `attend` of a kernel."""
-    return split_k.attend if kernel == "split-k" else flash_decode.attend
-
-
-def by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
-    """Returns [B,KV,M,H], the queries [B,1,N,H] of a decode step by KV head."""
-    return q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
-
-
-def chunk_attender(queries: jax.Array, keys: jax.Array, window: int | None = None) -> Attend:
-    """Returns how tokens q [B,W,N,H] at positions `queries` [B,W] attend to a cache [B,KV,S,H] of
-    keys at positions `keys` [B,S], their own among them; with a `window`, to so many of the last
-    ones."""
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        allowed = reached(keys[:, None], queries[..., None], window)
-        return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed, *sinks)
-
-    return attend
-
-
 def on_shards(
     run: Callable[..., jax.Array],
     mesh: Mesh | None,
@@ -338,7 +304,7 @@ def on_shards(
     if mesh is None or mesh.size == 1:
         return run(*given)
     heads, kv_heads = given[0].shape[2], given[1].shape[kv_dim]
-    axis, kv_axis = _axis(mesh, heads), _axis(mesh, kv_heads)
+    axis, kv_axis = (divided(n, HEADS, mesh.shape) for n in (heads, kv_heads))
     split = PartitionSpec(ROWS, None, axis)
     kv_split = PartitionSpec(ROWS, *[None] * (kv_dim - 1), kv_axis)
     specs = [kv_split if x.ndim == 4 else PartitionSpec(ROWS) for x in given]
@@ -368,8 +334,3 @@ def on_shards(
 
 def _with_sinks(run: Callable[..., jax.Array], *given: jax.Array) -> jax.Array:
     return run(*given[:-1], sinks=given[-1])
-
-
-def _axis(mesh: Mesh, heads: int) -> SplitOver:
-    """Returns the mesh axes that divide the given number of heads where attention is computed."""
-    return divided(heads, HEADS, mesh.shape)

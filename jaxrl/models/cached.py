@@ -13,23 +13,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import Attend, attender, chunk_attender, step_kernel_on
+from jaxrl.models.attention import Attend, attender, attention, reached, step_kernel_on
 from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
-from jaxrl.models.embedding import embed
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import StepKernel
 from jaxrl.models.layer_kind import Layer, LayerKind
-from jaxrl.models.layers import rms_norm
-from jaxrl.models.pages import Pages, write
+from jaxrl.models.layers import Rope, rms_norm
 from jaxrl.models.parameters import Params, layout_of
-from jaxrl.models.shared_prompts import Seats, shared_attender
+from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, write
 from jaxrl.models.stack import (
-    Mixing,
     delta_of,
+    embed,
     kernels_of,
     lending,
+    mixing,
     report,
     through,
 )
@@ -74,13 +73,13 @@ def prefill(
         routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    mixing = Mixing(
+    mix = mixing(
         config,
         positions,
         kernels_of(config, params, mesh),
         lambda kernel, window: attender(kernel, mask, mesh, window=window),
     )
-    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh)
+    run = partial(_run_layer, config, mix, dict.fromkeys(config.lenders), mesh)
 
     def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
         return (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), k, v
@@ -137,8 +136,8 @@ def decode(
     def attender_of(kernel: StepKernel | None, window: int | None) -> Attend:
         return shared_attender(kernel, positions, at, shared.seats, mesh, window, shared.pages)
 
-    mixing = Mixing(config, positions[:, None], kernels, attender_of)
-    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh, every=True)
+    mix = mixing(config, positions[:, None], kernels, attender_of)
+    run = partial(_run_layer, config, mix, dict.fromkeys(config.lenders), mesh, every=True)
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
@@ -195,8 +194,14 @@ def extend(
     of_prompt = jnp.where(of_prompt < starts[:, None], of_prompt, config.max_positions)  # no query
     own_keys = starts[:, None] + jnp.arange(keys_of(cache).shape[2])[None]
     keys = jnp.concatenate([of_prompt, own_keys], 1)
-    mixing = Mixing(config, queries, {}, lambda _, window: chunk_attender(queries, keys, window))
-    run = partial(_run_layer, config, mixing, dict.fromkeys(config.lenders), mesh)
+
+    def attender_of(_: None, window: int | None) -> Attend:
+        allowed = reached(keys[:, None], queries[..., None], window)
+        rows = partial(jnp.swapaxes, axis1=1, axis2=2)  # [B,KV,S,H] -> [B,S,KV,H]
+        return lambda q, k, v, *sinks: attention(q, rows(k), rows(v), allowed, *sinks)
+
+    mix = mixing(config, queries, {}, attender_of)
+    run = partial(_run_layer, config, mix, dict.fromkeys(config.lenders), mesh)
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
         params, own, entry, prompt = given
@@ -220,7 +225,7 @@ def extend(
 
 def _run_layer(
     config: DecoderConfig,
-    mixing: Mixing,
+    mix: Callable[[Layer], tuple[Rope, Attend]],
     held: dict[LayerKind, Any],
     mesh: Mesh | None,
     x: Array,
@@ -240,7 +245,7 @@ def _run_layer(
             the layer borrows, whose entry is ().
         recur: a `Recur` that also returns the entry, of a layer with a state.
     """
-    rope, attend_one = mixing.of(layer)
+    rope, attend_one = mix(layer)
     attend_one = lending(layer.kind, attend_one, held)
     written: list[Any] = []
 

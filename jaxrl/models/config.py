@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.block import block_parameters, top_parameters
@@ -106,7 +106,16 @@ class DecoderConfig:
         if self.n_recurrent and self.delta is None:
             raise UserError("layers with a state need its sizes (delta)")
         if self.lora is not None:
-            object.__setattr__(self, "lora", replace(self.lora, targets=self._named(self.lora)))
+            names = tuple(self.targets)  # of this family
+            if set(self.lora.targets) != set(TARGETS):
+                names = self.lora.targets
+            unknown = [name for name in names if name not in self.targets]
+            if unknown:
+                raise UserError(
+                    f"{self.family} has no {', '.join(unknown)} that adapters could be for, but"
+                    f" {', '.join(self.targets)} (student.lora.targets)"
+                )
+            object.__setattr__(self, "lora", replace(self.lora, targets=names))
         if self.quantised is not None and self.experts is not None and not self._apart:
             raise UserError(
                 f"student.base_dtype={self.quantised}: the experts of {self.family}, which are all"
@@ -269,18 +278,6 @@ class DecoderConfig:
     def has_a(self, path: str) -> bool:
         """Returns whether an adapter of the projection at this path has an A of its own."""
         return any(path == paths[0] for paths in self.targets.values())
-
-    def _named(self, lora: Lora) -> tuple[str, ...]:
-        """Returns the targets of adapters by the names of this family."""
-        if set(lora.targets) == set(TARGETS):
-            return tuple(self.targets)
-        unknown = [name for name in lora.targets if name not in self.targets]
-        if unknown:
-            raise UserError(
-                f"{self.family} has no {', '.join(unknown)} that adapters could be for, but"
-                f" {', '.join(self.targets)} (student.lora.targets)"
-            )
-        return lora.targets
 
     @property
     def parameters(self) -> Parameters:
@@ -475,16 +472,8 @@ def _counted(config: DecoderConfig, kinds: tuple[LayerKind, ...]) -> Mapping[Dec
     return found
 
 
-class SpecialIds(TypedDict):
-    """Those fields of `DecoderConfig`."""
-
-    eos_ids: tuple[int, ...]
-    bos_id: int | None
-    pad_id: int | None
-
-
-def special_ids(raw: Raw) -> SpecialIds:
-    """Returns the tokens that a `config.json` or a `generation_config.json` names."""
+def special_ids(raw: Raw) -> dict[str, Any]:
+    """Returns `eos_ids`, `bos_id` and `pad_id` of a `config.json` or `generation_config.json`."""
     eos = raw.get("eos_token_id")
     several = _several(eos)
     for key, ids in (

@@ -14,21 +14,21 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import attend_packed, attender, roll_rows
+from jaxrl.models.attention import Attend, attend_packed, attender, roll_rows
 from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recur, recur_packed, recur_rows
-from jaxrl.models.embedding import embed
 from jaxrl.models.experts import Routed
 from jaxrl.models.layer_kind import Layer
-from jaxrl.models.layers import PROJECTED, rms_norm
+from jaxrl.models.layers import PROJECTED, Rope, rms_norm
 from jaxrl.models.packing import Packing
 from jaxrl.models.parameters import Params, at_blocks, cast, head
 from jaxrl.models.stack import (
-    Mixing,
     delta_of,
+    embed,
     kernels_of,
     lending,
+    mixing,
     report,
     through,
 )
@@ -85,7 +85,7 @@ def forward(
     x, inputs = embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    mixing = Mixing(
+    mix = mixing(
         config,
         positions,
         kernels,
@@ -95,7 +95,7 @@ def forward(
     def recur(inputs: Inputs, filters: Filters) -> Array:
         return recur_rows(delta_of(config), mesh, mask, inputs, filters)[0]
 
-    x = _layers(config, params, x, inputs, mixing, recur, remat, mesh)
+    x = _layers(config, params, x, inputs, mix, recur, remat, mesh)
     return roll_rows(x, -first) if rolled else x
 
 
@@ -119,14 +119,14 @@ def forward_packed(
     kernels = kernels_of(config, params, mesh, dtype, joined=packing.group > 1)
     x, inputs = embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
-    mixing = Mixing(
+    mix = mixing(
         config,
         packing.positions,
         kernels,
         lambda kernel, window: attend_packed(kernel, packing, mesh, window),
     )
     recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
-    given = config, params, x, inputs, mixing, recur, remat, mesh
+    given = config, params, x, inputs, mix, recur, remat, mesh
     copies = None if routed is None else packing.copies
     return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, copies=copies)
 
@@ -136,7 +136,7 @@ def _layers(
     params: Params,
     x: Array,
     inputs: list[Array],
-    mixing: Mixing,
+    mix: Callable[[Layer], tuple[Rope, Attend]],
     recur: Recur | None,
     remat: Remat,
     mesh: Mesh | None,
@@ -161,7 +161,7 @@ def _layers(
         layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
     ) -> tuple[tuple[Array, Lent], Tree]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
-        rope, attend = mixing.of(layer)
+        rope, attend = mix(layer)
         mixer = recur if layer.kind.recurs else lending(layer.kind, attend, held)
         options = {"own": own, "recorded": chosen, "copies": copies}
         x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, *split, **options)
@@ -189,13 +189,9 @@ def _layers(
         return run(carried, *given)
 
     given = inputs, at_blocks(config, params, chosen)
-    carried = x, nothing_lent(config, x)
+    one_of = (config.of(kind) for kind in config.lenders)
+    shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in one_of]
+    carried = x, tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)
     (x, _), found = through(config, body, carried, params, *given, in_turn=remat != "none")
     report(params, found, routed)
     return rms_norm(config, params["norm"], x)
-
-
-def nothing_lent(config: DecoderConfig, x: Array) -> Lent:
-    of = (config.of(kind) for kind in config.lenders)
-    shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in of]
-    return tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)

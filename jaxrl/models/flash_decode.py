@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.partial_softmax import LOWEST, Term
 from jaxrl.models.splash import LANES
+from jaxrl.models.split_k import LOWEST, Term
 
 BLOCK_BYTES = 1 << 20
 """Of keys and values in a step of the grid: enough to hide what a step costs besides."""

@@ -11,18 +11,15 @@ where the layers end within a period.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.json_fields import DecoderLike, Raw, given, size
 from jaxrl.process.json_types import JsonObject
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,34 +148,3 @@ def written_ropes(config: DecoderLike) -> JsonObject:
     default = {"rope_type": "default"}
     full = default | scaling | {"rope_theta": config.rope_theta}
     return {"rope_parameters": {FULL: full, SLIDING: default | {"rope_theta": local}}}
-
-
-class ByLayer(Generic[T]):
-    """What layers have, made once for all that have the same."""
-
-    def __init__(self, keys: Sequence[Hashable], make: Callable[..., T]):
-        """Makes `make(keys[i])` for layer i; a single key is that of all layers."""
-        distinct = tuple(dict.fromkeys(keys))
-        self.values = tuple(make(key) for key in distinct)
-        self._which = tuple(distinct.index(key) for key in keys)
-
-    def choose(self, number: int | jax.Array, among: Callable[[jax.Array, tuple[T, ...]], T]) -> T:
-        """Returns the value for the layer of that number; if the number is an array, `among`
-        chooses by an index [] int32."""
-        if len(self.values) == 1:
-            return self.values[0]
-        if isinstance(number, int):
-            return self.values[self._which[number]]
-        return among(jnp.array(self._which, jnp.int32)[number], self.values)
-
-
-def switched(
-    index: jax.Array, functions: tuple[Callable[..., jax.Array], ...]
-) -> Callable[..., jax.Array]:
-    """Returns the function with that index."""
-    return lambda *given: jax.lax.switch(index, functions, *given)
-
-
-def selected(index: jax.Array, trees: tuple[T, ...]) -> T:
-    """Selects the tree with that index, among trees with arrays of the same shapes."""
-    return jax.tree.map(lambda *xs: jax.lax.select_n(index, *xs), *trees)

@@ -199,32 +199,23 @@ class Packing:
         place = _entries(completions.starts, row) + token
         back = jnp.where(real & scored, place, completions.size)
         out = move(hidden, jnp.where(known, at, own.size), back)
-        out = out + self._first(hidden) if shared else out
-        return _laid_out(jnp.where(self._fits[:, None, None], out, jnp.nan), mesh, TOKENS)
-
-    @property
-    def _fits(self) -> Array:
-        """Returns whether the streams have room for all tokens, [X] bool. If not, some are lost,
-        and no loss may be computed from them."""
-        used = [(rows.starts + rows.lengths).max(-1) for rows in (*self.rows, self.completions)]
-        sizes = [rows.size for rows in (*self.rows, self.completions)]
-        return jnp.stack([n <= size for n, size in zip(used, sizes, strict=True)]).all(0)
-
-    def _first(self, hidden: Array) -> Array:
-        """Returns [X, m, D]: zero but at the first token of each completion, which the end of its
-        prompt predicts."""
-        prompts = self.rows[0]
-        ends = prompts.starts + prompts.lengths - 1
-        ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
-        row, index, real = prompts.at
-        is_end = real & (index == _entries(prompts.lengths, row) - 1)
-        of_prompts = move(hidden, ends, jnp.where(is_end, row, prompts.starts.shape[1]))
-        of_rows = jnp.repeat(of_prompts, self.group, 1)
-        row, index, real = self.completions.at
-        begins, rows = real & (index == 0), self.completions.starts.shape[1]
-        some = self.completions.lengths > 0
-        place = jnp.where(some, self.completions.starts, self.completions.size)
-        return move(of_rows, jnp.where(begins, row, rows), place)
+        if shared:  # the first token of each completion is predicted by the end of its prompt
+            prompts, count = self.rows[0], completions.starts.shape[1]
+            ends = prompts.starts + prompts.lengths - 1
+            ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
+            row, index, real = prompts.at
+            is_end = real & (index == _entries(prompts.lengths, row) - 1)
+            of_prompts = move(hidden, ends, jnp.where(is_end, row, prompts.starts.shape[1]))
+            of_rows = jnp.repeat(of_prompts, self.group, 1)
+            row, index, real = completions.at
+            place = jnp.where(completions.lengths > 0, completions.starts, completions.size)
+            out = out + move(of_rows, jnp.where(real & (index == 0), row, count), place)
+        # Where a stream has no room for all tokens, some are lost: no loss may be computed of it.
+        streams = (*self.rows, completions)
+        fits = [(rows.starts + rows.lengths).max(-1) <= rows.size for rows in streams]
+        return _laid_out(
+            jnp.where(jnp.stack(fits).all(0)[:, None, None], out, jnp.nan), mesh, TOKENS
+        )
 
 
 def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
@@ -257,14 +248,20 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
         before = _packed_rows(_starts(of_prompts), of_prompts, w, n)
         own = _packed_rows(of_prompts.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
         boxes = [(before, np.s_[:, ::group, :w], None), (own, np.s_[:, :, w:], prompts)]
-    streams = [_stream(rows, tokens[box], mask[box], offset) for rows, box, offset in boxes]
-    stream, positions = (reduce(jnp.add, each) for each in zip(*streams, strict=True))
+    # Each box has zeros where the stream belongs to other rows.
+    stream = reduce(jnp.add, [_in_stream(rows, tokens[box], mask[box]) for rows, box, _ in boxes])
+    each = []
+    for rows, _, offset in boxes:
+        row, index, real = rows.at
+        index = index if offset is None else index + _entries(offset, row)
+        each.append(jnp.where(real, index, 0))
+    positions = reduce(jnp.add, each)
     if chosen is not None:
         each = [_in_stream(rows, chosen[box], mask[box]) for rows, box, _ in boxes]
         chosen = reduce(jnp.add, each) - 1
-    rows = tuple(rows for rows, _, _ in boxes)
     trained = sequences.loss_mask.reshape(shards, s, c).any(-1)
-    return Packing(stream, positions, rows, completions, prompts, trained, chosen)
+    streams = tuple(rows for rows, _, _ in boxes)
+    return Packing(stream, positions, streams, completions, prompts, trained, chosen)
 
 
 def by_heads(
@@ -307,16 +304,6 @@ def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:
 
 def _starts(lengths: Array) -> Array:
     return jnp.cumsum(lengths, -1, dtype=jnp.int32) - lengths
-
-
-def _stream(
-    rows: PackedRows, tokens: Array, mask: Array, offset: Array | None = None
-) -> tuple[Array, Array]:
-    """Returns the stream [X, n] of tokens [X, S, T], which may be padded on both sides, and
-    positions that begin at `offset` [X, S]; zeros where the stream belongs to other rows."""
-    row, index, real = rows.at
-    positions = index if offset is None else index + _entries(offset, row)
-    return _in_stream(rows, tokens, mask), jnp.where(real, positions, 0)
 
 
 def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:

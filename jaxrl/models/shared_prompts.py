@@ -1,27 +1,49 @@
-"""Attention of a decode step to prompts that several slots share: their keys and values are held
-once for each data shard, and read once for all of its slots there (Hydragen, arXiv 2402.05099).
+"""Attention of a decode step to prompts that several slots share, and to what follows them.
 
-A prompt is a row of a cache of its own, also where one slot alone reads it. A slot's cache begins
-behind its prompt. What a token reads of both are two terms of one softmax
-(`models.partial_softmax`).
+The keys and values of a prompt are held once for each data shard, and read once for all of its
+slots there (Hydragen, arXiv 2402.05099): a prompt is a row of a cache of its own, also where one
+slot alone reads it. A slot's cache begins behind its prompt. What a token reads of both are two
+terms of one softmax: the log-sum-exp of the scores of each says how much it counts.
+
+What follows the prompts may be in pages of a pool, so that memory follows the tokens that exist and
+not slots times the longest. A page belongs to one slot. That makes pages rows like those of shared
+prompts: each is attended to by the queries of its slot, in any kernel. Keys and values are neither
+gathered nor looked up. The kernels of paged attention in `jax.experimental.pallas.ops`
+(`gpu.paged_attention`, `tpu.ragged_paged_attention`) are not used: they return no log-sum-exp to
+merge with that of a prompt, so that prompts would be in the pages too and be read once for each
+sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.models.attention import Attend, by_kv_head, on_shards, term_in
+from jaxrl.models import flash_decode, split_k
+from jaxrl.models.attention import Attend, on_shards
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
-from jaxrl.models.pages import Pages, lengths_of, of_slots
-from jaxrl.models.partial_softmax import by_products, merge
+from jaxrl.models.split_k import LOWEST, Term
+from jaxrl.sharding.axes import ROWS, divided
 from jaxrl.types import Array
+
+PAGE = 64
+"""Positions of a page: what the split-K kernel of GPUs reads at a time."""
+
+
+class Pages(NamedTuple):
+    """Which page belongs to which slot, both counted among those of their device."""
+
+    owners: Array
+    """[Q] int32: the slot of each page; -1 of a free page."""
+    firsts: Array
+    """[Q] int32: the position of its first key, behind the prompt."""
+    table: Array
+    """[B, n] int32: the pages of each slot in order; -1 behind the last."""
 
 
 class Seats(NamedTuple):
@@ -40,7 +62,7 @@ class Seats(NamedTuple):
 def why_not_paged(
     config: DecoderConfig, target: Target, dtype: str, *, episodes: bool = False
 ) -> str | None:
-    """Returns why what follows the prompts cannot be in pages (`models.pages`); None where it can.
+    """Returns why what follows the prompts cannot be in pages; None where it can.
 
     Args:
         dtype: of the cache.
@@ -71,69 +93,133 @@ def shared_attender(
     former are those of a pool [Q,KV,P,H]."""
     assert pages is None or kernel is None or window is None, "a kernel has one window for a slot"
 
+    def on_device(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prompt_k: jax.Array,
+        prompt_v: jax.Array,
+        positions: jax.Array,
+        at: jax.Array,
+        slots: jax.Array,
+        lengths: jax.Array,
+        places: jax.Array,
+        *paged: jax.Array,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        own = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,KV,M,H]
+        (_, kv, group, h), (rows, n) = own.shape, slots.shape
+        asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
+        asked = jnp.moveaxis(asked, 1, 2).reshape(rows, kv, n * group, h)
+        asking, last, first, seen = own, at, jnp.zeros_like(at), at + 1
+        if paged:
+            page_owners, first, table = paged
+            owners = jnp.maximum(page_owners, 0)
+            asking, last = jnp.take(own, owners, 0), jnp.take(at, owners)
+            seen = jnp.clip(last + 1 - first, 0, k.shape[2])  # keys of each page
+            seen = jnp.where(page_owners >= 0, seen, 0)
+        term = split_k.attend if kernel == "split-k" else flash_decode.attend
+        if kernel is not None and window is None:
+            theirs = term(asked, prompt_k, prompt_v, lengths)
+        else:  # the queries of one prompt have different windows, which no kernel has
+            prompt_keys = jnp.arange(prompt_k.shape[2])[None]
+            prompt_mask = (prompt_keys < lengths[:, None])[:, None]
+            if window is not None:
+                end = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
+                prompt_mask = prompt_mask & (prompt_keys[None] > end[..., None] - window)
+            theirs = by_products(asked, prompt_k, prompt_v, prompt_mask)
+        if kernel is not None:
+            within = None if window is None or window >= k.shape[2] else window
+            ours = term(asking, k, v, seen, window=within)
+        else:
+            keys = jnp.arange(k.shape[2])[None]
+            mask = keys < seen[:, None]
+            if window is not None:
+                mask &= keys + first[:, None] > last[:, None] - window
+            ours = by_products(asking, k, v, mask[:, None])
+        if paged:  # one term of each slot [B,...] of those of its pages [Q,...]
+            found, there = jnp.maximum(table, 0), table >= 0
+            read, total = (jnp.take(x, found, 0) for x in ours)  # [B,n,KV,M,...]
+            total = jnp.where(there[:, :, None, None], total, LOWEST)
+            top = total.max(1)
+            shares = jnp.exp(total - top[:, None])
+            mass = shares.sum(1)
+            ours = (shares[..., None] * read).sum(1) / mass[..., None], jnp.log(mass) + top
+
+        def at_slots(x: jax.Array) -> jax.Array:
+            """Rearranges [R,KV,n*M,...] into [B,KV,M,...]."""
+            x = x.reshape(rows, kv, n, group, *x.shape[3:])
+            return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
+
+        read, total = theirs
+        merged = merge([(at_slots(read), at_slots(total)), ours], sinks)
+        return merged.astype(q.dtype).reshape(q.shape)
+
     def attend(
         q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array], *sinks: jax.Array
     ) -> jax.Array:
-        run = partial(_attend, kernel, window)
         given = (k[0], v[0], k[1], v[1], positions, at, *seats, *(pages or ()))
-        return on_shards(run, mesh, q, *given, kv_dim=1, sinks=sinks)
+        return on_shards(on_device, mesh, q, *given, kv_dim=1, sinks=sinks)
 
     return attend
 
 
-def _attend(
-    kernel: StepKernel | None,
-    window: int | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prompt_k: jax.Array,
-    prompt_v: jax.Array,
-    positions: jax.Array,
-    at: jax.Array,
-    slots: jax.Array,
-    lengths: jax.Array,
-    places: jax.Array,
-    *pages: jax.Array,
-    sinks: jax.Array | None = None,
+def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Term:
+    """Computes the term of q [R,KV,M,H] over k, v [R,KV,S,H] where mask [R,M,S] or [R,1,S]."""
+    scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, LOWEST)
+    top = scores.max(-1)
+    raised = jnp.exp(scores - top[..., None])
+    mass = raised.sum(-1)
+    read = jnp.einsum(
+        "rkms,rksh->rkmh", raised.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return read / mass[..., None], jnp.log(mass) + top
+
+
+def merge(terms: Sequence[Term], sinks: jax.Array | None = None) -> jax.Array:
+    """Merges terms to attention [R,KV,M,H] float32 over the keys of all.
+
+    Args:
+        sinks: [KV*M], as of `attention.Attend`: counted once, beside the keys of all terms.
+    """
+    each = [of for _, of in terms]
+    if sinks is not None:
+        _, heads, queries = each[0].shape
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(heads, queries), each[0].shape)
+        each.append(sink)
+    shares = jax.nn.softmax(jnp.stack(each), 0)
+    reads = [share[..., None] * read for share, (read, _) in zip(shares, terms, strict=False)]
+    return sum(reads[1:], reads[0])
+
+
+def write(
+    pool: jax.Array, new: jax.Array, at: jax.Array, table: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
-    """Runs `shared_attender` on one device."""
-    own, (rows, n) = by_kv_head(q, k.shape[1]), slots.shape
-    _, kv, group, h = own.shape
-    asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]
-    asked = jnp.moveaxis(asked, 1, 2).reshape(rows, kv, n * group, h)
-    asking, last, first, seen = own, at, jnp.zeros_like(at), at + 1
-    if pages:
-        of = Pages(*pages)
-        owners = jnp.maximum(of.owners, 0)
-        asking, last, first = jnp.take(own, owners, 0), jnp.take(at, owners), of.firsts
-        seen = lengths_of(of, at, k.shape[2])
-    if kernel is not None and window is None:
-        theirs = term_in(kernel)(asked, prompt_k, prompt_v, lengths)
-    else:  # the queries of one prompt have different windows, which no kernel has
-        prompt_keys = jnp.arange(prompt_k.shape[2])[None]
-        prompt_mask = (prompt_keys < lengths[:, None])[:, None]
-        if window is not None:
-            end = jnp.repeat(jnp.take(positions, jnp.maximum(slots, 0)), group, 1)
-            prompt_mask = prompt_mask & (prompt_keys[None] > end[..., None] - window)
-        theirs = by_products(asked, prompt_k, prompt_v, prompt_mask)
-    if kernel is not None:
-        within = None if window is None or window >= k.shape[2] else window
-        ours = term_in(kernel)(asking, k, v, seen, window=within)
-    else:
-        keys = jnp.arange(k.shape[2])[None]
-        mask = keys < seen[:, None]
-        if window is not None:
-            mask &= keys + first[:, None] > last[:, None] - window
-        ours = by_products(asking, k, v, mask[:, None])
-    if pages:
-        ours = of_slots(ours, Pages(*pages).table)
+    """Writes new [B,1,KV,H] into the pool [Q,KV,P,H] at the positions `at` [B] of each slot, and
+    nothing of a slot that has no page there."""
 
-    def at_slots(x: jax.Array) -> jax.Array:
-        """Rearranges [R,KV,n*M,...] into [B,KV,M,...]."""
-        x = x.reshape(rows, kv, n, group, *x.shape[3:])
-        return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
+    def local(pool: jax.Array, new: jax.Array, at: jax.Array, table: jax.Array) -> jax.Array:
+        size = pool.shape[2]
+        number = at // size
+        page = jnp.take_along_axis(table, number[:, None], 1, mode="fill", fill_value=-1)[:, 0]
+        beyond = pool.shape[0] + jnp.arange(len(page), dtype=page.dtype)  # dropped
+        page = jnp.where(page >= 0, page, beyond)
+        zero = jnp.zeros_like(page)
+        places = jnp.stack([page, zero, at % size, zero], 1)
+        updates = jnp.swapaxes(new, 1, 2).astype(pool.dtype)
+        # In this form, with an index for each dim, a TPU turns the pool into no other layout.
+        dims = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0, 1, 2, 3),
+        )
+        return jax.lax.scatter(pool, places, updates, dims, unique_indices=True, mode="drop")
 
-    read, total = theirs
-    merged = merge([(at_slots(read), at_slots(total)), ours], sinks)
-    return merged.astype(q.dtype).reshape(q.shape)
+    if mesh is None or mesh.size == 1:
+        return local(pool, new, at, table)
+    heads = divided(pool.shape[1], ("tensor",), mesh.shape)
+    of_pool, rows = PartitionSpec(ROWS, heads), PartitionSpec(ROWS)
+    specs = (of_pool, PartitionSpec(ROWS, None, heads), rows, rows)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_pool, check_vma=False)
+    return run(pool, new, at, table)

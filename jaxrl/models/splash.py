@@ -46,9 +46,12 @@ def attend(
     )
     if window is not None:
         mask = splash.LocalMask(sizes, (window - 1, 0), offset=behind)
+    tiles = {"q": sizes[0], "kv": sizes[1]}  # of the forward pass, and of the two of the backward
+    tiles = {name: next(n for n in BLOCKS if size % n == 0) for name, size in tiles.items()}
+    blocks: Keywords = {f"block_{x}{of}": n for x, n in tiles.items() for of in ("", "_dkv", "_dq")}
     run = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * q.shape[1]),
-        block_sizes=splash.BlockSizes(**_blocks(*sizes)),
+        block_sizes=splash.BlockSizes(**blocks),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
@@ -62,10 +65,3 @@ def attend(
 def _padded(x: jax.Array) -> jax.Array:
     """Pads x [B,T,...] to a multiple of `LANES` positions."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))
-
-
-def _blocks(queries: int, keys: int) -> Keywords:
-    """Returns the tiles of the forward pass and of the backward pass's two kernels."""
-    q, kv = (next(size for size in BLOCKS if n % size == 0) for n in (queries, keys))
-    passes = ("", "_dkv", "_dq")
-    return {f"block_q{name}": q for name in passes} | {f"block_kv{name}": kv for name in passes}

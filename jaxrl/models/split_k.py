@@ -19,8 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.buckets import bucket
-from jaxrl.models.partial_softmax import LOWEST, Term
 
+Term = tuple[jax.Array, jax.Array]
+"""Of queries [R,KV,M,H]: what they read [R,KV,M,H] float32, and the log-sum-exp of their scores
+[R,KV,M] float32, which is `LOWEST` or near it where there was no key."""
+LOWEST = -1e30
+"""Score of a masked key: finite, so that no difference of two is NaN."""
 KEYS = 64
 """Keys that a block reads at a time; lengths of the cache are multiples of it
 (`kernels.Target.width_multiple`)."""

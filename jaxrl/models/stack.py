@@ -1,58 +1,154 @@
-"""The blocks of a decoder, one after the other, in either layout of its parameters."""
+"""What a decoder's first block reads, and the blocks one after the other, in either layout of their
+parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.models.attention import Attend, kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Routed
+from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
-from jaxrl.models.layer_kind import ByLayer, Layer, LayerKind, selected, switched
-from jaxrl.models.layers import Rope, layer_angles
-from jaxrl.models.parameters import Params, blocks_of, layout_of
+from jaxrl.models.layer_kind import Layer, LayerKind
+from jaxrl.models.layers import Rope, by_rows, layer_angles, rms_norm
+from jaxrl.models.parameters import Params, at_blocks, blocks_of, layout_of
+from jaxrl.sharding.axes import AxisName
 from jaxrl.types import Array, Tree
 
 X = TypeVar("X")
+T = TypeVar("T")
 
 
-class Mixing:
-    """How the layers of one call rotate and attend.
+def embed(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Array,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None = None,
+    *split: AxisName,
+) -> tuple[Array, list[Array]]:
+    """Looks up rows of the embedding in `dtype`, its own where None, scaled where the family does
+    so; its D is gathered first: a lookup split both ways is replicated. Also returns what each
+    block reads beside them (`at_blocks`).
+
+    Args:
+        split: the axis of a stream's tokens.
+    """
+    table: Array = params["embed"]["embedding"]
+    sharding: NamedSharding | None = None
+    if mesh is not None:
+        vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
+        sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
+    dtype = table.dtype if dtype is None else jnp.dtype(dtype)
+    x = by_rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    if FAMILIES[config.family].scaled_embedding:
+        x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+    inputs = None
+    if config.layer_inputs:
+        given, width = params["layer_inputs"], config.layer_inputs
+        rows = by_rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
+        by_layer = (*x.shape[:2], config.n_layers, width)
+        read = jnp.einsum("btd,ed->bte", x, given["projection"].astype(x.dtype))
+        read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        rows = rows * jnp.asarray(math.sqrt(width), x.dtype)
+        both = rms_norm(config, given["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)
+        inputs = jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
+    return x, at_blocks(config, params, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None) -> Array:
+    """Computes table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the
+    gradient is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a
+    term."""
+    table = table.astype(dtype)
+    table = table if sharding is None else jax.lax.with_sharding_constraint(table, sharding)
+    return table[tokens]
+
+
+def _look_up_forward(
+    table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(table, tokens, dtype, sharding), (table, tokens)  # of the table: its shape
+
+
+def _look_up_backward(
+    dtype: np.dtype, sharding: NamedSharding | None, kept: tuple[Array, Array], d_rows: Array
+) -> tuple[Array, None]:
+    table, tokens = kept
+    # The sum is as large as the table in float32: XLA may not write its zeros before the loss,
+    # while what the layers keep is there.
+    zero, d_rows = jax.lax.optimization_barrier((jnp.float32(0), d_rows.astype(jnp.float32)))
+    zeros = jnp.broadcast_to(zero, table.shape)
+    summed = zeros.at[tokens].add(d_rows)
+    if sharding is not None:
+        summed = jax.lax.with_sharding_constraint(summed, sharding)
+    return summed.astype(table.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def mixing(
+    config: DecoderConfig,
+    positions: Array,
+    kernels: Mapping[int, str | None],
+    attend: Callable[..., Attend],
+) -> Callable[[Layer], tuple[Rope, Attend]]:
+    """Returns how each layer of one call rotates and attends.
 
     Args:
         positions: [B,T] int32.
         kernels: of each head dim.
         attend: makes an `Attend` of a kernel and a window.
     """
+    kinds = [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds]
+    windows = [(kind.window, config.of(kind).head_dim) for kind in config.kinds]
+    rope_of = _by_layer(
+        kinds,
+        lambda kind: layer_angles(config, kind, positions),
+        lambda i, ropes: jax.tree.map(lambda *xs: jax.lax.select_n(i, *xs), *ropes),
+    )
+    attend_of = _by_layer(
+        windows,
+        lambda key: attend(kernels.get(key[1]), key[0]),
+        lambda i, attends: lambda *given: jax.lax.switch(i, attends, *given),
+    )
+    return lambda layer: (rope_of(layer.number), attend_of(layer.number))
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        positions: Array,
-        kernels: Mapping[int, str | None],
-        attend: Callable[..., Attend],
-    ):
-        self._ropes = ByLayer(
-            [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds],
-            lambda kind: layer_angles(config, kind, positions),
-        )
-        self._attends = ByLayer(
-            [(kind.window, config.of(kind).head_dim) for kind in config.kinds],
-            lambda key: attend(kernels.get(key[1]), key[0]),
-        )
 
-    def of(self, layer: Layer) -> tuple[Rope, Attend]:
-        number = layer.number
-        return self._ropes.choose(number, selected), self._attends.choose(number, switched)
+def _by_layer(
+    keys: Sequence[Hashable],
+    make: Callable[..., T],
+    among: Callable[[Array, tuple[T, ...]], T],
+) -> Callable[[int | Array], T]:
+    """Makes `make(keys[i])` for layer i, once for all with the same key (a single key is that of
+    all layers), and returns number of a layer -> it; where the number is an array, `among` chooses
+    by an index [] int32."""
+    distinct = tuple(dict.fromkeys(keys))
+    values = tuple(make(key) for key in distinct)
+    which = tuple(distinct.index(key) for key in keys)
+
+    def choose(number: int | Array) -> T:
+        if len(values) == 1:
+            return values[0]
+        if isinstance(number, int):
+            return values[which[number]]
+        return among(jnp.array(which, jnp.int32)[number], values)
+
+    return choose
 
 
 def kernels_of(
@@ -93,7 +189,10 @@ def through(
             x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
             left.append(one)
         return x, left
-    at = at_places(config)
+    at, n, indices = [], config.cycle, jnp.arange(config.n_layers)
+    for i, kind in enumerate(config.kinds[:n]):  # the layers at each place of a cycle
+        kinds = {config.kinds[j % len(config.kinds)] for j in range(i, config.n_layers, n)}
+        at.append(Layer(kind, i) if len(kinds) == 1 else Layer(kind.shape, indices[i::n]))
     numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
 
     def alike(layer: Layer) -> tuple[LayerKind, bool]:
@@ -121,18 +220,6 @@ def through(
         return x, found
 
     return jax.lax.scan(bodies, x, (numbers, list(zip(blocks_of(params), *more, strict=True))))
-
-
-def at_places(config: DecoderConfig) -> list[Layer]:
-    """Returns the layers at each place of a cycle, as a scan has them."""
-    cycle, found = config.cycle, []
-    numbers = jnp.arange(config.n_layers)
-    for i in range(cycle):
-        kinds = {config.kinds[j % len(config.kinds)] for j in range(i, config.n_layers, cycle)}
-        kind = config.kinds[i]
-        alike = len(kinds) == 1
-        found.append(Layer(kind, i) if alike else Layer(kind.shape, numbers[i::cycle]))
-    return found
 
 
 def lending(kind: LayerKind, attend: Attend, held: dict[LayerKind, tuple[Array, Array]]) -> Attend:

@@ -28,8 +28,7 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
-from jaxrl.models.pages import PAGE
-from jaxrl.models.shared_prompts import why_not_paged
+from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes

@@ -16,15 +16,15 @@ from jaxrl.config.section import DType
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses, step_kernel_of
-from jaxrl.models.pages import PAGE
 from jaxrl.models.parameters import Layout
+from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
-from jaxrl.sampling.page_pool import pool_pages
 from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
+from jaxrl.sampling.slots import pool_pages
 from jaxrl.sharding.axes import Axes
 
 

@@ -13,14 +13,13 @@ from jax.stages import Wrapped
 
 from jaxrl.models.cached import Cache
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.pages import PAGE, Pages
 from jaxrl.models.parameters import Params
-from jaxrl.models.shared_prompts import Seats
+from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine, prefill_batch
-from jaxrl.sampling.page_pool import pages_of
 from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
+from jaxrl.sampling.slots import pages_of
 from jaxrl.sharding.axes import ROWS
 
 

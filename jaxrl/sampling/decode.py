@@ -20,9 +20,8 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.pages import Pages
 from jaxrl.models.parameters import Params
-from jaxrl.models.shared_prompts import Seats
+from jaxrl.models.shared_prompts import Pages, Seats
 from jaxrl.models.stack import delta_of
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import ROWS
@@ -263,14 +262,9 @@ def insert_again(
         The pool and the prompts.
     """
 
-    def local(
-        cache: Cache,
-        prompts: Cache,
-        read: Cache,
-        rows: jax.Array,
-        starts: jax.Array,
-        pages: jax.Array,
-    ) -> tuple[Cache, Cache]:
+    def local(cache: Cache, prompts: Cache, read: Cache, *arrays: jax.Array) -> tuple[Cache, Cache]:
+        rows, starts, pages = arrays
+
         def place(at: jax.Array, count: int) -> jax.Array:
             return jnp.where(at >= 0, at, count)  # beyond the last: dropped
 
@@ -353,7 +347,13 @@ def launch(
         active = _rows(counts < limits, mesh)
         arguments = config, params, cache, tokens, positions, shared
         hidden, cache = cached.decode(*arguments, live=active, mesh=mesh, routed=routed)
-        logits = _whole_rows(decoder.logits(config, params, hidden), mesh)
+        logits = decoder.logits(config, params, hidden)
+        if mesh is not None:
+            # Rows over all axes, and V whole: each row is sampled by one device, in one order of
+            # adding. First as the matmul leaves them; else XLA gathers the head's weights instead.
+            vocab = "tensor" if logits.shape[1] % mesh.shape["tensor"] == 0 else None
+            for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
+                logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
         draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
         logprobs = jnp.stack([draw.logprobs, draw.sampler_logprobs], -1)
         bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
@@ -439,18 +439,3 @@ def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
         return x
     spec = PartitionSpec(ROWS, *[None] * (x.ndim - 1))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _whole_rows(logits: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Divides the rows of logits [B, V] over all axes, and leaves V whole: each row is sampled by
-    one device, in one order of adding.
-
-    They are held as the matmul leaves them first, V over tensor; else XLA gathers the head's
-    weights instead.
-    """
-    if mesh is None:
-        return logits
-    vocab = "tensor" if logits.shape[1] % mesh.shape["tensor"] == 0 else None
-    for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
-        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
-    return logits

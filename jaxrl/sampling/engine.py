@@ -7,7 +7,7 @@ searches for stop strings and fills the free slots with waiting samples. Once no
 it shrinks the cache to fewer slots. Each prompt is prefilled once, in batches just large enough to
 fill the slots, and copied into a row that the slots of its n samples share
 (`sampling.prompt_rows`). What follows is in the slots, or in pages of a pool
-(`sampling.page_pool`). The sampled tokens depend on (seed, step, attempt, prompt id, sample id,
+(`sampling.slots`). The sampled tokens depend on (seed, step, attempt, prompt id, sample id,
 position), never on slots, launches or timing.
 
 In an episode an environment answers each turn of the model (`sampling.environment_protocol`). Its
@@ -33,24 +33,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_of
-from jaxrl.models.pages import PAGE, Pages
 from jaxrl.models.parameters import Params
-from jaxrl.models.shared_prompts import Seats, why_not_paged
-from jaxrl.sampling import decode, text
-from jaxrl.sampling.caches import Caches
+from jaxrl.models.shared_prompts import PAGE, Pages, Seats, why_not_paged
+from jaxrl.sampling import decode
 from jaxrl.sampling.environment_protocol import Partner
-from jaxrl.sampling.page_pool import PagePool, pages_of, pool_pages
-from jaxrl.sampling.partial_completion import PartialCompletion
+from jaxrl.sampling.partial_completion import (
+    PartialCompletion,
+    TextTokenizer,
+    before_stop,
+    decode_text,
+    find_stop,
+)
 from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import Slots
-from jaxrl.sampling.text import TextTokenizer
+from jaxrl.sampling.slots import PagePool, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
-from jaxrl.types import Completion
+from jaxrl.types import Completion, Turn
 
 __all__ = ["Aborted", "Engine", "EngineStats", "SamplingParams"]
 
@@ -65,6 +69,8 @@ PREFILL_TOKENS = 4096
 ANSWER_ROWS, ANSWER_TOKENS = 4, (16, 256)
 """Environments' answers that are prefilled at once in each data shard, and the smallest and largest
 width of one: a longer answer is prefilled in parts."""
+CACHE = "KV cache"
+"""Name of the caches in the ledger, the account of device memory (`sharding.ledger`)."""
 LOOK_S = 0.2
 """Seconds between two checks of `abort` while all slots wait for environments."""
 
@@ -141,7 +147,7 @@ class Engine:
                 except on a CPU, where a launch takes much longer than the search.
             episodes: completions are episodes (`partner` of `generate`).
             cache_tokens: positions of completions that a device of each data shard holds, in pages
-                (`sampling.page_pool`). A sample for which there is none left goes back to the
+                (`sampling.slots`). A sample for which there is none left goes back to the
                 queue, the youngest one first, and its tokens are read again later. None: every slot
                 has as many positions as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
@@ -231,7 +237,28 @@ class Engine:
             Aborted: `abort` returned True.
         """
         started = time.perf_counter()
-        self._check(prompts, n, sampling, prompt_ids)
+        if n < 1:
+            raise UserError(f"n={n}: must be at least 1")
+        if prompt_ids is not None and len(prompt_ids) != len(prompts):
+            raise UserError(f"{len(prompt_ids)} prompt_ids for {len(prompts)} prompts")
+        if sampling.max_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"max_new_tokens={sampling.max_new_tokens} exceeds the {self.max_new_tokens} "
+                "that the engine was made for"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self.max_prompt_tokens:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens; allowed: 1 to "
+                    f"max_prompt_tokens={self.max_prompt_tokens}; shorten it or raise the limit"
+                )
+            if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
+                raise UserError(
+                    f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; "
+                    f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
+                )
         if self.pages is not None:
             dtype = np.dtype(params["norm"]["scale"].dtype).name
             why = why_not_paged(self.config, self.target, dtype, episodes=self.episodes)
@@ -297,36 +324,6 @@ class Engine:
         most = self.max_prompt_tokens + self.max_new_tokens
         return bucket(tokens, smallest=NARROWEST, multiple=self.width_multiple, most=most)
 
-    def _check(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        sampling: SamplingParams,
-        prompt_ids: Sequence[int] | None,
-    ) -> None:
-        if n < 1:
-            raise UserError(f"n={n}: must be at least 1")
-        if prompt_ids is not None and len(prompt_ids) != len(prompts):
-            raise UserError(f"{len(prompt_ids)} prompt_ids for {len(prompts)} prompts")
-        if sampling.max_new_tokens > self.max_new_tokens:
-            raise UserError(
-                f"max_new_tokens={sampling.max_new_tokens} exceeds the {self.max_new_tokens} "
-                "that the engine was made for"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self.max_prompt_tokens:
-                raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens; allowed: 1 to "
-                    f"max_prompt_tokens={self.max_prompt_tokens}; shorten it or raise the limit"
-                )
-            if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
-                raise UserError(
-                    f"prompt {i} has tokens from {min(prompt)} to {max(prompt)}; "
-                    f"the model's are 0 to {self.config.vocab_size - 1}: is it the right tokenizer?"
-                )
-
 
 class _Generation:
     """One call of `generate`: the queue of samples, the slots, and the caches."""
@@ -349,7 +346,13 @@ class _Generation:
         self.knobs = knobs
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
-        self.caches = Caches(engine.config, mesh, params, engine.ledger)
+        self.on, self.params = (engine.config, mesh), params
+        self.prefilled_cache: Cache = []
+        """Of the prompts that were prefilled last, a row each."""
+        self.prompt_cache: Cache = []
+        """Of the rows that slots share."""
+        self.cache: Cache = []
+        """Of a row for each slot or, where there is a pool, for each page."""
         self.pool = None if engine.pages is None else PagePool(shards, engine.pages)
         self.slots = Slots(samples, engine.slots, shards, engine.launch_tokens, self.pool)
         # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
@@ -390,8 +393,12 @@ class _Generation:
                     self.ledger.nearly_done()
                 if slots.decoding().any():
                     tokens += self._launch()
-                else:
-                    self._wait()
+                else:  # until an environment has answered, or it is time to ask `abort`
+                    started = time.perf_counter()
+                    replies = [x.reply for x in slots.seated.values() if x.reply is not None]
+                    if replies:
+                        wait(replies, LOOK_S, FIRST_COMPLETED)
+                    self.stats.waiting_seconds += time.perf_counter() - started
                 finished = total - len(slots.queue) - len(slots.seated)
                 if on_tokens is not None:
                     on_tokens(tokens, finished)
@@ -399,7 +406,8 @@ class _Generation:
         finally:
             for sample in list(slots.seated.values()):
                 self._free(sample)
-            self.caches.drop()
+            self.cache, self.prefilled_cache, self.prompt_cache = [], [], []
+            self.ledger.drop(CACHE)
         self.ledger.nearly_done()
 
     def _refill(self) -> None:
@@ -426,21 +434,22 @@ class _Generation:
             # Give each prompt a row, and copy those that were prefilled into theirs.
             unfilled = self.rows.admit(slots.seated)
             count = self.rows.count
-            self.caches.fit(self.caches.prompts, count * self.engine.row_shards, self.width)
+            self._resize(self.prompt_cache, count * self.engine.row_shards, self.width)
             source = np.full(count * self.engine.row_shards, -1, np.int32)
             for row in [row for row, prompt in unfilled.items() if prompt in self.prefilled]:
                 source[row] = unfilled.pop(row) - self.prefilled.start
             if (source >= 0).any():
-                self.caches.insert(source)
+                caches = self.prompt_cache, self.prefilled_cache
+                self.prompt_cache = decode.insert(*self.on, *caches, source)
             if preempted:
                 rows = {(row // count, prompt): row % count for row, prompt in unfilled.items()}
                 self._read_again(preempted, rows)
             refilled = True
-        if not slots.queue and self.caches.prefilled:
-            self.prefilled = range(0)
-            self.caches.drop_prefilled()
+        if not slots.queue and self.prefilled_cache:  # no sample waits for them any longer
+            self.prefilled, self.prefilled_cache = range(0), []
+            self._record()
         if refilled:
-            jax.block_until_ready(self.caches.prompts)
+            jax.block_until_ready(self.prompt_cache)
             self.stats.prefill_seconds += time.perf_counter() - started
 
     def _prefill(self, first: int) -> None:
@@ -453,25 +462,58 @@ class _Generation:
         for row, prompt in enumerate(chosen):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        self.prompt_experts = self.caches.prefill(tokens, lengths, self.record)
+        self.prefilled_cache = []
+        arguments = (*self.on, self.params, tokens, lengths)
+        with self.ledger.running(decode.prefill, *arguments, record=self.record):
+            self.prefilled_cache, experts = decode.prefill(*arguments, record=self.record)
+            jax.block_until_ready(self.prefilled_cache)
+        self._record()
+        self.prompt_experts = None if experts is None else np.asarray(experts)
         self.stats.prefill_rows += len(chosen)
 
     def _read_again(
         self, preempted: list[PartialCompletion], rows: dict[tuple[int, int], int]
     ) -> None:
-        """Computes the keys and values of preempted samples, which have slots and pages again.
+        """Computes the keys and values of preempted samples, which have slots and pages again, one
+        of each data shard at a time.
 
         Args:
-            rows: as of `Slots.unread`.
+            rows: (shard, prompt) -> the row there that does not hold it yet. What will is taken
+                out.
         """
         assert self.pool is not None
-        self.caches.fit(self.caches.slots, self.pool.pages * self.engine.row_shards, PAGE)
+        shards = self.engine.row_shards
+        self._resize(self.cache, self.pool.pages * shards, PAGE)
         while preempted:
             longest = max(len(self.prompts[x.prompt]) + len(x.tokens) for x in preempted)
             width = self.engine.read_again_width(longest)
-            unread, preempted = self.slots.unread(preempted, self.prompts, width, rows)
-            self.caches.read_again(unread)
-            self.stats.read_again += int(unread.lengths[unread.pages[:, 0] >= 0].sum())
+            tokens, lengths = np.zeros((shards, width), np.int32), np.ones(shards, np.int32)
+            where, starts = np.full(shards, -1, np.int32), np.zeros(shards, np.int32)
+            pages = np.full((shards, pages_of(width)), -1, np.int32)
+            others: list[PartialCompletion] = []
+            for sample in preempted:
+                assert sample.slot is not None
+                shard, prompt = sample.slot // self.slots.per_shard, self.prompts[sample.prompt]
+                if pages[shard, 0] >= 0:
+                    others.append(sample)
+                    continue
+                read = [*prompt, *sample.tokens[:-1]]
+                tokens[shard, : len(read)], lengths[shard] = read, len(read)
+                starts[shard] = len(prompt) - 1
+                filled = self.pool.of(sample)[: pages_of(len(sample.tokens))]
+                pages[shard, : len(filled)] = filled
+                where[shard] = rows.pop((shard, sample.prompt), -1)
+            arguments = (*self.on, self.params, tokens, lengths)
+            with self.ledger.running(decode.prefill, *arguments, apart=True):
+                again, _ = decode.prefill(*arguments, apart=True)
+            self._record(again)
+            caches = self.cache, self.prompt_cache, again
+            self.cache, self.prompt_cache = decode.insert_again(
+                *self.on, *caches, where, starts, pages
+            )
+            self._record()
+            self.stats.read_again += int(lengths[pages[:, 0] >= 0].sum())
+            preempted = others
 
     def _launch(self) -> int:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
@@ -486,16 +528,13 @@ class _Generation:
             exit_free = engine.min_free
         if self.partner is not None or self.pool is not None:  # some decode nothing from the start
             exit_free = min(int((~slots.decoding()).sum()) + exit_free, total)
-        drawn, routed = self.caches.launch(
-            slots.table.copy(),
-            np.int32(exit_free),
-            self.knobs,
-            seats,
-            pages,
-            n_tokens=engine.launch_tokens,
-            check_every=engine.check_every,
-            record=self.record,
-        )
+        prompts, exits = (self.prompt_cache, seats), np.int32(exit_free)
+        arguments = *self.on, self.params, self.cache, slots.table.copy(), exits
+        static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
+        static |= {"record": self.record}
+        more = self.knobs, prompts, pages
+        with self.ledger.running(decode.launch, *arguments, *more, **static):
+            self.cache, drawn, routed = decode.launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         experts = None if routed is None else np.asarray(routed)
@@ -532,27 +571,52 @@ class _Generation:
         free ones too; and with them rows of prompts and pages.
         """
         engine, slots, rows = self.engine, self.slots, self.rows
-        pool, caches = self.pool, self.caches
-        kept = None
+        pool, kept = self.pool, None
         ending = not slots.queue and self.partner is None
         if ending and (pool is None or slots.most_pages() <= pool.pages):
             kept = slots.shrink(engine.fewer_slots)
         if kept is not None:
             kept_rows = rows.shrink(slots.seated, slots.per_shard)
-            caches.fit(caches.prompts, len(kept_rows), self.width, kept_rows)
+            self._resize(self.prompt_cache, len(kept_rows), self.width, kept_rows)
         left = slots.table[:, decode.LIMIT] - slots.table[:, decode.COUNT]
         ahead = np.minimum(left, engine.launch_tokens)
         reach = int((slots.table[:, decode.COUNT] + ahead).max())
         length, pages = engine.cache_length(reach, len(slots.table)), None
         if pool is None:
-            caches.fit(caches.slots, len(slots.table), length, kept)
+            self._resize(self.cache, len(slots.table), length, kept)
         else:
             fewer = engine.pages_for_slots(slots.per_shard)
             kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
-            caches.fit(caches.slots, pool.pages * engine.row_shards, PAGE, kept_pages)
+            self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
             pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
         lengths = {x.prompt: self._start(x) for x in slots.seated.values()}
         return rows.table(slots.seated, lengths), pages
+
+    def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
+        """Gives one of the caches, in place, so many rows and positions. A decode step reads all
+        positions of a row, since a slice of them would be a copy at each step.
+
+        Args:
+            kept: the rows that stay, as of `decode.resize`; None: all, and new ones behind them.
+        """
+        if not cache:
+            cache += decode.new_cache(*self.on, rows, length, self.params["norm"]["scale"].dtype)
+            self._record()
+        before, shards = keys_of(cache).shape, self.engine.row_shards
+        if kept is None and before[decode.BATCH] < rows:
+            kept = np.tile(np.arange(rows // shards, dtype=np.int32), shards)  # clipped: any row
+        if before[decode.POSITIONS] != length or kept is not None:
+            for i, layer in enumerate(cache):  # one at a time, so that only one exists twice
+                if not layer or (isinstance(layer, Recurrent) and kept is None):
+                    continue  # it has no positions
+                arguments = (*self.on, [layer], length, kept)
+                with self.ledger.running(decode.resize, *arguments):
+                    cache[i : i + 1] = decode.resize(*arguments)
+            self._record()
+
+    def _record(self, *more: Cache) -> None:
+        """Enters the caches in the ledger."""
+        self.ledger.put(CACHE, (self.cache, self.prefilled_cache, self.prompt_cache, *more))
 
     def _start(self, sample: PartialCompletion) -> int:
         """Returns the position of the first token that a sample's slot reads: the last one of the
@@ -583,49 +647,39 @@ class _Generation:
             start = sample.turn_start
             eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
             turn = sample.tokens[start : None if eos is None else -1]
-            stopped = text.find_stop(tokenizer, turn, before - start, stop)
+            stopped = find_stop(tokenizer, turn, before - start, stop)
             if stopped is not None:
                 end, words = stopped
                 sample.cut(start + end)
                 eos = None
             elif self._is_over(sample):
-                words = text.decode(tokenizer, turn)
+                words = decode_text(tokenizer, turn)
             else:
                 continue
             sample.text = words
             if self.partner is not None:
                 kept = sample.tokens[start : None if eos is None else -1]
-                written = text.before_stop(text.decode(tokenizer, kept, special=True), stop)
-                self._end_turn(sample, written, eos, cut=stopped is None and eos is None)
+                sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
+                self.stats.turns += 1
+                if stopped is None and eos is None:  # a turn that is cut ends the episode
+                    sample.finish_reason = "length"
+                    self._free(sample)
+                    continue
+                row = self.slots.table[sample.slot]
+                row[decode.LIMIT] = row[decode.COUNT]
+                # With special tokens: marks of calls and thoughts may be some.
+                written = before_stop(decode_text(tokenizer, kept, special=True), stop)
+                ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
+                sample.reply = self.partner.answer(*ids, written, eos=eos, length=length)
             elif stopped is not None:
                 sample.finish_reason = "stop"
                 self._free(sample)
         self.unsearched = []
 
-    def _end_turn(
-        self, sample: PartialCompletion, written: str, eos: int | None, cut: bool
-    ) -> None:
-        """Asks for the answer to a turn, unless it was cut, which ends the episode.
-
-        Args:
-            written: the turn's text with special tokens: marks of calls and thoughts may be some.
-        """
-        assert self.partner is not None
-        sample.end_turn()
-        self.stats.turns += 1
-        if cut:
-            sample.finish_reason = "length"
-            self._free(sample)
-            return
-        row = self.slots.table[sample.slot]
-        row[decode.LIMIT] = row[decode.COUNT]
-        ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
-        sample.reply = self.partner.answer(*ids, written, eos=eos, length=length)
-
     def _resume(self) -> None:
         """Continues the episodes whose environments have answered."""
         started = time.perf_counter()
-        answered: list[tuple[PartialCompletion, int]] = []
+        answered: list[tuple[PartialCompletion, int]] = []  # and the number of tokens before
         for sample in list(self.slots.seated.values()):
             if sample.reply is None or not sample.reply.done():
                 continue
@@ -634,18 +688,10 @@ class _Generation:
                 answered.append((sample, before))
             else:
                 self._free(sample)
-        if answered:
-            self._extend(answered)
-            jax.block_until_ready(self.caches.slots)
-            self.stats.prefill_seconds += time.perf_counter() - started
-
-    def _extend(self, answered: list[tuple[PartialCompletion, int]]) -> None:
-        """Prefills the answers into the slots of their samples, in parts.
-
-        Args:
-            answered: each with the number of its tokens before. The last of these was sampled and
-                not yet read; the last one of the answer is left to the next launch.
-        """
+        if not answered:
+            return
+        # Prefill the answers into the slots, in parts. The last token before an answer was sampled
+        # and not yet read; the last one of the answer is left to the next launch.
         least, most = ANSWER_TOKENS
         parts: dict[tuple[int, int], list[tuple[PartialCompletion, int, list[int]]]] = {}
         for sample, before in answered:
@@ -663,6 +709,8 @@ class _Generation:
                 waiting = self._extend_by(width, waiting)
         for sample, _ in answered:
             self._update_slot(sample)
+        jax.block_until_ready(self.cache)
+        self.stats.prefill_seconds += time.perf_counter() - started
 
     def _extend_by(
         self, width: int, parts: list[tuple[PartialCompletion, int, list[int]]]
@@ -691,16 +739,11 @@ class _Generation:
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample)
             used[shard] += 1
         each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
-        self.caches.extend(tokens.reshape(-1, width), *each)
+        caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
+        arguments = (*self.on, self.params, *caches, read, *each)
+        with self.ledger.running(decode.extend, *arguments):
+            self.cache = decode.extend(*arguments)
         return left
-
-    def _wait(self) -> None:
-        """Waits until an environment has answered, or until it is time to look whether to abort."""
-        started = time.perf_counter()
-        replies = [x.reply for x in self.slots.seated.values() if x.reply is not None]
-        if replies:
-            wait(replies, LOOK_S, FIRST_COMPLETED)
-        self.stats.waiting_seconds += time.perf_counter() - started
 
     def _free(self, sample: PartialCompletion) -> None:
         if sample.slot is not None:

@@ -1,9 +1,12 @@
-"""One completion while it is generated, of one turn or, in an episode, of several."""
+"""One completion while it is generated, of one turn or, in an episode, of several; its text, and
+where a stop string ends it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -59,10 +62,6 @@ class PartialCompletion:
         if self.experts:
             self.experts[1:] = [np.concatenate(self.experts[1:])[:length]]
 
-    def end_turn(self) -> None:
-        """Makes what was sampled since the last turn a turn of the assistant, which says `text`."""
-        self.turns.append(Turn("assistant", len(self.tokens) - self.turn_start, self.text))
-
     def receive(self, reply: Reply) -> bool:
         """Takes the answer to the last turn, and returns whether the episode goes on."""
         self.reply = None
@@ -98,3 +97,59 @@ class PartialCompletion:
             turns=tuple(self.turns),
             failure=self.failure,
         )
+
+
+class TextTokenizer(Protocol):
+    """What sampling needs of a tokenizer."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> str: ...
+
+
+def decode_text(
+    tokenizer: TextTokenizer | None, tokens: Sequence[int], special: bool = False
+) -> str:
+    """Returns the text of tokens, special ones left out unless asked for; empty without a
+    tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(list(tokens), skip_special_tokens=not special)
+
+
+def find_stop(
+    tokenizer: TextTokenizer | None, tokens: Sequence[int], before: int, stop: Sequence[str]
+) -> tuple[int, str] | None:
+    """Finds where one of the tokens from `before` on completes a stop string.
+
+    A stop string counts in the text with special tokens and in the text without them.
+
+    Args:
+        tokens: of the completion, without EOS.
+        before: tokens that were searched already.
+
+    Returns:
+        How many tokens the completion keeps, the last of which completes the stop string, and its
+        text before the stop string; None where there is none.
+    """
+    if not stop:
+        return None
+    # What was searched matters as far as a stop string reaches back, and four characters more:
+    # up to three at the left edge may be the halves of one that was split.
+    width = length = max(map(len, stop)) + 4
+    while width < before and len(decode_text(tokenizer, tokens[before - width : before])) < length:
+        width *= 2
+    start = max(before - width, 0)
+
+    def holds(end: int) -> bool:
+        tails = (decode_text(tokenizer, tokens[start:end], special) for special in (False, True))
+        return any(s in tail for tail in tails for s in stop)
+
+    if not holds(len(tokens)):
+        return None
+    end = next(end for end in range(before + 1, len(tokens) + 1) if holds(end))
+    return end, before_stop(decode_text(tokenizer, tokens[:end]), stop)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Returns the text before the first stop string; all of it where it has none."""
+    starts = [start for start in (text.find(s) for s in stop) if start >= 0]
+    return text[: min(starts, default=None)]

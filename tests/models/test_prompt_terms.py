@@ -17,8 +17,7 @@ from jaxrl.models import attention, cached, flash_decode, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, Target
 from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.pages import Pages
-from jaxrl.models.shared_prompts import Seats, shared_attender, why_not_paged
+from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, why_not_paged
 
 H200, TPU = Target("gpu", (9, 0)), Target("tpu")
 LENGTHS = np.array([70, 0, 128], np.int32)

@@ -21,7 +21,8 @@ from jaxrl.models import decoder, parameters
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.process.compile_cache import collectives_lose_order
-from jaxrl.sampling import decode, text
+from jaxrl.sampling import decode
+from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Aborted, Engine
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sharding.axes import Axes
@@ -440,9 +441,11 @@ def test_the_cache_follows_the_longest_and_each_size_is_one_program(
 def test_the_next_launch_starts_before_the_last_tokens_are_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    find, order = text.find_stop, []
+    find, order = engine_module.find_stop, []
     spy(monkeypatch, order)
-    monkeypatch.setattr(text, "find_stop", lambda *a: (order.append("search"), find(*a))[1])
+    monkeypatch.setattr(
+        engine_module, "find_stop", lambda *a: (order.append("search"), find(*a))[1]
+    )
     made = engine(slots=40, launch_tokens=6, tokenizer=Letters(), search_beside=True)
     generate(made, n=8, sampling=SamplingParams(max_new_tokens=12, stop=("zzzzzz",)))
     launches = [i for i, kind in enumerate(order) if kind != "search"]

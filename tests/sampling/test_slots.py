@@ -6,10 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrl.models.pages import PAGE
-from jaxrl.sampling.page_pool import PagePool, pages_of
+from jaxrl.models.shared_prompts import PAGE
 from jaxrl.sampling.partial_completion import PartialCompletion
-from jaxrl.sampling.slots import Slots
+from jaxrl.sampling.slots import PagePool, Slots, pages_of
 
 LONGEST = 5 * PAGE
 

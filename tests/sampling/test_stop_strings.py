@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl.sampling.text import decode, find_stop
+from jaxrl.sampling.partial_completion import decode_text, find_stop
 
 TOKENIZER = tiny_tokenizer()
 SPECIAL = 256
@@ -22,7 +22,7 @@ def in_launches(tokens: list[int], size: int, stop: tuple[str, ...]) -> tuple[in
 
 def by_brute_force(tokens: list[int], stop: tuple[str, ...]) -> tuple[int, str] | None:
     for end in range(1, len(tokens) + 1):
-        text, whole = (decode(TOKENIZER, tokens[:end], special) for special in (False, True))
+        text, whole = (decode_text(TOKENIZER, tokens[:end], special) for special in (False, True))
         if any(s in text or s in whole for s in stop):
             found = [text.index(s) for s in stop if s in text]
             return end, text[: min(found, default=len(text))]
