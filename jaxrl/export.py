@@ -135,7 +135,18 @@ def main(argv: Sequence[str]) -> None:
                 f"--format peft writes all adapters in float32: leave out {name} {given}"
             )
     source = resolve_model(arguments.source).with_weights()
-    keep = _kept(source.config.n_layers, arguments.layers, arguments.keep)
+    keep = None
+    if arguments.layers is not None:
+        if arguments.keep is not None:
+            raise UserError("--layers and --keep both say which layers to keep; give one of them")
+        keep = evenly_spaced(source.config.n_layers, arguments.layers)
+    elif arguments.keep is not None:
+        try:
+            keep = tuple(int(i) for i in arguments.keep.split(","))
+        except ValueError:
+            raise UserError(
+                f"--keep {arguments.keep}: give layer numbers with commas, as in 0,3,6"
+            ) from None
     if keep is not None:
         print(f"keeping layers {','.join(map(str, keep))} of {source.config.n_layers}")
         source = source.keep_layers(keep)
@@ -154,19 +165,6 @@ def main(argv: Sequence[str]) -> None:
         f"wrote {arguments.dest}: {source.config.family}, {source.config.n_params:,} parameters,"
         f" {dtype}, {tokenizer}, {megabytes:.1f} MB"
     )
-
-
-def _kept(n_layers: int, layers: int | None, keep: str | None) -> tuple[int, ...] | None:
-    if layers is not None and keep is not None:
-        raise UserError("--layers and --keep both say which layers to keep; give one of them")
-    if layers is not None:
-        return evenly_spaced(n_layers, layers)
-    if keep is None:
-        return None
-    try:
-        return tuple(int(i) for i in keep.split(","))
-    except ValueError:
-        raise UserError(f"--keep {keep}: give layer numbers with commas, as in 0,3,6") from None
 
 
 def _check_destination(destination: Path, force: bool) -> None:

@@ -12,6 +12,7 @@ from jaxrl.config import cli
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
     from jaxrl.data.tokenizer import PromptLike
+    from jaxrl.process.json_types import JsonObject
     from jaxrl.types import Completion
 
 DESCRIPTION = __doc__ or ""
@@ -71,9 +72,7 @@ def main(argv: Sequence[str]) -> None:
         end_ids_of,
         load_for_sampling,
         read_prompts,
-        rows,
         sample,
-        shown,
         write_lines,
     )
     from jaxrl.sampling.sampler import SamplingParams
@@ -87,12 +86,24 @@ def main(argv: Sequence[str]) -> None:
     sampling = replace(sampling, eos_ids=end_ids_of(model))
     n, seed = arguments.n, arguments.seed
     completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)
-    found = rows(prompts, completions)
+    lines = []
+    for prompt, group in zip(prompts, completions, strict=True):
+        for completion in group:
+            row: JsonObject = {
+                "prompt" if isinstance(prompt, str) else "messages": prompt,
+                "completion": completion.text,
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.tokens),
+                "logprob": float(completion.logprobs.sum()),
+            }
+            lines.append(json.dumps(row, ensure_ascii=False))
+            if arguments.out is None:
+                text = prompt if isinstance(prompt, str) else row["messages"][-1]["content"]
+                about = "{finish_reason}, {tokens} tokens, log-prob {logprob:.2f}".format(**row)
+                print(f"prompt:     {text}\ncompletion: {completion.text}\n[{about}]\n")
     if arguments.out is not None:
-        write_lines("--out", arguments.out, [json.dumps(r, ensure_ascii=False) for r in found])
-        print(f"{len(found)} completions in {arguments.out}")
-    for row in found if arguments.out is None else ():
-        print(shown(row))
+        write_lines("--out", arguments.out, lines)
+        print(f"{len(lines)} completions in {arguments.out}")
     print(
         f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
         f" = {stats.tokens_per_second:.1f} tokens/s, compilation included:"

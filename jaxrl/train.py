@@ -100,61 +100,37 @@ def train(
     """
     from jaxrl.rewards.callables import bind
     from jaxrl.run.attempt import run_config
-    from jaxrl.run.context import OnStep
 
     config, given = bind(Config.of(config), rewards)
-    return Result(run_config(config, given, OnStep(on_step)))
-
-
-def print_plan(config: Config) -> None:
-    """Prints the plan at once, then checks everything else that would stop the run at its start.
-
-    Raises:
-        UserError: the plan does not fit, or the run would be refused.
-    """
-    from jaxrl.run.attempt import checks, plan_run
-
-    plan = plan_run(config, dry=True)
-    print(plan.text(), flush=True)
-    notes, refusals = checks(plan.config, {})
-    for note in notes:
-        print(note, flush=True)
-    found = [*plan.misfit, *refusals]
-    if found:
-        raise UserError("\n".join(found))
-
-
-def print_compiled(arguments: cli.RunArguments) -> None:
-    """Prints the plan for a machine that is not present, and the report of its compiler.
-
-    Raises:
-        UserError: the run does not compile there or does not fit, or the target is unknown.
-    """
-    from jaxrl.aot.compile_report import (
-        check,  # its import prepares jax for the compilers of other machines
-    )
-
-    assert arguments.target is not None
-    with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too
-        report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
-    print(report.json() if arguments.json else report.text(), end="", flush=True)
-    if report.failures:
-        raise UserError("\n".join(report.failures))
+    return Result(run_config(config, given, on_step))
 
 
 def main(argv: Sequence[str]) -> None:
     arguments = cli.parse_run(argv, module="jaxrl.train", description=DESCRIPTION)
     with arguments.base.explained():
         if arguments.target is not None:
-            print_compiled(arguments)
-        elif arguments.dry_run:
-            print(arguments.base.note)
-            print_plan(arguments.config)
-        else:
-            from jaxrl.run.attempt import run_config
-            from jaxrl.run.context import OnStep
+            # Its import prepares jax for the compilers of other machines.
+            from jaxrl.aot.compile_report import check
 
-            run_config(arguments.config, {}, OnStep(), [arguments.base.note])
+            with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too
+                report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
+            print(report.json() if arguments.json else report.text(), end="", flush=True)
+            if report.failures:
+                raise UserError("\n".join(report.failures))
+            return
+        from jaxrl.run.attempt import checks, plan_run, run_config
+
+        if not arguments.dry_run:
+            run_config(arguments.config, {}, notes=[arguments.base.note])
+            return
+        print(arguments.base.note)
+        plan = plan_run(arguments.config, dry=True)
+        print(plan.text(), flush=True)
+        notes, refusals = checks(plan.config, {})
+        for note in notes:
+            print(note, flush=True)
+        if problems := [*plan.misfit, *refusals]:
+            raise UserError("\n".join(problems))
 
 
 cli.make_callable(__name__, train)

@@ -23,8 +23,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -109,7 +108,12 @@ def called_as(module: str) -> str:
     return f"python -m {module}"
 
 
-def _run_parser(module: str, description: str) -> Parser:
+def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
+    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order.
+
+    Raises:
+        UserError: an option and an override give one key two values, or a key is wrong.
+    """
     parser = Parser(module, description)
     parser.add_argument(
         "--config",
@@ -156,22 +160,18 @@ def _run_parser(module: str, description: str) -> Parser:
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
     )
     parser.epilog = keys_help(shutil.get_terminal_size().columns)
-    return parser
-
-
-def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArguments:
-    """Parses ``--config FILE.yaml --mesh SPEC --dry-run key=value ...`` in any order.
-
-    Raises:
-        UserError: an option and an override give one key two values, or a key is wrong.
-    """
-    arguments = _run_parser(module, description).parse(argv)
+    arguments = parser.parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):
         value = getattr(arguments, key)
         if value is None:
             continue
-        _refuse_another(key, value, overrides)
+        for override in overrides:
+            name, _, other = override.partition("=")
+            if name.strip() == key and other.strip() != value:
+                raise UserError(
+                    f"--{key} {value} and {override} set the key {key} to two values: leave one out"
+                )
         overrides.append(f"{key}={value}")
     config, base = Config.load_base(arguments.config, overrides)
     if arguments.compile is not None and not arguments.dry_run:
@@ -186,21 +186,23 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     return RunArguments(config, base, *asked)
 
 
-def _refuse_another(key: str, value: str, overrides: Sequence[str]) -> None:
-    for override in overrides:
-        name, _, other = override.partition("=")
-        if name.strip() == key and other.strip() != value:
-            raise UserError(
-                f"--{key} {value} and {override} set the key {key} to two values: leave one out"
-            )
-
-
 def run(command: Command, argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; only the user's errors lose their traceback."""
     fill_missing()
     try:
-        with _explained_paths():
+        try:
             code = command(sys.argv[1:] if argv is None else argv)
+        except FileNotFoundError:  # the working directory may have been removed
+            working_directory()
+            raise
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise UserError(f"{short(str(error.filename))}: {error.strerror}") from error
+        except ValueError as error:
+            if not re.search("embedded null (byte|character)", str(error)):
+                raise
+            raise UserError("a path has a character of code 0 in it") from error
     except (UserError, RunError) as error:
         to_stderr(f"error: {error}")
         return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
@@ -212,25 +214,6 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
             raise
         return EXIT_FAILED  # as of any program before `| head`: nobody is left to be told
     return 0 if code is None else code
-
-
-@contextmanager
-def _explained_paths() -> Iterator[None]:
-    """Turns what no path can be into a UserError: a name that is too long or has a zero in it, a
-    working directory that was removed."""
-    try:
-        yield
-    except FileNotFoundError:
-        working_directory()
-        raise
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        raise UserError(f"{short(str(error.filename))}: {error.strerror}") from error
-    except ValueError as error:
-        if not re.search("embedded null (byte|character)", str(error)):
-            raise
-        raise UserError("a path has a character of code 0 in it") from error
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:

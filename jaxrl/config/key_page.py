@@ -6,13 +6,12 @@ python -m jaxrl.config.key_page > docs/config.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.config.section import LARGEST
-from jaxrl.process.json_types import JsonObject
 
 BOUNDS = {
     "exclusiveMinimum": "above",
@@ -74,18 +73,14 @@ def markdown() -> str:
         fields = group.model.model_json_schema()["properties"]
         for key in group.keys:
             default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
-            allowed = ", ".join([key.type, *_bounds(fields[key.path.rpartition(".")[2]])])
+            schema, allowed = fields[key.path.rpartition(".")[2]], key.type
+            for branch in (schema, *schema.get("anyOf", ())):
+                for name, words in BOUNDS.items():
+                    if name in branch and branch[name] != LARGEST:  # the bound of all integers
+                        allowed += f", {words} {branch[name]:g}"
             cells = (f"`{key.path}`", allowed, default, key.doc)
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _bounds(schema: JsonObject) -> Iterator[str]:
-    """Bounds in words, as in `at least 1`; the bound `LARGEST` of all integers is left out."""
-    for one in (schema, *schema.get("anyOf", ())):
-        for name, word in BOUNDS.items():
-            if name in one and one[name] != LARGEST:
-                yield f"{word} {one[name]:g}"
 
 
 def main(argv: Sequence[str]) -> None:

@@ -65,7 +65,11 @@ class Group(NamedTuple):
 def groups(model: type[BaseModel], prefix: str = "") -> Iterator[Group]:
     """Yields the keys of ``model`` and then of each section in it, in the order of definition."""
     fields = model.model_fields.items()
-    below = {name: s for name, field in fields if (s := _section(field.annotation)) is not None}
+    below: dict[str, type[BaseModel]] = {
+        name: field.annotation
+        for name, field in fields
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
     own = (
         Key(
             path=prefix + name,
@@ -129,7 +133,9 @@ def _unknown_paths(item: Any) -> Iterator[str]:
 
 
 def _explain_one(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
+    # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
+    parts = (part for part in item["loc"] if isinstance(part, int) or part.isidentifier())
+    path = ".".join(map(str, parts))
     if item["type"] == "missing":
         return f"{path} {MISSING}"
     if item["type"] in ("model_type", "model_attributes_type"):
@@ -141,12 +147,6 @@ def _explain_one(item: Any) -> str:
         return f"{path}: {message}" if path else message
     message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
     return f"{path}: {message}, got {short(repr(item['input']))}"
-
-
-def _is_union_branch(part: int | str) -> bool:
-    """Returns True for what pydantic adds to a location for a union, such as
-    ``constrained-int``."""
-    return isinstance(part, str) and not part.isidentifier()
 
 
 def _shorten(lines: list[str]) -> str:
@@ -213,12 +213,6 @@ def other_libraries() -> tuple[dict[str, list[str]], dict[str, str], dict[str, s
             aliases.setdefault(name, []).append(key)
     absent = {name: why for why, names in table["absent"].items() for name in names.split()}
     return aliases, absent, table["trees"]
-
-
-def _section(annotation: object) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
 
 
 def _type_name(annotation: Any) -> str:

@@ -45,13 +45,23 @@ def without_folders(value: object) -> object:
         return {name: without_folders(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [without_folders(one) for one in value]
-    return _file_name(value)
+    if not isinstance(value, str):
+        return value
+    if value.endswith(".py") or (Path(value).is_absolute() and ".py:" not in value):
+        return Path(value).name
+    path, colon, name = value.rpartition(":")
+    return f"{Path(path).name}:{name}" if colon and path.endswith(".py") else value
 
 
 def changed(mapping: JsonObject, key: str, change: Callable[[str], str]) -> JsonObject:
     """Returns a mapping with each text under a key changed; under `teachers`, each model."""
-    if key == TEACHERS and isinstance(given := mapping.get(key), dict):
-        return mapping | {key: _models_changed(given, change)}
+    if key == TEACHERS and isinstance(teachers := mapping.get(key), dict):
+        return mapping | {  # a teacher is a model, or a section with one
+            key: {
+                name: change(one) if isinstance(one, str) else _changed(one, ["model"], change)
+                for name, one in teachers.items()
+            }
+        }
     return _changed(mapping, key.split("."), change)
 
 
@@ -70,36 +80,15 @@ def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
     return value
 
 
-def _models_changed(teachers: JsonObject, change: Callable[[str], str]) -> JsonObject:
-    """Returns teachers with each model changed, which may stand alone or with other keys."""
-    return {
-        name: change(one) if isinstance(one, str) else _changed(one, ["model"], change)
-        for name, one in teachers.items()
-    }
-
-
 def _absolute(text: str, folder: Path) -> str:
     """Returns a text with its path absolute; options or a function's name may follow it."""
     before, colon, after = text.rpartition(":")
     for path, rest in ((text, ""), (before, colon + after)):
         looks = "\0" not in path and ("/" in path or os.path.splitext(path)[1])
-        if looks and not path.startswith(("/", "~")) and _exists(folder, path):
+        if not looks or path.startswith(("/", "~")):
+            continue
+        pattern = os.path.join(glob.escape(str(folder)), path)
+        matches = any(letter in path for letter in "*?[") and any(glob.iglob(pattern))
+        if matches or os.path.exists(folder / path):
             return os.path.abspath(folder / path) + rest
     return text
-
-
-def _exists(folder: Path, path: str) -> bool:
-    if os.path.exists(folder / path):
-        return True
-    pattern = os.path.join(glob.escape(str(folder)), path)
-    return any(letter in path for letter in "*?[") and any(glob.iglob(pattern))
-
-
-def _file_name(text: object) -> object:
-    """Returns `file.py`, `file.py:function`, absolute paths without folder; else the text."""
-    if not isinstance(text, str):
-        return text
-    if text.endswith(".py") or Path(text).is_absolute() and ".py:" not in text:
-        return Path(text).name
-    place, colon, name = str(text).rpartition(":")
-    return f"{Path(place).name}:{name}" if colon and place.endswith(".py") else text

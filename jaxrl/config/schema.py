@@ -11,7 +11,7 @@ algorithm learns from a teacher, ``teacher.model`` have no default.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,62 +59,28 @@ class Base:
         try:
             yield
         except UserError as error:
-            why = self._why(str(error))
-            if not why:
+            if self.own and config_keys.MISSING in str(error):
+                raise UserError(
+                    f"{error}\nwith {' and '.join(self.own)} set and no --config the other keys"
+                    f" have their defaults; --config {BUILTIN} takes the quickstart's"
+                ) from error
+            unset = {key: yaml_text.shown(value) for key, value in self.unset.items()}
+            named = []
+            for key, value in unset.items():
+                text = f"{key.rpartition('.')[2]}={value}"
+                if re.search(rf"(?<!\w){re.escape(text)}(?![\w.])", str(error)) is not None:
+                    named.append(f"{key}={value}")
+            if not named:
                 raise
-            raise UserError(f"{error}\n{why}") from error
-
-    def _why(self, error: str) -> str:
-        if self.own and config_keys.MISSING in error:
-            return (
-                f"with {' and '.join(self.own)} set and no --config the other keys have their"
-                f" defaults; --config {BUILTIN} takes the quickstart's"
-            )
-        named = [
-            f"{key}={yaml_text.shown(value)}"
-            for key, value in self.unset.items()
-            if _names(error, f"{key.rpartition('.')[2]}={yaml_text.shown(value)}")
-        ]
-        if not named:
-            return ""
-        return f"from the built-in quickstart, for there is no --config: {', '.join(named)}"
-
-
-def base_of(path: str | Path | None, overrides: Overrides, mappings: Collection[str] = ()) -> Base:
-    """Returns the keys of a run.
-
-    Args:
-        path: a YAML file, or `builtin:quickstart`. None: the plain defaults where one of `OWN` is
-            set, else the quickstart.
-        mappings: keys whose value may be a whole mapping.
-
-    Raises:
-        UserError: the file cannot be read, or an override is none.
-    """
-    given = dict(yaml_text.assignments(overrides, mappings))
-    own = tuple(key for key in OWN if key in given) if path is None else ()
-    start: JsonObject = {}
-    if own:
-        note = f"no file and {' and '.join(own)} set, so the defaults"
-    elif path is None or str(path) == BUILTIN:
-        start, note = read_keys(QUICKSTART), "the built-in quickstart"
-    else:
-        start, note = read_keys(user_path(path)), str(path)
-    if given:
-        note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
-    known = dict(yaml_text.assignments(start)) if path is None else {}
-    unset = {key: value for key, value in known.items() if key not in given}
-    return Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
+            raise UserError(
+                f"{error}\nfrom the built-in quickstart, for there is no --config:"
+                f" {', '.join(named)}"
+            ) from error
 
 
 def read_keys(path: Path) -> JsonObject:
     """Returns the mapping in a YAML file; paths that exist beside the file are absolute."""
     return config_paths.beside(yaml_text.read_mapping(path), path.absolute().parent)
-
-
-def _names(error: str, value: str) -> bool:
-    """Returns whether an error names `word=value`."""
-    return re.search(rf"(?<!\w){re.escape(value)}(?![\w.])", error) is not None
 
 
 class _Parsed(type(Section)):  # type: ignore[misc]
@@ -174,12 +140,25 @@ class Config(RunConfig, metaclass=_Parsed):
     def load_base(
         cls, path: str | Path | None = None, overrides: Overrides = ()
     ) -> tuple[Self, Base]:
-        """Does what `load` does, and returns the source of the keys that nobody set."""
+        """Does what `load` does, and also returns where the keys come from."""
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
             )
-        base = base_of(path, overrides, config_keys.mappings(cls))
+        given = dict(yaml_text.assignments(overrides, config_keys.mappings(cls)))
+        own = tuple(key for key in OWN if key in given) if path is None else ()
+        start: JsonObject = {}
+        if own:
+            note = f"no file and {' and '.join(own)} set, so the defaults"
+        elif path is None or str(path) == BUILTIN:
+            start, note = read_keys(QUICKSTART), "the built-in quickstart"
+        else:
+            start, note = read_keys(user_path(path)), str(path)
+        if given:
+            note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
+        quickstart = dict(yaml_text.assignments(start)) if path is None else {}
+        unset = {key: value for key, value in quickstart.items() if key not in given}
+        base = Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
         with base.explained():
             # So that a run can be resumed from any folder.
             here = config_paths.working_directory()

@@ -80,7 +80,10 @@ def _parse(text: str) -> object:
     except RecursionError:
         raise UserError(TOO_DEEP) from None
     except yaml.YAMLError as error:
-        raise UserError(f"not YAML: {_one_line(error)}") from error
+        where = re.sub(r"\s+", " ", str(error)).strip()
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            where = f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+        raise UserError(f"not YAML: {where}") from error
 
 
 def _count_nodes(node: yaml.Node | None, depth: int, count: int) -> int:
@@ -185,7 +188,17 @@ def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
     """Returns ``mapping`` with the value of each dotted key set."""
     result = copy.deepcopy(mapping)
     for key, value in values.items():
-        _set(result, key.split("."), value)
+        section, (*names, last) = result, key.split(".")
+        for depth, name in enumerate(names):
+            if section.setdefault(name, {}) is None:
+                section[name] = {}
+            section = section[name]
+            if not isinstance(section, dict):
+                path = ".".join(names[: depth + 1])
+                raise UserError(
+                    f"cannot set {key}: {path} is a value, not a section{alias_hint(key)}"
+                )
+        section[last] = value
     return result
 
 
@@ -194,25 +207,3 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return value
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
-
-
-def _set(mapping: JsonObject, parts: list[str], value: object) -> None:
-    for depth, part in enumerate(parts[:-1]):
-        below = mapping.setdefault(part, {})
-        if below is None:
-            below = mapping[part] = {}
-        if not isinstance(below, dict):
-            section = ".".join(parts[: depth + 1])
-            path = ".".join(parts)
-            raise UserError(
-                f"cannot set {path}: {section} is a value, not a section{alias_hint(path)}"
-            )
-        mapping = below
-    mapping[parts[-1]] = value
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return re.sub(r"\s+", " ", str(error)).strip()
-    mark = error.problem_mark
-    return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"

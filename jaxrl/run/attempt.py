@@ -3,38 +3,45 @@ the newest checkpoint."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.methods import holds_samples, needed_roles
 from jaxrl.algorithms.protocols import ActorRole
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.sources import Sources
-from jaxrl.checkpoint.model_source import FINAL
-from jaxrl.checkpoint.writer import free_gb
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.model_source import FINAL, resolve_model
+from jaxrl.checkpoint.rollouts import load_rollout
+from jaxrl.checkpoint.writer import CheckpointWriter, free_gb
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
+from jaxrl.formats import hf, peft
+from jaxrl.models.packing import RowDevices
 from jaxrl.plan import Plan, make_plan
 from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.xla_flags import exclude_nondeterministic
 from jaxrl.profile.splits import run_advice
-from jaxrl.run.context import Notifier, OnStep, RunContext
-from jaxrl.run.fingerprint import dependencies
-from jaxrl.run.job import Job, check_job, check_weights, make_job
+from jaxrl.profile.stages import RunModels
+from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.roles.microbatch import scored_padding
+from jaxrl.roles.reward_model import open_reward
+from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
-from jaxrl.run.loop import Loop
+from jaxrl.run.loop import Calls, Loop, Resumed, evaluates
 from jaxrl.run.names import fetch_models, with_commits
-from jaxrl.run.records import Records
-from jaxrl.run.role_calls import Calls
+from jaxrl.run.reporting import Notifier, OnStep, Reporter, Run, ScorerMetrics
 from jaxrl.run.run_dir import (
     SESSIONS_FILE,
-    RunDir,
     check_run_dir,
     find_run,
     meshes,
@@ -42,12 +49,18 @@ from jaxrl.run.run_dir import (
     sessions,
     with_date,
 )
-from jaxrl.runtime.worker import OutOfMemory, RunLost, WorkerGroup
+from jaxrl.runtime.worker import OutOfMemory, RunLost
+from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
-from jaxrl.telemetry.trackers import check_trackers
+from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
+from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
+from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
+from jaxrl.types import Row
 
 AGAIN = "nothing to do. A larger `steps` trains further; another `run_dir` starts a new run"
+HURRY_S = 3.0
+"""Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
 
 def plan_run(config: Config, dry: bool = False) -> Plan:
@@ -98,194 +111,309 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
     job = make_job(plan.config, given)
     check_run_dir(plan.config)
     if fetch_models(plan.config):  # last, because downloads take longest
-        check_weights(job)
-        if any(one.with_weights().config != one.config for one in job.models):
+        models = job.student, *job.teachers.values()
+        for source in models:  # their tensors may not fit their configs
+            resolve_model(source.name)
+        if job.config.learns_from_rewards and job.config.reward.model is not None:
+            open_reward(job.config.reward.model)
+        if any(source.with_weights().config != source.config for source in models):
             job, plan = make_job(plan.config, given), plan_run(plan.config)
     return job, plan
 
 
 def run_config(
-    config: Config, given: Mapping[str, bytes], on_step: OnStep, notes: Sequence[str] = ()
+    config: Config,
+    given: Mapping[str, bytes],
+    on_step: OnStep | None = None,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Does the work of `jaxrl.train`. Returns the run directory.
 
     Args:
         given: pickled reward functions by their entries in `reward.functions`.
+        on_step: as in `jaxrl.train`.
         notes: lines for the reader, printed first.
     """
-    started = time.monotonic()
-    interrupt = Interrupt(_interrupt_s(config))
+    started, d = time.monotonic(), config.deadlines
+    patience = d.interrupt  # seconds that a run may take to end once it was asked to
+    if patience is None:
+        running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
+        patience = max(d.update, running) + d.checkpoint
+    interrupt = Interrupt(patience)
     with interrupt.listening():
         job, plan = prepare_run(config, given)
         config = plan.config
         with (
-            open_run_dir(config, dependencies(job)) as run,
-            Console(config.logging, steps=config.steps, start=run.step) as console,
+            open_run_dir(config, dependencies(job)) as folder,
+            Console(config.logging, steps=config.steps, start=folder.step) as console,
         ):
             notify = Notifier(console)
-            for note in (*notes, *run.notes):
+            for note in (*notes, *folder.notes):
                 notify(note)
-            if run.finished(config.steps):
-                notify(f"{run.path} has all of its {config.steps} steps: {AGAIN}")
-                return run.path
-            for text in (plan.text(), f"run directory: {run.path}", *job.data_notes()):
+            if folder.finished(config.steps):
+                notify(f"{folder.path} has all of its {config.steps} steps: {AGAIN}")
+                return folder.path
+            for text in (plan.text(), f"run directory: {folder.path}", *job.data_notes()):
                 notify(text)
             job.train.notify = notify
-            _run_job(RunContext(job, plan, console, notify, interrupt, on_step, started), run)
-            return run.path
+            _run(Run(job, plan, folder, console, notify, interrupt, on_step, started))
+            return folder.path
 
 
-def _interrupt_s(config: Config) -> float:
-    """Seconds that a run may take to end once it was asked to: the calls that run then, and the
-    save.
-    """
-    d = config.deadlines
-    if d.interrupt is not None:
-        return d.interrupt
-    running = d.generate + d.evaluate if SCHEDULES[config.schedule] else 0.0
-    return max(d.update, running) + d.checkpoint
-
-
-def _run_job(context: RunContext, run: RunDir) -> None:
-    """Runs the job from the plan to the exported model. If workers are lost that cannot be
-    restarted alone, another attempt starts from the newest checkpoint."""
-    config, lost, reached = context.job.config, 0, run.step
+def _run(run: Run) -> None:
+    """Trains and exports the model. If workers are lost that cannot be restarted alone, another
+    attempt starts from the newest checkpoint."""
+    config, lost, reached = run.job.config, 0, run.folder.step
     while True:
         try:
-            return _attempt(context, run)
+            return _attempt(run)
         except OutOfMemory as error:
-            raise RunError(_out_of_memory(context.plan, error)) from error
+            role, peaks = str(error).partition(".")[0], run.plan.peaks
+            lines = [str(error)]
+            if role in peaks:
+                lines.append(
+                    f"planned for {role}: {peaks[role] / 1e9:.2f} GB on its fullest device"
+                )
+            raise RunError("\n".join((*lines, *run.plan.relief(role)))) from error
         except RunLost as error:
-            if context.interrupt.asked():
+            if run.interrupt.asked():
                 raise
-            found = find_run(run.path, config, dependencies(context.job))
-            run = replace(found, lock=run.lock)
-            lost = 1 if run.step > reached else lost + 1
-            reached, most = max(reached, run.step), config.ray.max_restarts
+            newest = find_run(run.folder.path, config, dependencies(run.job))
+            run.folder = replace(newest, lock=run.folder.lock)
+            lost = 1 if newest.step > reached else lost + 1
+            reached, most = max(reached, newest.step), config.ray.max_restarts
             if lost > most:
                 raise RunError(
                     f"{error}\nthe run went back to its newest checkpoint {most} times without a"
                     " newer one (ray.max_restarts): it gives up"
                 ) from error
             back = f"{error}\nthe run goes back to its newest checkpoint ({lost} of {most})"
-            for text in (back, *run.notes):
-                context.notify(text)
+            for text in (back, *newest.notes):
+                run.notify(text)
 
 
-def _attempt(context: RunContext, run: RunDir) -> None:
-    """Starts the workers, trains, exports the model, and stops the workers."""
-    job, plan, config = context.job, context.plan, context.job.config
-    notify, interrupt, on_step = context.notify, context.interrupt, context.on_step
-    restore = None if run.checkpoint is None else run.checkpoint.path
-    setup = job.for_workers(plan.axes, run.path, restore)
+def _attempt(run: Run) -> None:
+    """Starts the workers, opens the files, trains, exports the model, and stops the workers."""
+    job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
+    notify, path = run.notify, folder.path
+    restore = None if folder.checkpoint is None else folder.checkpoint.path
+    setup = job.for_workers(plan.axes, path, restore)
     packing = setup.packing(plan.inputs.target)
     worker_group = start_roles(setup, plan, notify)
-
-    def asked_to_stop() -> bool:
-        return interrupt.asked() or on_step.error is not None or worker_group.ending() is not None
-
-    try:
+    with ExitStack() as stack:
+        stack.callback(worker_group.stop)
         description = {
             CONFIG_FILE: config.dump(),
             PLAN_FILE: plan.text(),
             PLAN_DATA_FILE: plan_json(plan),
-            SESSIONS_FILE: run.sessions_with(config.mesh),
+            SESSIONS_FILE: folder.sessions_with(config.mesh),
         }
         for name, text in description.items():
-            run.write(name, text)
-        run.remove_final()
-        context.console.attach(worker_group.states)
-        with (
-            notify.into(RunLog(run.path / LOG_FILE)) as log,
-            Records(context, run, worker_group, log, description) as records,
-        ):
-            calls = Calls(config, records.watch(worker_group), asked_to_stop)
-            sources = Sources(
-                config,
-                job.train.batch,
-                packing,
-                calls.call,
-                calls.wait,
-                job.held_out_prompts,
-                partial(decode, job.tokenizer),
-                job.stored_samples,
-                evaluated=("teacher",) if job.evaluates_teacher else (),
-            )
-            saves, profile = records.checkpoints, records.profile
-            loop = Loop(sources, calls, records.reporter, saves, profile.around)
-            with interrupt.patient():
-                trained = loop.run(records.resumed(packing))
-                profile.close()
-                records.finish_checkpoints()
-            if interrupt.asked():
-                raise Interrupted(_interrupted_at(trained, saves.newest, run.path))
-            if (error := on_step.error) is not None:
-                raise RunError(
-                    f"on_step raised {type(error).__name__}: {error};"
-                    f" {_kept(saves.newest)} in {run.path}"
-                ) from error
-            if worker_group.ending() is not None:
-                at = _interrupted_at(trained, saves.newest, run.path)
-                raise RunError(f"{worker_group.ending()}\n{at}")
-            _export(job, worker_group, run.path / FINAL, saves.newest)
-            for line in (*_summary(context, run, records), *run_advice(run.path)):
-                notify(line)
-    finally:
-        worker_group.stop()
+            folder.write(name, text)
+        # The model of fewer steps, which a checkpoint has too, and what a killed export left.
+        hf.sweep(path / FINAL)
+        hf.remove_model(path / FINAL)
+        run.console.attach(worker_group.states)
 
+        log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
+        after = None if folder.checkpoint is None else folder.step
+        metrics = MetricsWriter(path / METRICS_FILE, after, notify)
+        stack.callback(metrics.close)
+        samples = SamplesWriter(path / SAMPLES_FILE, after, notify)
+        stack.callback(samples.close)
+        timeline_path = path / TIMELINE_FILE if config.logging.timeline else None
+        timeline = Timeline(timeline_path, after is not None, notify)
+        stack.callback(timeline.close)
+        timeline.watch_states(worker_group.states)
+        teachers = [source.config for source in job.teachers.values()]
+        profile = Profile(
+            RunModels(config, job.student.config, teachers, job.vocab_size),
+            job.train,
+            plan,
+            worker_group,
+            path / PROFILE_DIR,
+            steps_to_profile(config, folder.step, notify),
+            notify,
+        )
+        facts = RunFacts(config.name, path, config.model_dump(mode="json"), after, notify)
+        trackers = open_trackers(config.logging, facts)
+        stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
+        checking, removed = threading.Lock(), 0
 
-def _out_of_memory(plan: Plan, error: OutOfMemory) -> str:
-    """Explains what ran out, next to what was planned, and what would help."""
-    role = str(error).partition(".")[0]
-    lines = [str(error)]
-    if role in plan.peaks:
-        lines.append(f"planned for {role}: {plan.peaks[role] / 1e9:.2f} GB on its fullest device")
-    return "\n".join((*lines, *plan.relief(role)))
+        def check_folder() -> int:
+            """Checks the folder before a checkpoint begins, before it is completed, and at the end:
+            writes again what somebody removed. Raises RunError if another process has the folder.
 
+            Returns how often files of this run were found removed.
+            """
+            nonlocal removed
+            with checking:
+                lock_removed = folder.lock is not None and folder.lock.check()
+                # each of them, so no `any` here
+                restored = [file.restore() for file in (metrics, samples, timeline, log)]
+                with suppress(UserError):  # a disk that refuses: the save says so
+                    for name, text in description.items():
+                        if not (path / name).exists():
+                            folder.write(name, text)
+                if any(restored):
+                    removed += 1
+                    checkpoints.forget_removed()
+                    notify(
+                        f"files of {path} were removed while the run worked. metrics.jsonl,"
+                        " samples.jsonl, timeline.json, log.txt and the config are restored; what"
+                        " else was removed, such as checkpoints and TensorBoard's files, is lost"
+                    )
+                elif lock_removed:
+                    notify(f"the lock of {path} was removed: it is taken again")
+                return removed
 
-def _export(job: Job, worker_group: WorkerGroup, path: Path, saved: int | None) -> None:
-    """Exports the trained policy as a Hugging Face folder with its tokenizer.
-
-    Args:
-        saved: step of the newest checkpoint, for the error of a disk that refuses.
-    """
-    calls = Calls(job.config, {"actor": worker_group.handle("actor")})
-    exported = calls.call("actor", ActorRole.export, path, job.student.tokenizer_path)
-    problem = exported.result()
-    if problem is not None:
-        kept = "no checkpoint could be written" if saved is None else f"checkpoint {saved} is whole"
-        raise RunError(
-            f"the trained model could not be written to {path}: {problem}"
-            f" ({free_gb(path.parent):.1f} GB are free there); {kept}"
+        checkpoints = CheckpointWriter(
+            path,
+            config,
+            job.train.fingerprint,
+            partial(_describe_policy, job),
+            notify,
+            folder.depends,
+            check_folder,
+        )
+        checkpoints.newest = folder.step or None
+        stack.callback(checkpoints.stop)
+        reporter = Reporter(
+            run,
+            worker_group,
+            metrics,
+            samples,
+            trackers,
+            timeline,
+            checkpoints,
+            profile,
+            _scorer_metrics(job, plan),
         )
 
+        def asked_to_stop() -> bool:
+            asked = run.interrupt.asked() or run.step_error is not None
+            return asked or worker_group.ending() is not None
 
-def _kept(saved: int | None) -> str:
-    return "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+        roles = {  # their calls are drawn in the timeline, and counted where they are profiled
+            role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
+            for role in worker_group.roles
+        }
+        calls = Calls(config, roles, asked_to_stop)
+        sources = Sources(
+            config,
+            job.train.batch,
+            packing,
+            calls.call,
+            calls.wait,
+            job.held_out_prompts,
+            partial(decode, job.tokenizer),
+            job.stored_samples,
+            evaluated=("teacher",) if job.evaluates_teacher else (),
+        )
+        loop = Loop(sources, calls, reporter, checkpoints, profile.around)
+        with run.interrupt.patient():
+            trained = loop.run(_resumed(run, packing, metrics.last))
+            profile.close()
+            checkpoints.close(config.deadlines.checkpoint)
+            reporter.checkpoint()
+            check_folder()
+
+        saved = checkpoints.newest
+        kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"
+        at = f"interrupted at step {trained}; {kept} in {path}"
+        if saved == trained:
+            at = f"interrupted; saved at step {trained} in {path}: resume=auto continues there"
+        if run.interrupt.asked():
+            raise Interrupted(at)
+        if (error := run.step_error) is not None:
+            raise RunError(
+                f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
+            ) from error
+        if (ending := worker_group.ending()) is not None:
+            raise RunError(f"{ending}\n{at}")
+        calls = Calls(config, {"actor": worker_group.handle("actor")})
+        tokenizer_path = job.student.tokenizer_path
+        exported = calls.call("actor", ActorRole.export, path / FINAL, tokenizer_path)
+        if (problem := exported.result()) is not None:
+            whole = f"checkpoint {saved} is whole"
+            raise RunError(
+                f"the trained model could not be written to {path / FINAL}: {problem}"
+                f" ({free_gb(path):.1f} GB are free there);"
+                f" {'no checkpoint could be written' if saved is None else whole}"
+            )
+        for line in (*_summary(run, reporter), *run_advice(path)):
+            notify(line)
 
 
-def _interrupted_at(trained: int, saved: int | None, run_dir: Path) -> str:
-    """Returns the last words of a run that was asked to stop."""
-    if saved == trained:
-        return f"interrupted; saved at step {trained} in {run_dir}: resume=auto continues there"
-    return f"interrupted at step {trained}; {_kept(saved)} in {run_dir}"
+def _describe_policy(job: Job, folder: Path) -> None:
+    """Writes the config and the tokenizer of the policy: what its weights are read with."""
+    dtype, tokenizer = job.config.actor.param_dtype, job.student.tokenizer_path
+    hf.write_description(folder, job.student.config, dtype, tokenizer)
+    if job.student.config.lora is not None:
+        peft.describe(folder, job.student.config, job.student.base_name)
 
 
-def _summary(context: RunContext, run: RunDir, records: Records) -> list[str]:
+def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
+    """Returns `Reporter.scorers`."""
+    multiple = plan.inputs.target.width_multiple
+    devices = {
+        role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
+        for role, sizes in plan.axes.items()
+    }
+    metrics: dict[str, ScorerMetrics] = {}
+    if "teacher" in devices:
+        metrics["teacher"] = partial(
+            teacher_metrics,
+            job.config, devices["teacher"], job.tokenizer, job.aligner
+        )
+    if "reference" in devices:
+        metrics["reference"] = lambda rollout, parts, _: {
+            "reference/padding": scored_padding(rollout, parts, devices["reference"])
+        }
+    return metrics
+
+
+def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resumed | None:
+    """Returns where the loop resumes, or None at the beginning of a run.
+
+    Args:
+        packing: arguments of `make_rollout`, for the meshes of this run.
+    """
+    checkpoint, job, step = run.folder.checkpoint, run.job, run.folder.step
+    if checkpoint is None:
+        return None
+    rollouts = {}
+    for index in checkpoint.manifest.in_flight:
+        if index < job.config.steps:
+            prompts = job.train.batch(index)
+            if holds_samples(job.config, index):
+                prompts = [prompt.to_sample for prompt in prompts]
+            path = checkpoint.path / store.rollout_file(index)
+            rollouts[index] = load_rollout(path, prompts, packing)
+    due = bool(job.held_out) and evaluates(job.config, step)
+    # A disk that took the checkpoint and not the row has left nothing to complete.
+    row = last_row or {}
+    incomplete = row.get("step") == step and "eval/unjudged" not in row
+    return Resumed(step, rollouts, evaluated=not (due and incomplete))
+
+
+def _summary(run: Run, reporter: Reporter) -> list[str]:
     """Returns the last words of a run that has ended."""
-    first_row, last_row = records.first_and_last()
-    first_step, took = records.reporter.first_step_at, time.monotonic() - context.started
-    lines = [f"done: {last_row['step'] - run.step} steps in {took:.0f} s"]
+    folder = run.folder
+    first_row: Row = reporter.metrics.first or {"step": folder.step}
+    last_row: Row = reporter.metrics.last or {"step": folder.step}
+    first_step, took = reporter.first_step_at, time.monotonic() - run.started
+    lines = [f"done: {last_row['step'] - folder.step} steps in {took:.0f} s"]
     if first_step is not None:
-        lines[0] += f", the first after {first_step - context.started:.0f} s"
-    if run.step:
+        lines[0] += f", the first after {first_step - run.started:.0f} s"
+    if folder.step:
         lines[0] += f"; {last_row['step']} steps in all"
     first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
     if first is not None and last is not None:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
         teacher = first_row.get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
-    used = meshes(sessions(run.path))
+    used = meshes(sessions(folder.path))
     if "then" in used:
         lines.append(f"mesh: {used}")
-    return [*lines, f"model: {run.path / FINAL}"]
+    return [*lines, f"model: {folder.path / FINAL}"]

@@ -13,7 +13,6 @@ from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
 from jaxrl.process.compile_cache import enable_compile_cache
-from jaxrl.process.json_types import JsonObject
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
@@ -108,29 +107,6 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
     if not chat:
         return prompts
     return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-
-
-def rows(
-    prompts: Sequence[PromptLike], completions: Sequence[Sequence[Completion]]
-) -> list[JsonObject]:
-    return [
-        {
-            "messages" if not isinstance(prompt, str) else "prompt": prompt,
-            "completion": completion.text,
-            "finish_reason": completion.finish_reason,
-            "tokens": len(completion.tokens),
-            "logprob": float(completion.logprobs.sum()),
-        }
-        for prompt, several in zip(prompts, completions, strict=True)
-        for completion in several
-    ]
-
-
-def shown(row: JsonObject) -> str:
-    """Renders one of `rows` for a reader."""
-    prompt = row.get("prompt") or row["messages"][-1]["content"]
-    about = f"{row['finish_reason']}, {row['tokens']} tokens, log-prob {row['logprob']:.2f}"
-    return f"prompt:     {prompt}\ncompletion: {row['completion']}\n[{about}]\n"
 
 
 def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:

@@ -110,7 +110,12 @@ def prepare(
     Raises:
         UserError: a key is wrong, or model, tokenizer and data do not fit together.
     """
-    base = _base(source, given)
+    base: JsonObject = {}  # the keys that the overrides are applied on top of
+    if isinstance(given, Config):
+        base = given.model_dump(mode="json")
+    elif (path := source.run_config if given is None else user_path(given)) is not None:
+        base = read_keys(path)
+        config_keys.refuse_unknown(Config, base)
     config = _config(source, base, overrides, mesh)
     tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
     ends = check_inputs.end_ids(source, tokenizer)
@@ -121,34 +126,31 @@ def prepare(
     opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
     judge = verifier(config.data.verifier, opening)
     enable_compile_cache(config.compile_cache)
-    devices, placed = _mesh(source, config)
-    config = config.with_dtypes(default_dtype(target_of(devices.devices.flat)))
-    about_tokens = check_inputs.token_notes(config, source, tokenizer)
-    notes = (*placed, *about_tokens, *check_inputs.held_out_notes(config, sets, judge))
-    step = _step(source, base)
-    return Evaluation(config, source, step, devices, tokenizer, ends, sets, judge, notes)
 
-
-def _base(source: ModelSource, config: PathLike | Config | None) -> JsonObject:
-    """Returns the keys that the overrides are applied on top of."""
-    if isinstance(config, Config):
-        return config.model_dump(mode="json")
-    path = source.run_config if config is None else user_path(config)
-    if path is None:
-        return {}
-    mapping = read_keys(path)
-    config_keys.refuse_unknown(Config, mapping)
-    return mapping
-
-
-def _step(source: ModelSource, base: JsonObject) -> int | None:
-    place = source.path.resolve()
-    if place.parent.name == store.FOLDER and place.name.isdigit():
-        return int(place.name)
-    saved = store.folders(place.parent) if place.name == FINAL else []
-    # A run that was given more steps, and did not reach them, still has its earlier final model.
-    ended = bool(saved) and int(saved[0].name) == base.get("steps")
-    return int(saved[0].name) if ended else None
+    placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
+    seen = ensure_devices(placement.n_devices)
+    placement = check_visible(placement, len(seen.devices))
+    limits = (None,) * len(placement.pools)
+    axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
+    config = config.with_dtypes(default_dtype(target_of(seen.devices)))
+    role_mesh = role_meshes(seen.devices, placement, axes)["rollout"]
+    model = source.config
+    notes = (
+        f"{source.name}: {model.family}, {model.n_params:,} parameters, {config.rollout.dtype},"
+        f" on {axes['rollout']}",
+        *filter(None, [seen.note]),
+        *placement.notes,
+        *check_inputs.token_notes(config, source, tokenizer),
+        *check_inputs.held_out_notes(config, sets, judge),
+    )
+    folder, step = source.path.resolve(), None
+    if folder.parent.name == store.FOLDER and folder.name.isdigit():
+        step = int(folder.name)
+    elif folder.name == FINAL and (saved := store.folders(folder.parent)):
+        # A run that was given more steps, and did not reach them, still has its earlier model.
+        newest = int(saved[0].name)
+        step = newest if newest == base.get("steps") else None
+    return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes)
 
 
 def _config(
@@ -205,26 +207,26 @@ def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
     return found
 
 
-def _mesh(source: ModelSource, config: Config) -> tuple[Mesh, list[str]]:
-    """Returns the mesh of the role that samples, and messages about it."""
-    placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
-    seen = ensure_devices(placement.n_devices)
-    placement = check_visible(placement, len(seen.devices))
-    limits = (None,) * len(placement.pools)
-    axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
-    config = config.with_dtypes(default_dtype(target_of(seen.devices)))
-    model, dtype = source.config, config.rollout.dtype
-    about = (
-        f"{source.name}: {model.family}, {model.n_params:,} parameters, {dtype},"
-        f" on {axes['rollout']}"
-    )
-    mesh = role_meshes(seen.devices, placement, axes)["rollout"]
-    return mesh, [about, *filter(None, [seen.note]), *placement.notes]
-
-
 def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]:
-    """Samples all prompts, set by set; returns the samples, and what each set took."""
-    sampler = _sampler(job)
+    """Samples all prompts, set by set, with the rollout role; returns the samples, and what each
+    set took."""
+    config, mesh = job.config, job.mesh
+    params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
+    verify_arrays("rollout", params, mesh)
+    wanted = max(len(held_out.prompts) for held_out in job.sets) * config.eval.samples
+    sampler = Sampler(
+        config,
+        job.source.config,
+        mesh,
+        slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
+        tokenizer=job.tokenizer,
+        pad_id=check_inputs.pad_id(job.source, job.end_ids),
+        eos_ids=job.end_ids,
+        row_multiple=row_shards(mesh.shape),
+        vocab_size=job.source.config.vocab_size,
+        params=params,
+        episodes=partial(episodes, config, job.tokenizer),
+    )
     working = Phase()
     enter(working, lambda: False)
     groups, speeds = [], []
@@ -238,27 +240,6 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         for note in sampler.notes:
             terminal.print(note, markup=False)
     return groups, speeds
-
-
-def _sampler(job: Evaluation) -> Sampler:
-    """Makes the rollout role with the checkpoint's weights."""
-    config, mesh = job.config, job.mesh
-    params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
-    verify_arrays("rollout", params, mesh)
-    wanted = max(len(held_out.prompts) for held_out in job.sets) * config.eval.samples
-    return Sampler(
-        config,
-        job.source.config,
-        mesh,
-        slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
-        tokenizer=job.tokenizer,
-        pad_id=check_inputs.pad_id(job.source, job.end_ids),
-        eos_ids=job.end_ids,
-        row_multiple=row_shards(mesh.shape),
-        vocab_size=job.source.config.vocab_size,
-        params=params,
-        episodes=partial(episodes, config, job.tokenizer),
-    )
 
 
 @dataclass(frozen=True)
@@ -313,6 +294,14 @@ def table(result: JsonObject) -> Table:
 
 def _add_rows(shown: Table, name: str, row: Row) -> None:
     """Adds one line for each value; what is the same for all stands in the first."""
+
+    def cell(metric: str) -> str:
+        """Formats a value as per cent, with its interval."""
+        if metric not in row:
+            return "not judged"
+        low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+        return f"{row[metric]:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+
     k = row["samples"]
     about = (
         f"{row['mean_completion_tokens']:.1f}",
@@ -320,13 +309,6 @@ def _add_rows(shown: Table, name: str, row: Row) -> None:
         f"{row['unjudged']:.0f}",
         f"{row['tokens_per_second']:,.0f}",
     )
-    shown.add_row(name, str(row["prompts"]), f"mean@{k}", _cell(row, "accuracy"), *about)
+    shown.add_row(name, str(row["prompts"]), f"mean@{k}", cell("accuracy"), *about)
     for n in pass_ks(k):
-        shown.add_row("", "", f"pass@{n}", _cell(row, f"pass@{n}"))
-
-
-def _cell(row: Row, name: str) -> str:
-    """Formats a value as per cent, with its interval."""
-    if name not in row:
-        return "not judged"
-    return f"{row[name]:.1%} [{100 * row[f'{name}_low']:.1f}, {100 * row[f'{name}_high']:.1f}]"
+        shown.add_row("", "", f"pass@{n}", cell(f"pass@{n}"))

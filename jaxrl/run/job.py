@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,17 +14,16 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
-from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
+from jaxrl.checkpoint.digest import digest_file, digest_model
+from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.source import Split, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner
-from jaxrl.data.tokenizer import (
-    Tokenizer,
-    decode,
-)
+from jaxrl.data.tokenizer import Tokenizer, decode
+from jaxrl.environments import environment_source as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import about, user_input
 from jaxrl.formats.hub_names import data_name
@@ -32,6 +33,8 @@ from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
 from jaxrl.rewards.batch_rewards import RewardFunctions
+from jaxrl.rewards.callables import PREFIX
+from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.grouper import tokenizer_of_encoder
 from jaxrl.roles.reward_model import open_reward, tokenizer_of_reward
@@ -50,10 +53,9 @@ from jaxrl.run.check_inputs import (
 )
 from jaxrl.run.run_teachers import find_teachers
 from jaxrl.sharding.axes import Axes
-from jaxrl.teacher.cache import ScoreCache
-from jaxrl.teacher.remote import (
-    AnyInfo,
-)
+from jaxrl.teacher.cache import MANIFEST, ScoreCache
+from jaxrl.teacher.protocol import Info
+from jaxrl.teacher.remote import AnyInfo
 from jaxrl.types import Completion, Prompt
 
 
@@ -81,7 +83,7 @@ class Setup:
     opening: str
     """What the chat template opens thoughts with at the end of prompts; "" where it does not."""
     outcomes: Outcomes | None = None
-    """With a teacher whose tokens are others; numpy arrays."""
+    """With a teacher that has its own tokenizer; numpy arrays."""
     aligner: Aligner | bytes | None = None
     """Likewise; pickled for another process."""
     given: Mapping[str, bytes] = field(default_factory=dict)
@@ -144,11 +146,6 @@ class Job(Setup):
             return [[replace(one, text=decode(tokenizer, one.tokens)) for one in g] for g in groups]
 
         return samples
-
-    @property
-    def models(self) -> tuple[ModelSource, ...]:
-        """Returns the student and the teachers that are loaded here."""
-        return self.student, *self.teachers.values()
 
     @property
     def held_out_prompts(self) -> tuple[Prompt, ...]:
@@ -218,10 +215,19 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
     if config.learns_from_rewards:
-        notes += _check_rewards(config, train, given or {})
+        with user_input("policy"):
+            configured_correction(config)
+            if config.spec.loss is not None:
+                notes += objective_notes(config)
+        with contextlib.closing(reward_functions(config, given or {})) as rewards:
+            notes += rewards.check(train.batch(0))
+        if config.reward.model is not None:
+            tokenizer_of_reward(open_reward(config.reward.model))
+        if config.grouper.model is not None and config.policy.advantages == "similarity":
+            tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
     if config.environment.name is not None:
-        with pool_of(config, workers=1) as environments:
-            facts = environments.facts()
+        with pool_of(config, workers=1) as pool:
+            facts = pool.facts()
         teachers.check_environment(facts)
     notes += teachers.check_data(tokenizer, prompts, train)
     evaluates, why = teachers.evaluates(held_out)
@@ -261,15 +267,6 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     check_positions(config, longest, student, "student.model", teacher=False)
     return student, tokenizer, eos_ids, notes
-
-
-def check_weights(job: Job) -> None:
-    """Raises UserError for models that had no weights here when the job was made, and whose tensors
-    do not fit their configs."""
-    for source in job.models:
-        resolve_model(source.name)
-    if job.config.learns_from_rewards and job.config.reward.model is not None:
-        open_reward(job.config.reward.model)
 
 
 def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
@@ -348,17 +345,64 @@ def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
         return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
 
 
-def _check_rewards(config: Config, train: PromptStream, given: Mapping[str, bytes]) -> list[str]:
-    """Checks everything about the rewards that would otherwise fail after the first sampling."""
-    notes: list[str] = []
-    with user_input("policy"):
-        configured_correction(config)
-        if config.spec.loss is not None:
-            notes = objective_notes(config)
-    with contextlib.closing(reward_functions(config, given)) as rewards:
-        notes += rewards.check(train.batch(0))
+def dependencies(job: Job) -> dict[str, str]:
+    """Maps what a run depends on beside its config (weights, data, reward functions, environment),
+    by key and value, to its digest. A checkpoint notes them, so that a run that resumes notices
+    what has changed."""
+    config = job.config
+    weights = config.needs_reference or config.trains_adapters
+    student = job.student.path if weights else job.student.tokenizer_path
+    found = {"data.train": job.train.fingerprint}
+    if student is not None:
+        found[f"student.model={config.student.model}"] = digest_model(student, weights)
+    if job.student.adapter is not None:
+        base = job.student.adapter
+        found[f"base model {base.base}"] = digest_model(base.base_path)
+    for name, teacher in {} if config.teacher_follows else job.teachers.items():
+        model = config.teacher_models[name]
+        found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
+        if teacher.adapter is not None:
+            found[f"base model {teacher.adapter.base}"] = digest_model(teacher.adapter.base_path)
+    for name, info in job.served.items():
+        if isinstance(info, Info):  # completions servers have no fingerprint
+            found[config.teacher_key(name, "address")] = info.fingerprint
+    if job.cache is not None:
+        found[f"teacher.cache={config.teacher.cache}"] = digest_file(job.cache.path / MANIFEST)
+    for one in job.held_out:
+        prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
+        name = f"data.eval.{one.name}" if one.name else "data.eval"
+        found[name] = hashlib.sha256(prompts.encode()).hexdigest()
+    if config.environment.name is not None:
+        environment = environments.find(config.environment.name)
+        path = Path(environment.place) if environment.digest else _module_file(environment.place)
+        if path is not None:
+            found[f"environment.name={config.environment.name}"] = digest_file(path)
+    if not config.learns_from_rewards:
+        return found
+    for text in config.reward.functions:
+        if text.startswith(PREFIX):  # of a Python program: the config has its digest
+            continue
+        source = find_reward(text)
+        path = Path(source.place) if source.option == "file" else _module_file(source.place)
+        if source.option in ("file", "module") and path is not None:
+            found[f"reward.functions={text}"] = digest_file(path)
     if config.reward.model is not None:
-        tokenizer_of_reward(open_reward(config.reward.model))
+        folder = find_folder(config.reward.model)
+        found[f"reward.model={config.reward.model}"] = digest_model(folder)
     if config.grouper.model is not None and config.policy.advantages == "similarity":
-        tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
-    return notes
+        folder = find_folder(config.grouper.model)
+        found[f"grouper.model={config.grouper.model}"] = digest_model(folder)
+    return found
+
+
+def _module_file(module: str) -> Path | None:
+    """Finds the file of a module without importing it or its packages."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    if spec is None or spec.origin is None:
+        return None
+    if not rest:
+        return Path(spec.origin)
+    folder = Path(spec.origin).parent.joinpath(*rest)
+    files = (folder.with_suffix(".py"), folder / "__init__.py")
+    return next((file for file in files if file.is_file()), None)

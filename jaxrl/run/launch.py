@@ -69,7 +69,14 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
     (`launcher`)."""
 
     def find(needed: int) -> Visible:
-        launcher, why = _choose_launcher(config, needed)
+        launcher, why = config.launcher, f"launcher={config.launcher}"
+        if launcher == "auto":
+            launcher, why = "local", ""
+            if config.ray.address or os.environ.get("RAY_ADDRESS"):
+                launcher = "ray"
+            elif 0 < (here := accelerators_here()) < needed:
+                launcher = "ray"
+                why = f"this host has {here} of the {needed} accelerators needed"
         if launcher == "local":
             return replace(ensure_devices(needed), why=why)
         from jaxrl.runtime.ray.connect import connect  # an optional package
@@ -78,18 +85,6 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
         return replace(seen, why="; ".join(filter(None, [why, seen.why])))
 
     return find
-
-
-def _choose_launcher(config: Config, needed: int) -> tuple[str, str]:
-    """Chooses `local` or `ray`; also returns the reason if the choice needs an explanation."""
-    if config.launcher != "auto":
-        return config.launcher, f"launcher={config.launcher}"
-    if config.ray.address or os.environ.get("RAY_ADDRESS"):
-        return "ray", ""
-    here = accelerators_here()
-    if 0 < here < needed:
-        return "ray", f"this host has {here} of the {needed} accelerators needed"
-    return "local", ""
 
 
 def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
@@ -102,10 +97,8 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     Returns:
         The running workers. If one fails to start, all are stopped and its error is raised.
     """
-    return LAUNCHERS[plan.launcher](setup, plan, log)
-
-
-def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
+    if plan.launcher == "ray":
+        return _start_in_ray(setup, plan, log)
     worker_group = LocalWorkerGroup(STOP_S, protocols(setup.config))
     meshes = role_meshes(plan.devices, plan.placement, plan.axes)
     deadline = setup.config.deadlines.startup
@@ -131,7 +124,8 @@ def _local(setup: Setup, plan: Plan, log: Log) -> LocalWorkerGroup:
     return worker_group
 
 
-def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
+def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
+    """Does the work of `start_roles` in processes of Ray."""
     from jaxrl.runtime.ray.connect import address_of, import_ray  # an optional package
 
     import_ray(address_of(setup.config.ray))
@@ -158,9 +152,6 @@ def _ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         worker_group.stop()
         raise
     return worker_group
-
-
-LAUNCHERS: dict[str, Callable[[Setup, Plan, Log], WorkerGroup]] = {"local": _local, "ray": _ray}
 
 
 def pool_makers(
@@ -191,11 +182,18 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
     base = _base(setup, mesh, config.base_dtype, "stacked")
+
+    def load(dtype: DTypeLike) -> Params:
+        """Loads the parameters that the actor trains, as they are before training."""
+        if student.config.lora is None:
+            return student.load(mesh, dtype, "stacked")
+        return student.load_adapters(mesh, dtype, config.seed)
+
     actor = Actor(
         config,
         student.config,
         mesh,
-        load=_trained(setup, mesh),
+        load=load,
         prepare=method.prepare(config),
         loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
         finish=method.finish,
@@ -211,15 +209,6 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     return actor
 
 
-def _trained(setup: Setup, mesh: Mesh) -> Callable[[DTypeLike], Params]:
-    """Returns a function of the dtype that loads the parameters that the actor trains, as they are
-    before training."""
-    student = setup.student
-    if student.config.lora is None:
-        return lambda dtype: student.load(mesh, dtype, "stacked")
-    return lambda dtype: student.load_adapters(mesh, dtype, setup.config.seed)
-
-
 _BASES: dict[tuple[object, ...], tuple[Params, list[weakref.ref[jax.Array]]]] = {}
 """Frozen base weights in use in this process: (tree structure, weak references to leaves)."""
 
@@ -232,17 +221,16 @@ def _base(setup: Setup, mesh: Mesh, dtype: DType, layout: Layout) -> Params:
     key = (setup.student.name, setup.student.config.quantised, mesh, dtype, layout)
     form, held = _BASES.get(key, (None, []))
     leaves = [array for array in (ref() for ref in held) if array is not None]
-    if held and len(leaves) == len(held) and not any(map(_gone, leaves)):
+    if (
+        held
+        and len(leaves) == len(held)
+        and not any(array.is_deleted() or array.sharding.memory_kind == HOST for array in leaves)
+    ):
         return jax.tree.unflatten(form, leaves)
     params: Params = setup.student.load(mesh, jnp.dtype(dtype), layout)
     leaves, form = jax.tree.flatten(params)
     _BASES[key] = form, [weakref.ref(leaf) for leaf in leaves]
     return params
-
-
-def _gone(array: jax.Array) -> bool:
-    """Returns whether the array was deleted or is offloaded to host memory."""
-    return array.is_deleted() or array.sharding.memory_kind == HOST
 
 
 def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:

@@ -20,16 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.protocols import ActorRole, ReceivingRole, RoleCalls, role_calls
+from jaxrl.algorithms.protocols import ActorRole, Ask, ReceivingRole, deadline_of, role_calls
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.reporting import Futures, Reporter
-from jaxrl.run.role_calls import Calls
 from jaxrl.runtime.local import done_future
-from jaxrl.runtime.worker import Future, Stopped
+from jaxrl.runtime.worker import Future, Handle, Stopped, T
 from jaxrl.types import Rollout
+
+POLL_S = 0.5
+"""Seconds between two checks, during a wait, whether the run was asked to end."""
 
 
 @dataclass(frozen=True)
@@ -51,64 +53,87 @@ def evaluates(config: Config, version: int) -> bool:
     return version in (0, config.steps) or (every > 0 and version % every == 0)
 
 
-class PendingRows:
-    """The futures of a run, each kept until the row of metrics that it belongs to is written."""
+class Calls:
+    """Calls roles and waits for them. Once the run is asked to end, calls that it no longer needs
+    are cancelled; making or waiting for such a call raises `Stopped`.
+    """
 
-    def __init__(self, reporter: Reporter, roles: Mapping[str, RoleCalls]):
-        self.futures: dict[tuple[str, int], Future[Any]] = {}
-        """Keys: (`rollout` or `update`, batch), or (`publish.ROLE`, `load.ROLE` or `eval.ROLE`,
-        version)."""
-        self.scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
-        """Batch -> role -> one future for each part of its scores."""
-        self.reported = -1
-        """The newest step whose row is written; -1 before the first."""
-        self._reporter, self._roles = reporter, roles
+    def __init__(
+        self,
+        config: Config,
+        roles: Mapping[str, Handle],
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ):
+        self.roles, self.asked_to_stop = roles, asked_to_stop
+        self.end: int | None = None
+        """Number of batches after which the run ends; None until it is asked to end."""
+        self.submitted = 0
+        """Number of batches that the actor was asked to train on."""
+        self._config, self._ahead = config, SCHEDULES[config.schedule]
+        self._role_calls = role_calls(config)
+        self._open: list[tuple[str, int, Future[object]]] = []
+        """Kind, row and future of the calls that may not have ended."""
+        self._kind, self._row = "publish", 0
+        self.call = Ask(self._send)
+        """Calls a role; raises Stopped for a call that the run no longer needs."""
 
-    def scores_to_train_on(self, batch: int) -> dict[str, list[Future[object]]]:
-        """Maps each role to its scores. The teacher's, the largest, are freed once the actor has
-        them."""
-        return {
-            role: [part.consume() if self._roles[role].consumed else part for part in parts]
-            for role, parts in self.scores[batch].items()
-        }
+    def belong_to(self, kind: str, row: int) -> None:
+        """Sets what all following calls belong to.
 
-    def report(self, until: int) -> None:
-        """Waits for all batches up to batch `until` and writes their rows, up to row `until` + 1.
-        -1: row 0 only, the evaluation before the first batch.
+        Args:
+            kind: `generate`, `score`, `train` or `publish`, as the action, or `save`.
+            row: the row of metrics. Row v is of the batch that makes version v, and of what follows
+                on that version (publishing, evaluation).
         """
-        while self.reported <= until:
-            step = self.reported + 1
-            taken = self._take(step)
-            try:
-                self._reporter.row(step, taken)
-            except Stopped:
-                if "rollout" in taken:  # a checkpoint may need it
-                    self.futures["rollout", step - 1] = taken["rollout"]
-                raise
-            self.reported = step
+        self._kind, self._row = kind, row
 
-    def amend(self, step: int) -> None:
-        """Adds what is missing to the row of `step`, which was written before the interruption."""
-        self.reported = step
-        self._reporter.amend(step, self._take(step))
+    def _send(self, role: str, method: str, *args: object, **kwargs: object) -> Future[Any]:
+        """Queues a call. For a lazy role its deadline includes the time to build the role."""
+        if self.end is not None and not self._needs(self._kind, self._row, self.end):
+            raise Stopped("the run was asked to end")
+        deadline = deadline_of(self._config, method)
+        if role in self._config.lazy:
+            deadline += self._config.deadlines.startup
+        aside = self._role_calls[role].concurrent or method == "saved"
+        future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
+        self._open = [call for call in self._open if not call[2].done()]
+        self._open.append((self._kind, self._row, future))
+        if self._kind == "train":
+            self.submitted = self._row
+        return future
 
-    def _take(self, step: int) -> Futures:
-        """Removes and returns the futures of one row: those of the batch that made version `step`,
-        and those of what followed on that version (publishing, evaluation). The last part of each
-        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.
+    def wait(self, future: Future[T]) -> T:
+        """Waits for the value of a call. If the run is asked to end meanwhile, this cancels calls
+        that have not started, and raises Stopped if this call is no longer needed.
         """
-        of_batch = {kind: (kind, step - 1) for kind in ("rollout", "update")}
-        of_version = {
-            name: (name, step)
-            for role in self._roles
-            for name in (f"publish.{role}", f"load.{role}", f"eval.{role}")
-        }
-        keys = of_batch | of_version
-        taken = {name: self.futures.pop(key) for name, key in keys.items() if key in self.futures}
-        for role, parts in self.scores.pop(step - 1, {}).items():
-            taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
-            taken[f"score.{role}"] = parts[-1]
-        return taken
+        while not future.wait(POLL_S):
+            future.check()
+            if self.asked_to_stop():
+                end = self.stop()
+                if not all(self._needs(k, row, end) for k, row, f in self._open if f is future):
+                    raise Stopped("the run was asked to end, and does not need this call")
+        return future.result()
+
+    def stop(self) -> int:
+        """Cancels every update that has not started, and all calls that only those updates need.
+
+        Returns the number of batches that will have been trained on; the last may still be running.
+        """
+        if self.end is None:
+            latest_first = self._open[::-1]  # consumers of a result before its producer
+            left = [row for kind, row, call in latest_first if kind == "train" and call.cancel()]
+            self.end = min(left) - 1 if left else self.submitted
+            for kind, row, call in latest_first:
+                if not self._needs(kind, row, self.end):
+                    call.cancel()
+        return self.end
+
+    def _needs(self, kind: str, row: int, end: int) -> bool:
+        """Returns whether a run that ends after `end` batches needs a call. It needs the calls of
+        its rows, and the batches that its schedule has generated by then. What follows the last
+        batch, such as an evaluation, is left to the run that resumes."""
+        latest = {"publish": end - 1, "generate": end + self._ahead}.get(kind, end)
+        return end > 0 and row <= latest
 
 
 @dataclass
@@ -127,8 +152,13 @@ class Loop:
         self.reporter.wait = self.calls.wait  # waits then end when the run is asked to stop
         self._roles = role_calls(self.config)
         self._scorers = self._method.scorers(self.config)
-        self._rows = PendingRows(self.reporter, self._roles)
-        self._futures = self._rows.futures
+        self._futures: dict[tuple[str, int], Future[Any]] = {}
+        """The futures whose rows are not written yet. Keys: (`rollout` or `update`, batch), or
+        (`publish.ROLE`, `load.ROLE` or `eval.ROLE`, version)."""
+        self._scores: dict[int, dict[str, Sequence[Future[object]]]] = {}
+        """Batch -> role -> one future for each part of its scores."""
+        self._reported = -1
+        """The newest step whose row is written; -1 before the first."""
         self._saved = 0  # a step that needs no further save: 0, the one resumed from, or the last
 
     def run(self, resumed: Resumed | None = None) -> int:
@@ -153,7 +183,7 @@ class Loop:
                 raise
         if calls.asked_to_stop():
             self._close(calls.stop())
-        return max(self._rows.reported, 0)
+        return max(self._reported, 0)
 
     def _start(self) -> Schedule:
         self._publish(0)
@@ -172,7 +202,8 @@ class Loop:
         self._saved = self.calls.submitted = step
         self.calls.belong_to("publish", step)
         self._publish(step, evaluate=not resumed.evaluated)
-        self._rows.amend(step)
+        self._reported = step
+        self.reporter.amend(step, self._take(step))
         for index, rollout in resumed.rollouts.items():
             self._futures["rollout", index] = done_future(rollout)
         in_flight, ahead = len(resumed.rollouts), not self._followers
@@ -188,16 +219,20 @@ class Loop:
         for role in sorted(self._scorers, key=lambda role: len(self._roles[role].needs)):
             if role not in scores:
                 scores[role] = self.sources.scores(role, rollout, scores)
-        self._rows.scores[index] = {role: scores[role] for role in self._scorers}
+        self._scores[index] = {role: scores[role] for role in self._scorers}
 
     def _train(self, index: int) -> None:
-        rollout, scores = self._futures["rollout", index], self._rows.scores_to_train_on(index)
+        rollout = self._futures["rollout", index]
+        scores = {  # the teacher's, the largest, are freed once the actor has them
+            role: [part.consume() if self._roles[role].consumed else part for part in parts]
+            for role, parts in self._scores[index].items()
+        }
         self._futures["update", index] = self.calls.call(
             "actor", ActorRole.update, rollout, scores, step=index
         )
         if self.checkpoints.due(index + 1):
             self._save(index + 1)
-        self._rows.report(until=index - 1)
+        self._report(until=index - 1)
 
     def _publish(self, version: int, evaluate: bool = True) -> None:
         """Sends new weights to the rollout, unless it will sample nothing with them, and to the
@@ -238,4 +273,33 @@ class Loop:
             self._save(end)
             self._saved = end
         if end:
-            self._rows.report(until=end - 1)
+            self._report(until=end - 1)
+
+    def _report(self, until: int) -> None:
+        """Waits for all batches up to batch `until` and writes their rows, up to row `until` + 1.
+        -1: row 0 only, the evaluation before the first batch.
+        """
+        while self._reported <= until:
+            step = self._reported + 1
+            taken = self._take(step)
+            try:
+                self.reporter.row(step, taken)
+            except Stopped:
+                if "rollout" in taken:  # a checkpoint may need it
+                    self._futures["rollout", step - 1] = taken["rollout"]
+                raise
+            self._reported = step
+
+    def _take(self, step: int) -> Futures:
+        """Removes and returns the futures of one row: those of the batch that made version `step`,
+        and those of what followed on that version (publishing, evaluation). The last part of each
+        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.
+        """
+        keys = {kind: (kind, step - 1) for kind in ("rollout", "update")}
+        for kind in ("publish", "load", "eval"):
+            keys |= {f"{kind}.{role}": (f"{kind}.{role}", step) for role in self._roles}
+        taken = {name: self._futures.pop(key) for name, key in keys.items() if key in self._futures}
+        for role, parts in self._scores.pop(step - 1, {}).items():
+            taken |= {f"score.{role}.{i}": part for i, part in enumerate(parts[:-1])}
+            taken[f"score.{role}"] = parts[-1]
+        return taken

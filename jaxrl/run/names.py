@@ -64,12 +64,19 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
                 if repo not in pins:  # once, so that all keys have the same commit of a branch
                     pins[repo] = hub.pin(name)
                 found = replace(pins[repo], rest=name.rest)
-            size = _find(key, found)
+            if found.kind == "model":  # fetches what describes it
+                folder, size = hub.folder(found), hub.weight_bytes(found)
+                here = folder.is_file() or hub.is_whole(found, folder)
+            else:
+                split, sizes = SPLIT_OF.get(key, "train"), hub.files(found)
+                size = sum(sizes[file] for file in hub_sets.find(found, split))
+                here = hub_sets.is_here(found, split)
         except UserError as error:
             if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text
             raise UserError(f"{key}: {error}") from error
-        notes.append(f"{key}: {name.asked} is commit {(found.sha or '')[:SHOWN]}; {size}")
+        commit, fetch = (found.sha or "")[:SHOWN], "" if here else " to fetch"
+        notes.append(f"{key}: {name.asked} is commit {commit}; {size / MB:.1f} MB{fetch}")
         return str(found)
 
     mapping: JsonObject = config.model_dump(mode="json")
@@ -110,19 +117,6 @@ def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]
     for key in keys:
         changed(mapping, key, partial(keep, key))
     return found
-
-
-def _find(key: str, name: HubName) -> str:
-    """Fetches what describes a model, and looks for the files of a data set; returns the size of
-    its weights or of these files."""
-    if name.kind == "model":
-        place = hub.folder(name)
-        size, here = hub.weight_bytes(name), place.is_file() or hub.is_whole(name, place)
-    else:
-        split, sizes = SPLIT_OF.get(key, "train"), hub.files(name)
-        size = sum(sizes[file] for file in hub_sets.find(name, split))
-        here = hub_sets.is_here(name, split)
-    return f"{size / MB:.1f} MB" + ("" if here else " to fetch")
 
 
 def _on_hub(key: str, text: str) -> HubName | None:

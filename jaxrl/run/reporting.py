@@ -8,7 +8,8 @@ a sequence of the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -16,15 +17,21 @@ from typing import Any
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.plan import Plan
 from jaxrl.process.compilations import Compilations
+from jaxrl.process.interrupt import Interrupt
+from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import Profile
-from jaxrl.run.context import RunContext
 from jaxrl.run.evaluation import evaluation_row
+from jaxrl.run.job import Job
+from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
+from jaxrl.telemetry.console import Console
+from jaxrl.telemetry.lines import RunLog
 from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
-from jaxrl.types import Completion, Rollout, Row, Trained
+from jaxrl.types import Rollout, Row, Trained
 
 SCORED = {"teacher": "score", "reference": "reference", "reward": "reward", "grouper": "embed"}
 """Role -> the name of its time in a row."""
@@ -32,19 +39,71 @@ Futures = Mapping[str, Future[Any]]
 """Those of one row, by what they are: `rollout`, `update`, `score.ROLE` ..."""
 AGREEMENT = "distill/top1_agreement"
 """Metric that the actor also reports per sequence of the batch; printed with the samples."""
-
-
+OnStep = Callable[[JsonObject], object]
+"""Takes a copy of a row."""
 ScorerMetrics = Callable[[Rollout, int, Sequence[str]], dict[str, float]]
 """(rollout, parts in which a role scored it, messages of its rewards) -> the role's metrics."""
+
+
+class Notifier:
+    """Prints to the console and to `log.txt`. Text printed before the log is open is written
+    later."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._log: RunLog | None = None
+        self._kept: list[str] = []
+        console.on_lost(self.to_log)
+
+    def __call__(self, text: str) -> None:
+        self._console.message(text)
+        self.to_log(text)
+
+    def to_log(self, text: str) -> None:
+        """Writes a message to the log alone."""
+        if self._log is None:
+            self._kept.append(text)
+        else:
+            self._log.write(text)
+
+    @contextmanager
+    def into(self, log: RunLog) -> Iterator[RunLog]:
+        """Opens the log for this block, and closes it at the end."""
+        with log:
+            for text in self._kept:
+                log.write(text)
+            self._kept, self._log = [], log
+            try:
+                yield log
+            finally:
+                self._log = None
+
+
+@dataclass
+class Run:
+    """A run in this process, through all of its attempts."""
+
+    job: Job
+    plan: Plan
+    folder: RunDir
+    """With the checkpoint that the present attempt starts from."""
+    console: Console
+    notify: Notifier
+    interrupt: Interrupt
+    on_step: OnStep | None
+    """Called with each row once it is written, and again with a row that is amended after an
+    interruption."""
+    started: float
+    """`time.monotonic` seconds."""
+    step_error: Exception | None = None
+    """What `on_step` raised: it is not called again, and the run ends."""
 
 
 @dataclass
 class Reporter:
     """Makes the row of each step, and hands it to everything that shows or keeps rows."""
 
-    context: RunContext
-    """Its `on_step` is called with each row once it is written, and again with a row that is
-    amended after an interruption."""
+    run: Run
     worker_group: WorkerGroup
     metrics: MetricsWriter
     samples: SamplesWriter
@@ -64,14 +123,72 @@ class Reporter:
     """End of the latest update, in `time.monotonic` seconds."""
 
     def __post_init__(self) -> None:
-        self.job, self._notify = self.context.job, self.context.notify
+        self.job, self._notify = self.run.job, self.run.notify
 
     def row(self, step: int, futures: Futures) -> None:
-        """Waits for the futures of a step, then writes and shows its row."""
+        """Waits for the futures of a step, then writes and shows its row. Row 0 has the first
+        weight sync, and the accuracy of the student and of other roles that are evaluated."""
         if step == 0:
-            self._before_training(futures)
-        else:
-            self._step(step, futures)
+            row = self._syncs(0, futures) | self._evaluation(futures)
+            for key in futures:
+                role = key.removeprefix("eval.")
+                if role not in (key, "rollout"):
+                    samples = self.wait(futures[key])
+                    other = evaluation_row(self.job.held_out, samples, self.job.judge)
+                    row[f"{role}/accuracy"] = other.get("eval/accuracy", float("nan"))
+            self._written(self.metrics.write(0, row | self._work(futures)))
+            return
+        rollout: Rollout = self.wait(futures["rollout"])
+        trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
+        row = self._batch(rollout, futures) | trained.metrics
+        row |= self._syncs(step, futures) | self._evaluation(futures) | self._work(futures)
+        peaks = self.worker_group.peaks()
+        for role, planned in self.run.plan.peaks.items():  # as planned where nothing is measured
+            row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
+            row[f"memory/{role}/planned"] = float(role not in peaks)
+        before, self._compiled = self._compiled, self.worker_group.compiled()
+        new = self._compiled.since(before)
+        row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
+        row |= self.checkpoint()
+        row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
+        if rollout.policy_version >= 0:
+            row["staleness"] = step - 1 - rollout.policy_version
+        begin, end = self._last, futures["update"].times.finished
+        if begin is None:
+            begin = futures["rollout"].times.started
+        assert begin is not None and end is not None, "both calls have ended"
+        row["time/step_s"], self._last = end - begin, end
+        self.first_step_at = self.first_step_at or end
+        row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
+        self._written(self.metrics.write(step, row))
+
+        rewards = futures["score.reward"].result().rewards if "score.reward" in futures else None
+        agreement = trained.by_row.get(AGREEMENT)  # both are [B], NaN where a sequence has none
+        count = min(self.job.config.logging.samples, len(rollout.completions))
+        stride = max(1, len(rollout.completions) // max(count, 1))
+        samples = []
+        for i in range(0, len(rollout.completions), stride)[:count]:
+            reward, agreed = (
+                None if values is None or np.isnan(values[i]) else float(values[i])
+                for values in (rewards, agreement)
+            )
+            prompt, completion = rollout.prompts[i], rollout.completions[i]
+            samples.append(
+                Sample.of(
+                    prompt,
+                    completion,
+                    step=step,
+                    split="train",
+                    policy_version=rollout.policy_version,
+                    score=self.job.judge(completion.text, prompt),
+                    reward=reward,
+                    agreement=agreed,
+                )
+            )
+        if samples:
+            self.samples.write(samples)
+            self.trackers.samples(samples)
+            self.run.console.samples(samples)
 
     def amend(self, step: int, futures: Futures) -> None:
         """Adds to the last row, written before an interruption, the metrics of these futures."""
@@ -85,41 +202,14 @@ class Reporter:
         """Passes on a row that is now in `metrics.jsonl`."""
         self.checkpoints.row(row)
         self.trackers.write(row["step"], row)
-        self.context.console.step(row)
+        self.run.console.step(row)
         self.timeline.flush()
         self.profile.row(row)
-        self.context.on_step(row)
-
-    def _before_training(self, futures: Futures) -> None:
-        """Writes row 0: the first weight sync, and the accuracy of the student and of other roles
-        that are evaluated."""
-        row = self._syncs(0, futures) | self._evaluation(futures)
-        for role in {key.removeprefix("eval.") for key in futures if key.startswith("eval.")}:
-            if role != "rollout":
-                samples = self.wait(futures[f"eval.{role}"])
-                other = evaluation_row(self.job.held_out, samples, self.job.judge)
-                row[f"{role}/accuracy"] = other.get("eval/accuracy", float("nan"))
-        self._written(self.metrics.write(0, row | self._work(futures)))
-
-    def _step(self, step: int, futures: Futures) -> None:
-        rollout: Rollout = self.wait(futures["rollout"])
-        trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
-        row = self._batch(rollout, futures) | trained.metrics
-        row |= self._syncs(step, futures) | self._evaluation(futures) | self._work(futures)
-        row |= self._memory() | self._compilation() | self.checkpoint()
-        row["data/epoch"] = step * self.job.config.batch_size / self.job.train.epoch_prompts
-        if rollout.policy_version >= 0:
-            row["staleness"] = step - 1 - rollout.policy_version
-        begin, end = self._last, futures["update"].times.finished
-        if begin is None:
-            begin = futures["rollout"].times.started
-        assert begin is not None and end is not None, "both calls have ended"
-        row["time/step_s"], self._last = end - begin, end
-        self.first_step_at = self.first_step_at or end
-        row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
-        self._written(self.metrics.write(step, row))
-        rewards = futures["score.reward"].result().rewards if "score.reward" in futures else None
-        self._show(step, rollout, rewards, trained.by_row.get(AGREEMENT))
+        if self.run.on_step is not None and self.run.step_error is None:
+            try:
+                self.run.on_step(dict(row))
+            except Exception as error:
+                self.run.step_error = error
 
     def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
         """Computes the metrics of sampling and scoring, with the times of the calls."""
@@ -138,14 +228,24 @@ class Reporter:
         if self.job.config.rollout.cache_tokens is not None and sampled:
             row["rollout/sent_back"] = float(rollout.sent_back)
         if self.job.config.environment.name is not None and sampled:
-            row |= _episode_metrics(rollout)
+            episodes = rollout.completions
+            failures = [e.failure for e in episodes if e.failure is not None]
+            late = sum(failure.startswith("timeout") for failure in failures)
+            turns = [sum(turn.role == "assistant" for turn in e.turns) for e in episodes]
+            answers = [float((~episode.sampled).sum()) for episode in episodes]
+            row |= {
+                "environment/turns_mean": float(np.mean(turns)),
+                "environment/answer_tokens_mean": float(np.mean(answers)),
+                "environment/failures": float(len(failures) - late),
+                "environment/timeouts": float(late),
+                "time/environment_s": rollout.waited_s,
+            }
             for note in rollout.notes:
                 self._notify(note)
-            for failure in _failures(rollout.completions)[:1]:
+            if failures:
                 self._notify(
-                    f"environment: {row['environment/failures'] + row['environment/timeouts']:.0f}"
-                    f" of {len(rollout.completions)} episodes failed and have no reward; the first,"
-                    f" {failure}"
+                    f"environment: {len(failures)} of {len(episodes)} episodes failed and have no"
+                    f" reward; the first, {failures[0]}"
                 )
         for role, name in SCORED.items():
             parts = [future for key, future in futures.items() if _scored_by(key) == role]
@@ -197,9 +297,14 @@ class Reporter:
             speed = size / max(seconds, 1e-9) / 1e9
             row |= taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
             if sent.started is not None and loaded.finished is not None:
-                self._notify.to_log(f"weight sync {version}: start at {_clock(sent.started)}")
+                zero = time.time() - time.monotonic()
+                start, end = (
+                    datetime.fromtimestamp(zero + at).strftime("%H:%M:%S.%f")[:-3]
+                    for at in (sent.started, loaded.finished)
+                )
+                self._notify.to_log(f"weight sync {version}: start at {start}")
                 self._notify.to_log(
-                    f"weight sync {version}: end at {_clock(loaded.finished)}, {seconds:.3f} s,"
+                    f"weight sync {version}: end at {end}, {seconds:.3f} s,"
                     f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
                 )
         return row
@@ -233,76 +338,8 @@ class Reporter:
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
 
-    def _compilation(self) -> dict[str, float]:
-        before, self._compiled = self._compiled, self.worker_group.compiled()
-        new = self._compiled.since(before)
-        return {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
-
-    def _memory(self) -> dict[str, float]:
-        """Returns the peak bytes of each role's fullest device: measured, or as planned if
-        measuring is impossible."""
-        row, peaks = {}, self.worker_group.peaks()
-        for role, planned in self.context.plan.peaks.items():
-            row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
-            row[f"memory/{role}/planned"] = float(role not in peaks)
-        return row
-
-    def _show(
-        self, step: int, rollout: Rollout, rewards: np.ndarray | None, agreement: np.ndarray | None
-    ) -> None:
-        """Shows some samples; rewards and agreement with the teacher are [B], or None."""
-        count = min(self.job.config.logging.samples, len(rollout.completions))
-        stride = max(1, len(rollout.completions) // max(count, 1))
-        rows = range(0, len(rollout.completions), stride)[:count]
-        samples = [
-            Sample.of(
-                rollout.prompts[i],
-                rollout.completions[i],
-                step=step,
-                split="train",
-                policy_version=rollout.policy_version,
-                score=self.job.judge(rollout.completions[i].text, rollout.prompts[i]),
-                reward=_value_at(rewards, i),
-                agreement=_value_at(agreement, i),
-            )
-            for i in rows
-        ]
-        if samples:
-            self.samples.write(samples)
-            self.trackers.samples(samples)
-            self.context.console.samples(samples)
-
 
 def _scored_by(key: str) -> str | None:
     """Returns the role of a future whose key is `score.ROLE` or `score.ROLE.PART`."""
     kind, _, rest = key.partition(".")
     return rest.partition(".")[0] if kind == "score" else None
-
-
-def _value_at(values: np.ndarray | None, i: int) -> float | None:
-    """Returns entry i of [B], or None if there are no values, or none for it."""
-    return None if values is None or np.isnan(values[i]) else float(values[i])
-
-
-def _clock(at: float) -> str:
-    """Returns the local time of day at `time.monotonic` seconds `at`."""
-    when = datetime.fromtimestamp(time.time() - (time.monotonic() - at))
-    return when.strftime("%H:%M:%S.%f")[:-3]
-
-
-def _episode_metrics(rollout: Rollout) -> dict[str, float]:
-    episodes = rollout.completions
-    late = sum(failure.startswith("timeout") for failure in _failures(episodes))
-    turns = [sum(turn.role == "assistant" for turn in episode.turns) for episode in episodes]
-    answers = [float((~episode.sampled).sum()) for episode in episodes]
-    return {
-        "environment/turns_mean": float(np.mean(turns)),
-        "environment/answer_tokens_mean": float(np.mean(answers)),
-        "environment/failures": float(len(_failures(episodes)) - late),
-        "environment/timeouts": float(late),
-        "time/environment_s": rollout.waited_s,
-    }
-
-
-def _failures(episodes: Sequence[Completion]) -> list[str]:
-    return [episode.failure for episode in episodes if episode.failure is not None]

@@ -67,18 +67,6 @@ class RunDir:
         lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
         return "".join(lines)
 
-    def write_missing(self, texts: Mapping[str, str]) -> None:
-        """Writes those of these files that are not in the folder. Raises UserError."""
-        for name, text in texts.items():
-            if not (self.path / name).exists():
-                self.write(name, text)
-
-    def remove_final(self) -> None:
-        """Removes the model of fewer steps, which a checkpoint has too, and what a killed export
-        left. Files that are no model's stay."""
-        hf.sweep(self.path / FINAL)
-        hf.remove_model(self.path / FINAL)
-
     def finished(self, steps: int) -> bool:
         """Returns whether the run has been trained to its end, and exported."""
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
@@ -124,7 +112,12 @@ def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]
         UserError: it cannot be made or written, is in use, or holds another run.
     """
     path = check_run_dir(config)
-    _make(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"run_dir={path} cannot be written to: name another")
     with closing(Lock(path)) as lock:
         yield replace(find_run(path, config, depends), lock=lock)
 
@@ -157,15 +150,6 @@ def _holds_run(path: Path) -> bool:
     metrics = path / METRICS_FILE
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or bool(store.folders(path))
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run_dir={path} cannot be made: {error.strerror}") from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"run_dir={path} cannot be written to: name another")
 
 
 class Lock:

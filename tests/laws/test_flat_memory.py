@@ -16,9 +16,8 @@ from runs import SHORT, save_model
 from jaxrl import Config
 from jaxrl.algorithms.sources import Sources
 from jaxrl.process.compilations import Compilations
-from jaxrl.run.loop import Loop
+from jaxrl.run.loop import Calls, Loop
 from jaxrl.run.reporting import Reporter
-from jaxrl.run.role_calls import Calls
 from jaxrl.runtime.local import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
@@ -130,7 +129,9 @@ def pretended_loop(folder, on_row):
     plan = SimpleNamespace(peaks={"actor": 20})
     group = SimpleNamespace(peaks=lambda: {"actor": 10}, compiled=Compilations)
     reporter = Reporter(
-        SimpleNamespace(job=job, plan=plan, console=console, notify=Silent(), on_step=on_row),
+        SimpleNamespace(
+            job=job, plan=plan, console=console, notify=Silent(), on_step=on_row, step_error=None
+        ),
         group,
         metrics,
         samples,

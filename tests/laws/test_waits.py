@@ -38,7 +38,7 @@ BOUNDED = {
     ("devices.py", "captured.get()"): "rich's captured text: no wait",
     ("run/launch.py", "started.result()"): CALLS,
     ("run/attempt.py", "exported.result()"): CALLS,
-    ("run/role_calls.py", "future.result()"): CALLS,
+    ("run/loop.py", "future.result()"): CALLS,
     ("profile/traces.py", "future.result()"): CALLS,
     ("run/reporting.py", "future.result()"): CALLS,
     ("run/reporting.py", "futures['score.reward'].result()"): ENDED,

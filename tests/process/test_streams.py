@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.streams import Output
-from jaxrl.run.context import Notifier
+from jaxrl.run.reporting import Notifier
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
 
@@ -24,7 +24,7 @@ from jaxrl.config import cli
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
-from jaxrl.run.context import Notifier
+from jaxrl.run.reporting import Notifier
 
 def main(argv):
     path, mode, code = argv

@@ -10,8 +10,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
-from jaxrl.run.loop import Loop
-from jaxrl.run.role_calls import Calls
+from jaxrl.run.loop import Calls, Loop
 from jaxrl.runtime.local import LocalWorker, done_future
 from jaxrl.runtime.worker import Stopped
 

@@ -11,8 +11,7 @@ from typing import Any
 from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.profile.waits import Span, Stage, read_calls
-from jaxrl.run.loop import Loop
-from jaxrl.run.role_calls import Calls
+from jaxrl.run.loop import Calls, Loop
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.sharding.placement import parse
 from jaxrl.telemetry.timeline import Timeline
