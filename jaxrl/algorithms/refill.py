@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl.algorithms.sampled_batch import selected
 from jaxrl.algorithms.sources import Sources
+from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport, reward_stats
 from jaxrl.runtime.local import done_future
@@ -44,12 +45,9 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
         sampling = sources.student_samples(index, attempt)
         judging = sources.rewards(sampling)
         rollout, report = sources.wait(sampling), sources.wait(judging)
-        keep = selected(config, rollout, report).keep
-        ids = rollout.group_ids[: len(rollout.completions)]
-        for group in dict.fromkeys(ids.tolist()):
-            rows = np.flatnonzero(ids == group)
-            side = kept if keep[rows].any() else spare
-            side.append(_Group(rollout, report, rows))
+        found, useless = _groups(config, rollout, report)
+        kept += found
+        spare += useless
         reports.append(report)
         rollouts.append(rollout)
         times.append((sampling.times, judging.times))
@@ -95,6 +93,19 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
     return futures
+
+
+def _groups(
+    config: Config, rollout: Rollout, report: RewardReport
+) -> tuple[list[_Group], list[_Group]]:
+    """Splits the groups into those that teach something and the others."""
+    keep = selected(config, rollout, report).keep
+    sides: tuple[list[_Group], list[_Group]] = ([], [])
+    ids = rollout.group_ids[: len(rollout.completions)]
+    for group in dict.fromkeys(ids.tolist()):
+        rows = np.flatnonzero(ids == group)
+        sides[0 if keep[rows].any() else 1].append(_Group(rollout, report, rows))
+    return sides
 
 
 def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
