@@ -29,8 +29,8 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
+from jaxrl.losses.divergence import masked_count, masked_sum
 from jaxrl.losses.head import logprobs_from_hidden
-from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
 from jaxrl.models.packing import Packing, pack
@@ -195,8 +195,22 @@ def _hidden(
     scored tokens) and the LM head [V, D], both in the compute dtype; and the metrics of the
     experts, if there are any."""
     packing, hidden, routed = _forward(config, model, mesh, params, batch)
-    sums = {} if routed is None else _expert_sums(model, packing, routed, totals)
-    return packing, hidden, head(params).astype(config.actor.dtype), sums
+    kernel = head(params).astype(config.actor.dtype)
+    if routed is None:
+        return packing, hidden, kernel, {}
+    # Entropy and load of the routers, as means over tokens and layers; and the loss that balances
+    # the experts, the only one of these with a gradient.
+    experts, real = model.experts, packing.real
+    assert experts is not None
+    load = expert_load(experts, routed.ids, real)
+    measured = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
+    count = real.sum(dtype=jnp.float32) * len(load)
+    names = "policy/experts_entropy", "policy/experts_load"
+    kept: Sums = {name: (x.sum(), count) for name, x in zip(names, measured, strict=True)}
+    own = tokens_of_experts(experts, routed, packing.copies)
+    whole = own if totals.of_experts is None else totals.of_experts
+    balance = {BALANCE: (balance_loss(experts, routed, whole) * whole[-1], own[-1])}
+    return packing, hidden, kernel, jax.lax.stop_gradient(kept) | balance
 
 
 def _forward(
@@ -220,22 +234,6 @@ def tokens_to_balance(
     packing, _, routed = _forward(config, model, mesh, params, batch)
     assert model.experts is not None and routed is not None
     return tokens_of_experts(model.experts, routed, packing.copies)
-
-
-def _expert_sums(model: DecoderConfig, packing: Packing, routed: Routed, totals: Totals) -> Sums:
-    """Computes the metrics of a mixture of experts: entropy and load of the routers, as means over
-    tokens and layers; and the loss that balances the experts, the only one with a gradient."""
-    experts, real = model.experts, packing.real
-    assert experts is not None
-    load = expert_load(experts, routed.ids, real)
-    found = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
-    count = real.sum(dtype=jnp.float32) * len(load)
-    names = "policy/experts_entropy", "policy/experts_load"
-    kept: Sums = {name: (x.sum(), count) for name, x in zip(names, found, strict=True)}
-    own = tokens_of_experts(experts, routed, packing.copies)
-    whole = own if totals.of_experts is None else totals.of_experts
-    balance = balance_loss(experts, routed, whole)
-    return jax.lax.stop_gradient(kept) | {BALANCE: (balance * whole[-1], own[-1])}
 
 
 def _balanced(config: Config, pair: SumCount, of_experts: Sums, totals: Totals) -> SumCount:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.advantages import opd_advantages
 from jaxrl.algorithms.signals import Projection, distill_loss, entropy_aware_loss, packed
 from jaxrl.config.schema import Config
-from jaxrl.losses.aggregation import Aggregation, token_mean, token_metric
+from jaxrl.losses.aggregation import token_mean, token_metric
 from jaxrl.losses.correction import (
     Correction,
     NoCorrection,
@@ -42,10 +42,6 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing
 from jaxrl.process.json_types import Keywords
 from jaxrl.types import Frozen, LossParts, SampledSignal, Sums, Totals, TrainBatch
-
-Evaluate = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
-"""(streams of the micro-batch, hidden [X, m, D], head [V, D], micro-batch, frozen arrays, totals)
--> as `types.Loss`."""
 
 
 def configured(config: Config) -> Objective:
@@ -118,8 +114,11 @@ def objective_notes(config: Config) -> list[str]:
     return stated
 
 
-def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Evaluate:
-    """Returns the function that computes the loss of a micro-batch, given its hidden states."""
+def policy_objective(
+    config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int
+) -> Callable[..., LossParts]:
+    """Returns the function (streams of a micro-batch, hidden [X, m, D], head [V, D], micro-batch,
+    frozen arrays, totals) -> as `types.Loss`."""
     objective, correction, p = configured(config), configured_correction(config), config.policy
     projection = Projection.of(config, mesh, vocab_size, model)
     options: Keywords = {
@@ -157,7 +156,10 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
             old = batch.sampler_logprobs
         total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
         metrics |= corrected.sums | opd | {"entropy": token_metric(entropy, mask)}
-        loss = config.policy_weight * _mean(total, objective.aggregation, totals)
+        # A micro-batch's share of the mean that the aggregation stands for.
+        by_token = objective.aggregation is token_mean
+        terms = totals.policy_tokens if by_token else totals.policy_sequences
+        loss = config.policy_weight * (total / terms)
         if p.kl_coef > 0:
             total, _, more = kl_term(
                 logprobs,
@@ -166,11 +168,11 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
                 estimator=p.kl_estimator,
                 aggregation=objective.aggregation,
             )
-            loss += p.kl_coef * _mean(total, objective.aggregation, totals)
+            loss += p.kl_coef * (total / terms)
             metrics |= more
         if p.entropy_coef > 0:
             total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
-            loss += p.entropy_coef * _mean(total, objective.aggregation, totals)
+            loss += p.entropy_coef * (total / terms)
         sums = {f"policy/{name}": pair for name, pair in metrics.items()}
         if config.distill_weight > 0:
             total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
@@ -195,12 +197,6 @@ def by_row(packing: Packing, metrics: Sums) -> Sums:
         return packing.unpack(x).sum(-1) if x.ndim else x
 
     return {name: (added(total), added(count)) for name, (total, count) in metrics.items()}
-
-
-def _mean(total: jax.Array, aggregation: Aggregation, totals: Totals) -> jax.Array:
-    """Returns a micro-batch's share of the mean that the aggregation stands for."""
-    by_token = aggregation is token_mean
-    return total / (totals.policy_tokens if by_token else totals.policy_sequences)
 
 
 def policy_metrics(

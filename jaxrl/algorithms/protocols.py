@@ -94,10 +94,9 @@ class FollowingTeacherRole(SamplingTeacherRole, ReceivingRole, Protocol):
 
 
 class RolloutRole(SamplingRole, ReceivingRole, Protocol):
-    """Samples with the policy's weights."""
+    """Samples with the policy's weights; each attempt uses different random numbers."""
 
-    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout:
-        """Generates as in `SamplingRole`; each attempt uses different random numbers."""
+    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> Rollout: ...
 
 
 class ReferenceRole(Protocol):
@@ -160,7 +159,7 @@ def role_calls(config: Config) -> dict[str, RoleCalls]:
 
 
 def protocols(config: Config) -> dict[str, type]:
-    """Returns a mapping from each role to its Protocol."""
+    """Maps each role to its Protocol."""
     return {role: calls.protocol for role, calls in role_calls(config).items()}
 
 

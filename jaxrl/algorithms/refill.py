@@ -6,7 +6,7 @@ This runs in the driver, which reads the rewards before the batch is complete, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport, reward_stats
 from jaxrl.runtime.local import done_future
 from jaxrl.runtime.worker import Future
-from jaxrl.types import Completion, Prompt, Rollout
+from jaxrl.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,6 @@ class _Group:
     report: RewardReport
     rows: np.ndarray
     """[G] of the rollout."""
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.rollout.prompts[self.rows[0]]
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [self.rollout.completions[row] for row in self.rows]
 
 
 def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[RewardReport]]:
@@ -63,21 +55,41 @@ def refilled(sources: Sources, index: int) -> tuple[Future[Rollout], Future[Rewa
             break
     groups = (kept + spare)[: config.batch_size]
     batch = make_rollout(
-        [group.prompt for group in groups],
-        [group.completions for group in groups],
+        [group.rollout.prompts[group.rows[0]] for group in groups],
+        [[group.rollout.completions[row] for row in group.rows] for group in groups],
         policy_version=rollouts[0].policy_version,
         **sources.packing,
     )
+    student_topk = None
+    if groups[0].rollout.student_topk is not None:
+        b, c = batch.sequences.loss_mask.shape
+        narrow = [np.asarray(g.rollout.student_topk)[g.rows, :c] for g in groups]  # then padding
+        wide = [np.pad(x, ((0, 0), (0, c - x.shape[1]), (0, 0))) for x in narrow]
+        student_topk = _padded(np.concatenate(wide), b, 0)
     batch = replace(
         batch,
         decode_steps=sum(rollout.decode_steps for rollout in rollouts),
         sent_back=sum(rollout.sent_back for rollout in rollouts),
         waited_s=sum(rollout.waited_s for rollout in rollouts),
         notes=tuple(note for rollout in rollouts for note in rollout.notes),
-        student_topk=_student_topk(groups, batch),
+        student_topk=student_topk,
     )
-    metrics = _metrics(kept + spare, reports) | {"policy/prompts_replaced": float(len(spare))}
-    futures = done_future(batch), done_future(_merged(groups, reports, batch, metrics))
+    # Of all that was sampled, including what was replaced; failures and seconds are added up.
+    sampled = kept + spare
+    metrics = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
+    added = [name for name in reports[0].metrics if name not in metrics]
+    metrics |= {name: sum(report.metrics[name] for report in reports) for name in added}
+    metrics |= {"policy/refills": len(reports) - 1.0, "policy/prompts_replaced": float(len(spare))}
+    b = len(batch.group_ids)
+    merged = RewardReport(
+        _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
+        _padded(_joined(groups, lambda report: report.task), b, np.nan),
+        {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
+        metrics,
+        tuple(note for report in reports for note in report.notes),
+        tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
+    )
+    futures = done_future(batch), done_future(merged)
     for i, future in enumerate(futures):
         future.times.started, future.times.finished = times[0][i].started, times[-1][i].finished
     return futures
@@ -96,52 +108,12 @@ def _groups(
     return sides
 
 
-def _student_topk(groups: Sequence[_Group], batch: Rollout) -> np.ndarray | None:
-    """Returns [B, C, K], the tokens that the policy ranked highest, at the width of the batch; None
-    where the teacher's signal does not ask for them."""
-    found = [(group.rollout.student_topk, group.rows) for group in groups]
-    if found[0][0] is None:
-        return None
-    b, c = batch.sequences.loss_mask.shape
-    narrow = [np.asarray(topk)[rows, :c] for topk, rows in found]  # beyond c is padding only
-    wide = [np.pad(x, ((0, 0), (0, c - x.shape[1]), (0, 0))) for x in narrow]
-    return _padded(np.concatenate(wide), b, 0)
-
-
-def _metrics(sampled: Sequence[_Group], reports: Sequence[RewardReport]) -> dict[str, float]:
-    """Computes the metrics of all that was sampled, including what was replaced; failures and
-    seconds are added up."""
-    stats = reward_stats(_joined(sampled, lambda report: report.rewards), _each_reward(sampled))
-    added = [name for name in reports[0].metrics if name not in stats]
-    sums = {name: sum(report.metrics[name] for report in reports) for name in added}
-    return stats | sums | {"policy/refills": len(reports) - 1.0}
-
-
-def _merged(
-    groups: Sequence[_Group],
-    reports: Sequence[RewardReport],
-    batch: Rollout,
-    metrics: Mapping[str, float],
-) -> RewardReport:
-    """Merges the rewards of the batch into one report."""
-    b = len(batch.group_ids)
-    return RewardReport(
-        _padded(_joined(groups, lambda report: report.rewards), b, np.nan),
-        _padded(_joined(groups, lambda report: report.task), b, np.nan),
-        {name: _padded(values, b, np.nan) for name, values in _each_reward(groups).items()},
-        metrics,
-        tuple(note for report in reports for note in report.notes),
-        tuple(g.report.messages[row] for g in groups for row in g.rows if g.report.messages),
-    )
-
-
 def _each_reward(groups: Sequence[_Group]) -> dict[str, np.ndarray]:
-    """Returns a mapping from the name of each reward to that reward of all completions."""
-
-    def one(name: str) -> np.ndarray:
-        return _joined(groups, lambda report: report.per_reward[name])
-
-    return {name: one(name) for name in groups[0].report.per_reward}
+    """Maps the name of each reward to that reward of all completions."""
+    return {
+        name: _joined(groups, lambda report, name=name: report.per_reward[name])  # type: ignore[misc]
+        for name in groups[0].report.per_reward
+    }
 
 
 def _joined(groups: Sequence[_Group], of: Callable[[RewardReport], np.ndarray]) -> np.ndarray:

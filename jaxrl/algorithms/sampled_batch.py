@@ -18,13 +18,12 @@ from jaxrl.algorithms.advantages import (
     turn_advantages,
 )
 from jaxrl.algorithms.similarity import similarity_advantages
-from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.rewards.batch_rewards import ENVIRONMENT, MODEL, OVERLONG, RewardReport
 from jaxrl.rewards.combine import as_rewards
 from jaxrl.sharding.split_rows import join_parts
-from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch, Tree
+from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch
 
 KL = "kl"
 """Name of the KL penalty among the rewards that are normalised each by itself."""
@@ -45,22 +44,60 @@ def prepare_rewarded(config: Config) -> Prepare:
         metrics: dict[str, float] = {}
         kl: dict[str, np.ndarray] = {}
         if config.policy.reward_kl_coef > 0:
-            penalty = kl[KL] = _reward_kl(config, rollout, reference)
+            per_token = kl_in_reward(
+                jnp.asarray(rollout.logprobs),
+                jnp.asarray(reference),
+                rollout.sequences.loss_mask,
+                estimator=config.policy.reward_kl_estimator,
+            )
+            penalty = kl[KL] = np.asarray(per_token, np.float64).sum(-1)
             rewards = rewards - config.policy.reward_kl_coef * penalty
             metrics["reward/kl"] = float(penalty[: len(rollout.completions)].mean())
+        asked = config.policy.scale_by_std
+        scaled = config.spec.scale_by_std if asked is None else asked
+        reported: dict[str, float] = {}
         if _credits_turns(config):
-            advantages = _by_turn(config, rollout, rewards, report)
-            reported: dict[str, float] = {}
+            penalties = bool(config.rewards.overlong_buffer) or config.policy.reward_kl_coef > 0
+            others = _has_other_rewards(config) or penalties
+            of_turns = turn_advantages(
+                _turn_rewards(config, rollout, report, rewards, others),
+                rollout.group_ids,
+                discount=config.environment.discount,
+                scale_by_std=scaled,
+            )
+            advantages = np.zeros(rollout.sequences.loss_mask.shape)
+            for row, completion in enumerate(rollout.completions):
+                values, end = iter(of_turns[row]), 0
+                for turn in completion.turns:
+                    begin, end = end, end + turn.tokens
+                    if turn.role == "assistant":
+                        advantages[row, begin:end] = next(values)
         elif _decoupled(config):
-            scaled = _scales_by_std(config)
             weights = _weights(config, report) | dict.fromkeys(kl, -config.policy.reward_kl_coef)
             parts = {**report.per_reward, **kl}
             summed = decoupled_rewards(
                 parts, weights, rewards, rollout.group_ids, scale_by_std=scaled
             )
-            advantages, reported = batch_normalised(summed, scale_by_std=scaled), {}
+            advantages = batch_normalised(summed, scale_by_std=scaled)
+        elif config.policy.advantages == "group":
+            advantages = group_advantages(rewards, rollout.group_ids, scale_by_std=scaled)
         else:
-            advantages, reported = _advantages(config, rollout, rewards, scores)
+            embedded: Embedded = scores["grouper"][0]
+            extra = len(rewards) - len(embedded.texts)
+            options = config.grouper
+            if not scaled:  # then nothing is divided here either
+                options = options.model_copy(update={"std_scope": "none"})
+            grouped = similarity_advantages(
+                rewards,
+                np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0))),
+                rollout.group_ids,
+                options=options,
+                texts=(*embedded.texts, *[None] * extra),
+                task=report.task,
+            )
+            advantages = grouped.advantages
+            for name, (total, count) in grouped.metrics.items():
+                reported[f"similarity/{name}"] = float(total) / max(float(count), 1)
         selection = selected(config, rollout, report)
         metrics |= reported | {f"policy/{name}": float(n) for name, n in selection.dropped.items()}
         keep = np.ones(len(rewards), bool)
@@ -87,30 +124,6 @@ def prepare_rewarded(config: Config) -> Prepare:
         return batch, metrics
 
     return prepare
-
-
-def _advantages(
-    config: Config, rollout: Rollout, rewards: np.ndarray, scores: RoleScores
-) -> tuple[np.ndarray, dict[str, float]]:
-    if config.policy.advantages == "group":
-        scaled = _scales_by_std(config)
-        return group_advantages(rewards, rollout.group_ids, scale_by_std=scaled), {}
-    embedded: Embedded = scores["grouper"][0]
-    extra = len(rewards) - len(embedded.texts)
-    vectors = np.pad(np.asarray(embedded.vectors), ((0, extra), (0, 0)))
-    grouped = similarity_advantages(
-        rewards,
-        vectors,
-        rollout.group_ids,
-        options=_similarity(config),
-        texts=(*embedded.texts, *[None] * extra),
-        task=scores["reward"][0].task,
-    )
-    reported = {
-        f"similarity/{name}": float(a) / max(float(n), 1)
-        for name, (a, n) in grouped.metrics.items()
-    }
-    return grouped.advantages, reported
 
 
 def selected(config: Config, rollout: Rollout, report: RewardReport) -> Selection:
@@ -184,50 +197,3 @@ def _turn_rewards(
             given[-1] = np.nan_to_num(given[-1]) + beside[row]
         turns[row] = given
     return turns
-
-
-def _by_turn(
-    config: Config, rollout: Rollout, rewards: np.ndarray, report: RewardReport
-) -> np.ndarray:
-    """Computes [B, C], the advantage of each turn at its tokens."""
-    penalties = bool(config.rewards.overlong_buffer) or config.policy.reward_kl_coef > 0
-    others = _has_other_rewards(config) or penalties
-    found = turn_advantages(
-        _turn_rewards(config, rollout, report, rewards, others),
-        rollout.group_ids,
-        discount=config.environment.discount,
-        scale_by_std=_scales_by_std(config),
-    )
-    out = np.zeros(rollout.sequences.loss_mask.shape)
-    for row, completion in enumerate(rollout.completions):
-        values, end = iter(found[row]), 0
-        for turn in completion.turns:
-            begin, end = end, end + turn.tokens
-            if turn.role == "assistant":
-                out[row, begin:end] = next(values)
-    return out
-
-
-def _scales_by_std(config: Config) -> bool:
-    asked = config.policy.scale_by_std
-    return config.spec.scale_by_std if asked is None else asked
-
-
-def _similarity(config: Config) -> GrouperConfig:
-    """Returns the options of similarity groups. If the algorithm does not divide by a standard
-    deviation, nothing is divided here either."""
-    if _scales_by_std(config):
-        return config.grouper
-    return config.grouper.model_copy(update={"std_scope": "none"})
-
-
-def _reward_kl(config: Config, rollout: Rollout, reference: Tree) -> np.ndarray:
-    """Returns [B], the nats of KL(policy || reference) that each completion's reward loses, per
-    unit of the coefficient."""
-    per_token = kl_in_reward(
-        jnp.asarray(rollout.logprobs),
-        jnp.asarray(reference),
-        rollout.sequences.loss_mask,
-        estimator=config.policy.reward_kl_estimator,
-    )
-    return np.asarray(per_token, np.float64).sum(-1)

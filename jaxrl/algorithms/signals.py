@@ -51,7 +51,6 @@ from jaxrl.types import (
     HiddenSignal,
     SampledSignal,
     Sequences,
-    Sums,
     TeacherSignal,
     TokenAlignment,
     TopKSignal,
@@ -335,7 +334,11 @@ def distill_loss(
     if isinstance(signal, HiddenSignal):
         heads, teachers, mixture = frozen["teacher_head"], signal.hidden, None
         if p.teachers:
-            teachers = _hidden_of_each(p, signal.hidden, heads)
+            widths = [head.shape[1] for head in heads]
+            # Without a mixture a row has the states of its own teacher alone, from the first on.
+            teachers = [signal.hidden[..., :width] for width in widths]
+            if p.mixture is not None:
+                teachers = jnp.split(signal.hidden, np.cumsum(widths)[:-1], axis=-1)
             # Where each row has one teacher, a weight of 1 leaves that teacher's logits as they
             # are.
             mixture = TeacherMixture(p.mixture or "geometric", batch.teacher_weights)
@@ -376,30 +379,15 @@ def distill_loss(
             ratio_cap=d.ratio_cap,
         )
     if p.keyed:
-        metrics |= _by_teacher(p, metrics, batch.teacher_weights)
+        # At the tokens of each teacher; a token of several counts by their weights.
+        sums, counts = metrics.get("divergence") or metrics["reverse_kl_k1"]
+        for k, name in enumerate(p.teachers):
+            share = batch.teacher_weights[..., k]
+            metrics[f"{name}/divergence"] = ((share * sums).sum(), (share * counts).sum())
     if isinstance(signal, HiddenSignal) or signal.best_ids is None:
         return total, count, metrics
     extra, _, more = entropy_aware_loss(p, hidden, kernel, batch)
     return total + extra, count, metrics | more
-
-
-def _hidden_of_each(p: Projection, hidden: Array, heads: Sequence[Array]) -> list[Array]:
-    """Returns each teacher's part of the hidden states [..., D] that were sent. Without a mixture a
-    row has those of its own teacher, from the first on: another teacher's weight there is 0."""
-    widths = [head.shape[1] for head in heads]
-    if p.mixture is None:
-        return [hidden[..., :width] for width in widths]
-    return jnp.split(hidden, np.cumsum(widths)[:-1], axis=-1)
-
-
-def _by_teacher(p: Projection, metrics: Sums, weights: Float[Array, "B C K"]) -> Sums:
-    """Returns the divergence at the tokens of each teacher; a token of several counts by their
-    weights."""
-    total, count = metrics.get("divergence") or metrics["reverse_kl_k1"]
-    return {
-        f"{name}/divergence": ((weights[..., k] * total).sum(), (weights[..., k] * count).sum())
-        for k, name in enumerate(p.teachers)
-    }
 
 
 def entropy_aware_loss(

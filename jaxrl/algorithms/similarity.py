@@ -230,9 +230,28 @@ def similarity_advantages(
     labels = np.full(len(ids), -1)
     shaped, shape = values.copy(), SHAPES.get(o.use)
     scores, counts = [], []
+    settings: dict[str, float] = {"tau": o.tau}
+    if o.method == "agglomerative_silhouette":
+        settings = {"max_clusters": o.max_clusters, "min_silhouette": o.min_silhouette}
     for prompt in np.unique(ids[(ids >= 0) & ~np.isnan(values)]):
         rows = np.flatnonzero((ids == prompt) & ~np.isnan(values))
-        rows, found, similarity = _one_prompt(rows, embeddings, texts, o)
+        members = rows.tolist()
+        answered = np.array([texts is None or texts[i] is not None for i in members])
+        keys: list[str | bytes] = [
+            np.asarray(embeddings[i]).tobytes() if texts is None else texts[i] or ""
+            for i in members
+        ]
+        order = canonical_order(keys)
+        rows, answered = rows[order], answered[order]
+        similarity = np.eye(len(rows))
+        both = np.ix_(answered, answered)
+        similarity[both] = similarities(np.asarray(embeddings)[rows[answered]])
+        found = np.arange(len(rows))
+        if answered.any():
+            inside = METHODS[o.method](similarity[both], **settings)
+            _, first, inverse = np.unique(inside, return_index=True, return_inverse=True)
+            found[answered] = found[answered][first[inverse]]
+        found = _renumbered(found)
         if shape is not None:
             penalties = values[rows] - earned[rows]
             shaped[rows] = shape(earned[rows], found, similarity, o) + penalties
@@ -244,54 +263,24 @@ def similarity_advantages(
     advantages = ADVANTAGES.get(o.use, _of_prompt)(shaped, labels, prompts, o)
     placed = np.flatnonzero(labels >= 0).tolist()
     unfinished = 0 if texts is None else sum(texts[i] is None for i in placed)
-    return Grouped(advantages, labels, _metrics(labels, counts, scores, unfinished))
+    _, size = np.unique(labels[labels >= 0], return_counts=True)
+    samples, n_prompts = float(size.sum()), float(len(counts))
+    metrics = {
+        "groups_per_prompt": (float(sum(counts)), n_prompts),
+        "singleton_fraction": (float((size == 1).sum()), samples),
+        "silhouette": (float(sum(scores)), float(len(scores))),
+        "unfinished_thoughts": (float(unfinished), samples),
+    }
+    for k in range(1, max(counts, default=0) + 1):
+        metrics[f"split_into_{k}"] = (float(counts.count(k)), n_prompts)
+    return Grouped(advantages, labels, metrics)
 
 
-def _one_prompt(
-    rows: np.ndarray, embeddings: np.ndarray, texts: Sequence[str | None] | None, o: GrouperConfig
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns a prompt's rows in canonical order, their clusters 0, 1, ..., and their
-    similarities."""
-    members = rows.tolist()
-    answered = np.array([texts is None or texts[i] is not None for i in members])
-    keys: list[str | bytes]
-    if texts is None:
-        keys = [np.asarray(embeddings[i]).tobytes() for i in members]
-    else:
-        keys = [texts[i] or "" for i in members]
-    order = canonical_order(keys)
-    rows, answered = rows[order], answered[order]
-    similarity = np.eye(len(rows))
-    similarity[np.ix_(answered, answered)] = similarities(np.asarray(embeddings)[rows[answered]])
-    found = np.arange(len(rows))
-    if answered.any():
-        inside = METHODS[o.method](similarity[np.ix_(answered, answered)], **_settings(o))
-        found[answered] = found[answered][_first_of(inside)]
-    return rows, _renumbered(found), similarity
-
-
-def _settings(o: GrouperConfig) -> dict[str, float]:
-    """Returns the keyword arguments of a clustering method."""
-    if o.method == "agglomerative_silhouette":
-        return {"max_clusters": o.max_clusters, "min_silhouette": o.min_silhouette}
-    return {"tau": o.tau}
-
-
-def _first_of(labels: np.ndarray) -> np.ndarray:
-    """Returns the index of the first member of each sample's cluster."""
-    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    return first[inverse]
-
-
-def _of_prompt(
-    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
-) -> Array:
+def _of_prompt(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     return group_advantages(values, prompts, scale_by_std=o.std_scope != "none")
 
 
-def _of_cluster(
-    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
-) -> Array:
+def _of_cluster(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     scopes = {"cluster": labels, "prompt": prompts, "none": None}
     return within(values, labels, scopes[o.std_scope])
 
@@ -303,17 +292,13 @@ def _blend(values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: Group
     return o.alpha * inside + (1 - o.alpha) * _of_prompt(values, labels, prompts, o)
 
 
-def _size_weight(
-    values: np.ndarray, labels: np.ndarray, prompts: np.ndarray, o: GrouperConfig
-) -> Array:
+def _size_weight(values: Array, labels: Array, prompts: Array, o: GrouperConfig) -> Array:
     """Returns |c|^-alpha times the prompt's advantage (arXiv 2601.08763)."""
     _, inverse, size = np.unique(labels, return_inverse=True, return_counts=True)
     return size[inverse] ** -o.alpha * _of_prompt(values, labels, prompts, o)
 
 
-def _distinct(
-    values: np.ndarray, labels: np.ndarray, similarity: np.ndarray, o: GrouperConfig
-) -> Array:
+def _distinct(values: Array, labels: Array, similarity: Array, o: GrouperConfig) -> Array:
     """Returns R max((G - |c|) / (G - 1), 0.1) (DARLING, arXiv 2509.02534)."""
     _not_negative(values, "distinct")
     size = np.bincount(labels)[labels]
@@ -366,17 +351,3 @@ ADVANTAGES: Mapping[str, Callable[[Array, Array, Array, GrouperConfig], Array]] 
     "size_weight": _size_weight,
 }
 """Uses that make advantages otherwise than GRPO: (rewards, clusters, prompts, options)."""
-
-
-def _metrics(labels: Array, counts: list[int], scores: list[float], unfinished: int) -> Sums:
-    _, size = np.unique(labels[labels >= 0], return_counts=True)
-    samples, prompts = float(size.sum()), float(len(counts))
-    metrics = {
-        "groups_per_prompt": (float(sum(counts)), prompts),
-        "singleton_fraction": (float((size == 1).sum()), samples),
-        "silhouette": (float(sum(scores)), float(len(scores))),
-        "unfinished_thoughts": (float(unfinished), samples),
-    }
-    for k in range(1, max(counts, default=0) + 1):
-        metrics[f"split_into_{k}"] = (float(counts.count(k)), prompts)
-    return metrics

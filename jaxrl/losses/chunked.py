@@ -4,7 +4,7 @@ time, so that no array [B, C, V] ever exists.
 A `Term` (`losses.layout`) computes a loss on the logits of some tokens, and the gradient of that
 loss with respect to these logits. This file runs a term over all tokens, on one device or a mesh:
 
-- `measure` runs forward only.
+- `measure` runs forward only. On a mesh the head is gathered once, before the loop.
 - `fused` computes values and gradients in one scan over chunks of tokens: a matrix product with
   each head, and two for the gradients. It sums the head's gradient in a float32 array of the head's
   size.
@@ -13,14 +13,11 @@ loss with respect to these logits. This file runs a term over all tokens, on one
   head's gradient is complete when it is written, so that it needs no float32 accumulator.
 
 `loss_values` is the differentiable function: it uses `fused` or, if the `ShardedTerm` is `lean`,
-`measure` and `tiled`. On a mesh the head is gathered once, before the loop. `fused`
-reduces the head's gradient once, after the loop; `tiled` reduces each tile once, which moves as
-many bytes.
+`measure` and `tiled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -32,11 +29,10 @@ from jaxrl.losses.layout import (
     PerToken,
     ShardedTerm,
     TokenStats,
-    gather_head,
     reduce_head,
 )
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.process.json_types import Keywords
+from jaxrl.sharding.axes import WEIGHTS
 from jaxrl.types import Tree
 
 
@@ -85,7 +81,7 @@ def fused(
             values, saved = sharded.term.measure(z, tokens, columns)
             dz = _kept(sharded.term.gradient(z, tokens, saved, columns), z, given)
             dz = dz.astype(hidden.dtype)
-            return d_rows + _outer(dz, hidden), (values, _back(dz, rows[0]))
+            return d_rows + _product(dz, hidden, 0), (values, _product(dz, rows[0], 1))
 
         start = jnp.zeros(rows[0].shape, jnp.float32)
         d_rows, per_chunk = jax.lax.scan(step, start, _chunks(sharded, hidden, given))
@@ -114,7 +110,9 @@ def tiled(
     ) -> tuple[Array, Array]:
         heads = _gather(sharded, hidden, head, given)
         columns = sharded.columns(head.shape[0])
-        flat, given, saved = _flat(hidden), _each_token(_flat, given), _flat(saved)
+        scale, softcaps = given.scale, given.softcaps
+        flat, given, saved = _flat((hidden, _per_token(given), saved))
+        given = given._replace(scale=scale, softcaps=softcaps)
         tiles = -(-flat.shape[0] // sharded.chunk)
         size = -(-columns.size // tiles)
 
@@ -125,16 +123,20 @@ def tiled(
             # The last tile starts early if the tiles do not divide the vocabulary; the columns that
             # it repeats get gradient 0.
             first = jnp.minimum(i * size, columns.size - size)
-            rows: _Heads = jax.tree.map(partial(_tile, first=first, size=size), here)
+            rows: _Heads = jax.tree.map(
+                partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size), here
+            )
             tile = VocabShard(columns.start + first, size, sharded.vocab, columns.padded)
             z, tokens = _logits(flat, rows, given, tile)
             dz = _kept(sharded.term.gradient(z, tokens, saved, tile), z, given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
-            d_tile = reduce_head(sharded, _outer(dz, flat), head.shape[1]).astype(head.dtype)
-            d_tile += jax.lax.bitcast_convert_type(_tile(d_head, first, size), head.dtype)
+            d_tile = reduce_head(sharded, _product(dz, flat, 0), head.shape[1]).astype(head.dtype)
+            d_tile += jax.lax.bitcast_convert_type(
+                jax.lax.dynamic_slice_in_dim(d_head, first, size), head.dtype
+            )
             d_head = jax.lax.dynamic_update_slice_in_dim(d_head, _bits(d_tile), first, 0)
-            return d_hidden + _back(dz, rows[0]), d_head
+            return d_hidden + _product(dz, rows[0], 1), d_head
 
         start = jnp.zeros(flat.shape, jnp.float32), _bits(jnp.zeros_like(head))
         d_hidden, d_head = jax.lax.fori_loop(0, tiles, step, start)
@@ -156,7 +158,7 @@ def loss_values(
     """Returns (masked sum of the loss, values per token [B, C, ...]). Only the sum is
     differentiable."""
     values = measure(sharded, hidden, head, given).values
-    return _masked_loss(values, given), values
+    return jnp.where(given.mask, values["loss"], 0).sum(), values
 
 
 def _loss_forward(
@@ -168,25 +170,18 @@ def _loss_forward(
         kept = hidden, head, given, saved
     else:
         values, *kept = fused(sharded, hidden, head, given)
-    return (_masked_loss(values, given), values), kept
+    return (jnp.where(given.mask, values["loss"], 0).sum(), values), kept
 
 
 def _loss_backward(
     sharded: ShardedTerm, kept: Tree, cotangents: tuple[Array, PerToken]
 ) -> tuple[Array, Array, None]:
-    d_hidden, d_head = tiled(sharded, *kept) if sharded.lean else kept
-    return _scaled(d_hidden, cotangents[0]), _scaled(d_head, cotangents[0]), None
+    gradients = tiled(sharded, *kept) if sharded.lean else kept
+    d_hidden, d_head = ((x.astype(jnp.float32) * cotangents[0]).astype(x.dtype) for x in gradients)
+    return d_hidden, d_head, None
 
 
 loss_values.defvjp(_loss_forward, _loss_backward)
-
-
-def _masked_loss(values: PerToken, given: FrozenInputs) -> Array:
-    return jnp.where(given.mask, values["loss"], 0).sum()
-
-
-def _scaled(x: Array, factor: Array) -> Array:
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 _Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
@@ -194,9 +189,16 @@ _Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
 
 
 def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
-    theirs = zip(given.teacher_head, given.teacher_hidden, strict=True)
-    heads = tuple(gather_head(sharded, *one) for one in theirs)
-    return gather_head(sharded, head, hidden), heads, given.outcomes
+    """Gathers this device's rows at full width, in the dtype of the hidden states they meet."""
+
+    def gathered(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array, "rows D"]:
+        head = head.astype(hidden.dtype)
+        if head.shape[1] == hidden.shape[-1]:
+            return head
+        return jax.lax.all_gather(head, sharded.axes(*WEIGHTS), axis=1, tiled=True)
+
+    heads = tuple(map(gathered, given.teacher_head, given.teacher_hidden))
+    return gathered(head, hidden), heads, given.outcomes
 
 
 def _logits(
@@ -227,14 +229,11 @@ def _kept(
     return jnp.where(given.mask[:, None], dz, 0)
 
 
-def _outer(dz: Float[Array, "n size"], hidden: Float[Array, "n D"]) -> Float[Array, "size D"]:
-    dims = (((0,), (0,)), ((), ()))
-    return jax.lax.dot_general(dz, hidden, dims, preferred_element_type=jnp.float32)
-
-
-def _back(dz: Float[Array, "n size"], rows: Float[Array, "size D"]) -> Float[Array, "n D"]:
-    dims = (((1,), (0,)), ((), ()))
-    return jax.lax.dot_general(dz, rows, dims, preferred_element_type=jnp.float32)
+def _product(dz: Float[Array, "n size"], x: Float[Array, "_ D"], axis: int) -> Float[Array, "_ D"]:
+    """Contracts `axis` of dz with the rows of x, in float32: 0 for the head's gradient, 1 for that
+    of hidden."""
+    dims = (((axis,), (0,)), ((), ()))
+    return jax.lax.dot_general(dz, x, dims, preferred_element_type=jnp.float32)
 
 
 def _bits(x: Array) -> Array:
@@ -243,16 +242,9 @@ def _bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def _tile(rows: Array, first: Array, size: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(rows, first, size)
-
-
-def _each_token(f: Callable[[FrozenInputs], FrozenInputs], given: FrozenInputs) -> FrozenInputs:
-    """Applies `f` to the leaves [B, C, ...]. Keeps scale and caps, and drops what has a row for
-    each token of a vocabulary."""
-    per_token: Keywords = {"scale": None, "softcaps": (), "teacher_head": (), "outcomes": None}
-    each = f(given._replace(**per_token))
-    return each._replace(scale=given.scale, softcaps=given.softcaps)
+def _per_token(given: FrozenInputs) -> FrozenInputs:
+    """Keeps the leaves [B, C, ...] alone."""
+    return given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
 
 
 def _flat(tree: Tree) -> Tree:
@@ -267,24 +259,17 @@ def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[A
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
 
-    def split(tree: Tree) -> Tree:
-        def one(x: Array) -> Array:
-            x = jnp.pad(x, [(0, count * chunk - tokens)] + [(0, 0)] * (x.ndim - 1))
-            return x.reshape(count, chunk, *x.shape[1:])
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, count * chunk - tokens)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(count, chunk, *x.shape[1:])
 
-        return jax.tree.map(one, _flat(tree))
-
-    chunks = _each_token(split, given)
+    hidden, chunks = jax.tree.map(split, _flat((hidden, _per_token(given))))
     scale, softcaps = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (count,)), (given.scale, given.softcaps)
     )
-    return split(hidden), chunks._replace(scale=scale, softcaps=softcaps)
+    return hidden, chunks._replace(scale=scale, softcaps=softcaps)
 
 
 def _unchunk(tree: Tree, rows: tuple[int, ...]) -> Tree:
     """Joins [chunks, chunk, ...] into [b, C, ...]."""
-
-    def join(x: Array) -> Array:
-        return x[: rows[0] * rows[1]].reshape(*rows, *x.shape[1:])
-
-    return jax.tree.map(join, _flat(tree))
+    return jax.tree.map(lambda x: x[: rows[0] * rows[1]].reshape(*rows, *x.shape[1:]), _flat(tree))

@@ -8,18 +8,13 @@ top1_agreement, which are [B, C], one for each token. Gradients flow to the stud
 and head; metrics carry none. Masked positions never affect a result, not even if they hold NaN.
 
 Common arguments:
-    beta: static. 0 is KL(teacher || student), 1 KL(student || teacher), between: generalised JSD,
-        beta being the mixture's weight of the teacher. The scale of the loss jumps at both ends
-        (see `generalised_jsd`).
+    beta: static; as of `divergence.generalised_jsd`.
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
-    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`). Rows are split over data,
-        fsdp and expert, their tokens over context, the vocabulary over tensor, and the width of a
-        head over fsdp and context (`losses/layout.py`). Sizes that the mesh does not divide are
-        padded or kept whole.
-        Two heads with different numbers of rows are cut to the first V = min(rows), which moves
-        rows between devices at every call: cut a frozen head once, beforehand.
+    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`); `losses/layout.py` says
+        what the mesh splits. Two heads with different numbers of rows are cut to the first V =
+        min(rows), which moves rows between devices at every call: cut a frozen head beforehand.
 """
 
 from __future__ import annotations
@@ -41,6 +36,8 @@ from jaxrl.losses.divergence import (
     check_beta,
     generalised_jsd,
     logits_gradient,
+    masked_count,
+    masked_sum,
 )
 from jaxrl.losses.head import full_entropy
 from jaxrl.losses.layout import (
@@ -54,11 +51,9 @@ from jaxrl.losses.layout import (
     fit_head,
     fit_rows,
     frozen_inputs,
-    masked_rows,
     models_of,
     shard_term,
 )
-from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
 from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
 from jaxrl.types import Array
@@ -225,7 +220,8 @@ def divergence_sums(
         outcomes: as of `FrozenInputs`.
     """
     given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, outcomes)
-    hidden = fit_rows(sharded, masked_rows(hidden, mask))
+    # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
+    hidden = fit_rows(sharded, jnp.where(mask[..., None], hidden, 0))
     total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = masked_count(mask)
@@ -258,9 +254,19 @@ class FullDivergence(Term):
             "teacher_entropy": full_entropy(teacher_z, teacher_lse, columns),
         }
         saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre} | normalised
-        if self.entropy_aware is None:
+        term = self.entropy_aware
+        if term is None:
             return TokenStats(values, saved)
-        return _add_term(self.entropy_aware, TokenStats(values, saved), z, teacher_z, columns)
+        _, ids = columns.topk(teacher_z, term.top_k)
+        listed, others = with_tail(z, lse, ids, columns)
+        theirs, _ = with_tail(teacher_z, teacher_lse, ids, columns)
+        divergence, centre = generalised_jsd(listed, theirs, beta=0)
+        gate = values["teacher_entropy"] >= term.threshold
+        weight = jnp.where(gate, term.coef, 0.0)
+        extra = weight * divergence
+        values |= {"loss": values["loss"] + extra, "entropy_aware": extra, "entropy_gate": gate}
+        gradient = weight[:, None] * logits_gradient(listed, theirs, centre, beta=0)
+        return TokenStats(values, saved | {"ids": ids, "gradient": gradient, "others": others})
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
@@ -281,26 +287,6 @@ class FullDivergence(Term):
             return logits[0], {}
         known = normalisers(kind, logits, columns) if saved is None else saved
         return mixed(kind, logits, tokens["weights"], known), known
-
-
-def _add_term(
-    term: EntropyAware, so_far: TokenStats, z: Array, teacher_z: Array, columns: VocabShard
-) -> TokenStats:
-    values, saved = so_far
-    _, ids = columns.topk(teacher_z, term.top_k)
-    student, others = with_tail(z, saved["lse"], ids, columns)
-    teacher, _ = with_tail(teacher_z, saved["teacher_lse"], ids, columns)
-    divergence, centre = generalised_jsd(student, teacher, beta=0)
-    gate = values["teacher_entropy"] >= term.threshold
-    weight = jnp.where(gate, term.coef, 0.0)
-    extra = weight * divergence
-    values = values | {
-        "loss": values["loss"] + extra,
-        "entropy_aware": extra,
-        "entropy_gate": gate,
-    }
-    gradient = weight[:, None] * logits_gradient(student, teacher, centre, beta=0)
-    return TokenStats(values, saved | {"ids": ids, "gradient": gradient, "others": others})
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 
-from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.types import Array, Sums
 
 MIN = -1e30
@@ -49,8 +48,14 @@ def check_beta(beta: float) -> None:
         )
 
 
-def _sum_last(x: Array) -> Array:
-    return x.sum(-1)
+def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Counts the kept positions, float32."""
+    return mask.astype(jnp.float32).sum()
+
+
+def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Sums `x` where `mask`, float32."""
+    return jnp.where(mask, x, 0).astype(jnp.float32).sum()
 
 
 def weighted(p: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -75,7 +80,7 @@ def generalised_jsd(
     student: Float[Array, "*rows V"],
     teacher: Float[Array, "*rows V"],
     beta: float,
-    total: Callable[[Array], Array] = _sum_last,
+    total: Callable[[Array], Array] = lambda x: x.sum(-1),
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Computes D = beta KL(P||M) + (1-beta) KL(Q||M) with M = beta P + (1-beta) Q.
 
@@ -122,12 +127,6 @@ def logits_gradient(
     return (1 - beta) * q * (q_over_m - centre)
 
 
-def _kept(logits: Array, mask: Array) -> Array:
-    """Replaces masked logits with 0. Since 0 * NaN is NaN, a gradient of 0 is not enough to keep
-    masked values out of the way."""
-    return jnp.where(mask[..., None], logits, 0)
-
-
 def log_softmax(
     logits: Float[Array, "*rows V"], temperature: float = 1.0
 ) -> Float[Array, "*rows V"]:
@@ -157,8 +156,11 @@ def jsd(
         (sum in nats, number of tokens).
     """
     check_beta(beta)
-    student = log_softmax(_kept(student_logits, mask), temperature)
-    teacher = jax.lax.stop_gradient(log_softmax(_kept(teacher_logits, mask), temperature))
+    # 0 * NaN is NaN: a gradient of 0 is not enough to keep masked values out of the way.
+    student, teacher = (
+        log_softmax(jnp.where(mask[..., None], x, 0), temperature)
+        for x in (student_logits, jax.lax.stop_gradient(teacher_logits))
+    )
     value, _ = generalised_jsd(student, teacher, beta)
     return masked_sum(value, mask), masked_count(mask)
 

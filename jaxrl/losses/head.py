@@ -2,9 +2,8 @@
 
 Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
 D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32; with a
-softcap c they are c tanh(hidden @ head.T / c) / temperature. `options` are `LogitOptions`. On a
-mesh rows are split over (data, fsdp), their tokens over context and the vocabulary over tensor;
-sizes that the mesh does not divide are padded.
+softcap c they are c tanh(hidden @ head.T / c) / temperature. `options` are `LogitOptions`;
+`losses/layout.py` says what a mesh splits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from jaxrl.losses.layout import (
     fit_head,
     fit_rows,
     frozen_inputs,
-    masked_rows,
     models_of,
     shard_term,
 )
@@ -70,8 +68,8 @@ def logprobs_from_hidden(
         mask: where False, hidden may hold anything, NaN included: the values there mean nothing,
             and no gradient comes from them.
     """
-    term, each = _TokenLogprob(entropy=False), {"ids": tokens}
-    return token_values(term, hidden, head, each, mask, **options)["logprobs"]
+    term = _TokenLogprob(entropy=False)
+    return token_values(term, hidden, head, {"ids": tokens}, mask, **options)["logprobs"]
 
 
 def logprobs_and_entropy_from_hidden(
@@ -227,7 +225,8 @@ def token_values(
     sharded = shard_term(term, (hidden, head), **options)
     b, c = tokens["ids"].shape
     mask = jnp.ones((b, c), bool) if mask is None else mask
-    hidden = fit_rows(sharded, masked_rows(hidden, mask))
+    # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
+    hidden = fit_rows(sharded, jnp.where(mask[..., None], hidden, 0))
     outcomes = outcomes and tuple(fit_head(sharded, jnp.asarray(x)) for x in outcomes)
     given = frozen_inputs(sharded, mask, tokens, temperature, (softcap,), outcomes=outcomes)
     values = _token_values(sharded, hidden, fit_head(sharded, head), given)

@@ -8,6 +8,7 @@ tokens, the vocabulary with columns of `MIN`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -115,10 +116,7 @@ class ShardedTerm:
         return tuple(a for a in names if self.size(a) > 1)
 
     def size(self, *names: str) -> int:
-        size = 1
-        for axis in names:
-            size *= 1 if self.mesh is None else self.mesh.shape.get(axis, 1)
-        return size
+        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(a, 1) for a in names)
 
     def head_spec(self, head: Array) -> PartitionSpec:
         split = head.shape[1] % self.size(*WEIGHTS) == 0
@@ -232,36 +230,21 @@ def softcaps_of(*each: Softcap) -> tuple[Float[Array, ""] | None, ...]:
 
 
 def fit_rows(sharded: ShardedTerm, tree: Tree) -> Tree:
-    """Leaves [B, C, ...] padded with zeros to a B and a C that the mesh divides."""
+    """Pads leaves [B, C, ...] with zeros to a B and a C that the mesh divides."""
     rows, tokens = sharded.size(*ROWS), sharded.size(TOKENS)
-
-    def pad(x: Array) -> Array:
-        b, c = x.shape[:2]
-        return jnp.pad(x, [(0, -b % rows), (0, -c % tokens)] + [(0, 0)] * (x.ndim - 2))
-
-    return jax.tree.map(pad, tree)
-
-
-def masked_rows(hidden: Float[Array, "B C D"], mask: Bool[Array, "B C"]) -> Float[Array, "B C D"]:
-    """Returns `hidden` with zeros where masked: 0 * NaN is NaN, and what stands there must not
-    reach the product that makes the head's gradient."""
-    return jnp.where(mask[..., None], hidden, 0)
+    return jax.tree.map(
+        lambda x: jnp.pad(
+            x,
+            [(0, -x.shape[0] % rows), (0, -x.shape[1] % tokens)] + [(0, 0)] * (x.ndim - 2),
+        ),
+        tree,
+    )
 
 
 def fit_head(sharded: ShardedTerm, head: Shaped[Array, "rows ..."]) -> Shaped[Array, "V ..."]:
     """Returns the first V rows, padded with zeros to a number that `tensor` divides."""
     more = -sharded.vocab % sharded.size("tensor")
     return jnp.pad(head[: sharded.vocab], [(0, more)] + [(0, 0)] * (head.ndim - 1))
-
-
-def gather_head(
-    sharded: ShardedTerm, head: Float[Array, "rows Dshard"], hidden: Array
-) -> Float[Array, "rows D"]:
-    """Gathers this device's rows at full width, in the dtype of the hidden states they meet."""
-    head = head.astype(hidden.dtype)
-    if head.shape[1] == hidden.shape[-1]:
-        return head
-    return jax.lax.all_gather(head, sharded.axes(*WEIGHTS), axis=1, tiled=True)
 
 
 def reduce_head(sharded: ShardedTerm, d_rows: Float[Array, "rows D"], width: int) -> Array:

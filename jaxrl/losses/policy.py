@@ -121,9 +121,19 @@ class Clipped:
             raise ValueError(
                 f"clip_low is {self.clip_low}; ratios are kept above 1 - clip_low: 0 to 1"
             )
-        _at_least(0, "clip_high", self.clip_high, "ratios are kept below 1 + clip_high")
+        _check(
+            self.clip_high >= 0,
+            "clip_high",
+            self.clip_high,
+            "at least 0: ratios are kept below 1 + clip_high",
+        )
         if self.clip_dual is not None:
-            _above(1, "clip_dual", self.clip_dual, "it bounds the ratio itself; 3 is usual")
+            _check(
+                self.clip_dual > 1,
+                "clip_dual",
+                self.clip_dual,
+                "above 1: it bounds the ratio itself; 3 is usual",
+            )
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
@@ -144,7 +154,12 @@ class Capped:
     """Absolute: a bound of r itself, not of r - 1."""
 
     def __post_init__(self) -> None:
-        _above(0, "ratio_cap", self.ratio_cap, "it bounds the ratio itself; 5 is usual")
+        _check(
+            self.ratio_cap > 0,
+            "ratio_cap",
+            self.ratio_cap,
+            "above 0: it bounds the ratio itself; 5 is usual",
+        )
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
@@ -167,8 +182,8 @@ class Soft:
     """Elsewhere."""
 
     def __post_init__(self) -> None:
-        _above(0, "tau_positive", self.tau_positive, "1 is usual")
-        _above(0, "tau_negative", self.tau_negative, "1.05 is usual")
+        _check(self.tau_positive > 0, "tau_positive", self.tau_positive, "above 0: 1 is usual")
+        _check(self.tau_negative > 0, "tau_negative", self.tau_negative, "above 0: 1.05 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
@@ -190,7 +205,7 @@ class LogClipped:
     """Nats."""
 
     def __post_init__(self) -> None:
-        _at_least(0, "clip_log", self.clip_log, "nats; 0.4 is usual")
+        _check(self.clip_log >= 0, "clip_log", self.clip_log, "at least 0: nats; 0.4 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         below = (tokens.advantages < 0) & (tokens.log_ratio < -self.clip_log)
@@ -200,14 +215,9 @@ class LogClipped:
         return TermOutput(ratio * tokens.advantages, ratio, below, above)
 
 
-def _above(limit: float, name: str, value: float, why: str) -> None:
-    if not value > limit:
-        raise ValueError(f"{name} is {value}; it must be above {limit}: {why}")
-
-
-def _at_least(limit: float, name: str, value: float, why: str) -> None:
-    if not value >= limit:
-        raise ValueError(f"{name} is {value}; it must be at least {limit}: {why}")
+def _check(allowed: bool, name: str, value: float, limit: str) -> None:
+    if not allowed:
+        raise ValueError(f"{name} is {value}; it must be {limit}")
 
 
 @dataclass(frozen=True)
@@ -344,22 +354,11 @@ def policy_loss(
     if weights is not None:
         value = value * jax.lax.stop_gradient(kept(_per_token(weights, mask), mask))
     total, count = objective.aggregation(-value, mask)
-    return total, count, _metrics(terms, tokens)
-
-
-def _per_token(x: Array, mask: Array) -> Array:
-    """Broadcasts [B] to [B, T]; leaves [B, T] as it is."""
-    x = jnp.asarray(x)
-    return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
-
-
-def _metrics(terms: TermOutput, tokens: Tokens) -> Sums:
-    mask = tokens.mask
     clipped = (terms.below | terms.above) & mask
     sequences = (clipped.any(-1).astype(jnp.float32).sum(), mask.any(-1).astype(jnp.float32).sum())
     # r - 1 - log r, whose expectation under pi_old is KL(pi_old || pi_theta).
     d = jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {
+    metrics: Sums = {
         "ratio": token_metric(terms.ratio, mask),
         "clip_fraction": token_metric(clipped, mask),
         "clip_low_fraction": token_metric(terms.below, mask),
@@ -367,6 +366,13 @@ def _metrics(terms: TermOutput, tokens: Tokens) -> Sums:
         "clip_fraction_sequences": sequences,
         "old_kl_k3": token_metric(jnp.expm1(d) - d, mask),
     }
+    return total, count, metrics
+
+
+def _per_token(x: Array, mask: Array) -> Array:
+    """Broadcasts [B] to [B, T]; leaves [B, T] as it is."""
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
 
 
 def entropy_term(

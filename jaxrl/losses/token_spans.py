@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
-from jaxrl.losses.divergence import MIN, clamped_gap, sampled_reverse_kl
+from jaxrl.losses.divergence import MIN, clamped_gap, masked_count, masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.losses.layout import (
     LogitOptions,
@@ -45,7 +45,6 @@ from jaxrl.losses.layout import (
     TokenStats,
     shard_term,
 )
-from jaxrl.losses.masked import masked_count, masked_sum
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 

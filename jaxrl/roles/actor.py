@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,12 +72,6 @@ class Receiver:
     sent: str
     """Name of the weights in the ledger until they are loaded."""
 
-    def shares_devices(self, mesh: Mesh) -> bool:
-        if self.shardings is None:
-            return False
-        there = jax.tree.leaves(self.shardings)[0].device_set
-        return not there.isdisjoint(mesh.devices.flat)
-
 
 class Actor:
     """Holds the policy that is trained, and its optimizer state, on one mesh."""
@@ -135,8 +129,19 @@ class Actor:
             ema = jax.block_until_ready(programs.initial_ema(params)) if config.keeps_ema else None
             self.state = TrainState(params, opt_state, self._scalar(0), ema)
         else:
+            # Into the shapes, dtypes and shardings of this run, which may differ from those saved.
             with phase("restore"):
-                self._restore(restore)
+                state = programs.abstract_state()
+                wanted = {"params": state.params, "opt_state": state.opt_state, "counters": None}
+                if state.ema is not None:
+                    wanted["ema"] = state.ema
+                loaded = load_arrays(restore / ACTOR, wanted)
+                counters = loaded["counters"]
+                self.version = counters["version"]
+                self._skipped_in_a_row = counters["skipped_in_a_row"]
+                trained = loaded["params"], loaded["opt_state"]
+                updates = self._scalar(counters["updates"])
+                self.state = TrainState(*trained, updates, loaded.get("ema"))
         self._keep()
 
     def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
@@ -189,6 +194,7 @@ class Actor:
         last: dict[str, float] = {}
         skipped = empty = real = computed = planned = 0
         devices = row_devices(self.mesh)
+        frozen = {**self._frozen, BASE: self._base} if self._base else self._frozen
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
             parts = cut_minibatches(lengths, in_policy, unit, group, minibatches, seed)
@@ -208,7 +214,7 @@ class Actor:
                 # one at the last, so that the schedule ends with the last batch.
                 planned = (step * c.epochs_per_batch + epoch) * minibatches
                 planned += -(-number * minibatches // len(parts)) - 1
-                read = {**self._read, PLANNED: self._scalar(planned)}
+                read = {**frozen, PLANNED: self._scalar(planned)}
                 given = (self.state, read, placed, index, group, size)
                 with (
                     phase(f"update {epoch * len(parts) + number}/{all_updates}"),
@@ -223,13 +229,19 @@ class Actor:
                     totals.setdefault(name, []).append(pair)
                 for name, value in maxima.items():
                     largest[name] = max(largest.get(name, 0.0), float(value))
-                if epoch == 0:
-                    _fill(by_row, each, index, len(lengths))
+                for name, (total, count) in each.items() if epoch == 0 else ():
+                    values = by_row.setdefault(name, np.full(len(lengths), np.nan))
+                    real_rows = (index >= 0) & (count > 0)
+                    values[index[real_rows]] = total[real_rows] / count[real_rows].astype(float)
                 skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
                 empty += not last["trains"]
         self.version += 1
         current().drop("actor.batch")
-        metrics = prepared | of_teachers | self._finish(_added(totals), largest)
+        added = {
+            name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
+            for name, pairs in totals.items()
+        }
+        metrics = prepared | of_teachers | self._finish(added, largest)
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
@@ -246,30 +258,20 @@ class Actor:
         """Converts the policy to `dtype` (None: that of the rollout) and one array per layer, and
         sends it to the receiver's mesh. `version` must be the actor's version.
 
-        An array that already has the receiver's dtype, layout and sharding is shared with the
-        receiver without a copy. The next update donates it, which is safe because the receiver is
-        then on the same worker, and never samples between an update and the next `publish`. If
-        the receiver is in another worker, the weights stay on the actor's mesh, and the caller
-        must send them before the next update.
+        An array that already has the receiver's dtype, layout and sharding is shared without a
+        copy. The next update donates it: the receiver is then on the same worker, and never samples
+        between an update and the next `publish`. For a receiver in another worker the weights stay
+        on the actor's mesh, and the caller must send them before the next update.
         """
         dtype = dtype or self.config.rollout.compute_dtype
         to = Receiver("unstacked", dtype, self._rollout_shardings, SENT)
         return self._send(version, self.state.params, to)
 
     def publish_to_teacher(self, version: int) -> Weights:
-        """Sends the policy, or its moving average (`teacher.ema`), to a teacher that follows it; as
-        `publish`.
-
-        The teacher scores with them until the next update at the latest, which donates what is
-        shared.
-        """
+        """Sends the policy, or its moving average (`teacher.ema`), to a teacher that follows it,
+        which scores with them until the next update at the latest; as `publish`."""
         assert self._teacher is not None, "the plan gives the actor a teacher that follows"
         return self._send(version, self._taught(), self._teacher)
-
-    @property
-    def _read(self) -> Frozen:
-        """Returns what an update reads and does not change."""
-        return {**self._frozen, BASE: self._base} if self._base else self._frozen
 
     def _taught(self) -> Params:
         """Returns the weights that teach: the policy's, or their moving average."""
@@ -288,7 +290,8 @@ class Actor:
                 params = reshard(params, to.shardings)
                 current().put(to.sent, params)
             jax.block_until_ready(params)
-        if not to.shares_devices(self.mesh):
+        there = set() if to.shardings is None else jax.tree.leaves(to.shardings)[0].device_set
+        if there.isdisjoint(self.mesh.devices.flat):
             current().drop(to.sent)
         moved = [
             leaf
@@ -373,20 +376,6 @@ class Actor:
         for name, (access, stages, away) in each.items():
             current().resident(f"actor.{name}", *access, stages=stages, offload=away)
 
-    def _restore(self, folder: Path) -> None:
-        """Loads a checkpoint into the shapes, dtypes and shardings of this run, which may differ
-        from those it was saved with."""
-        state = self.programs.abstract_state()
-        wanted = {"params": state.params, "opt_state": state.opt_state, "counters": None}
-        if state.ema is not None:
-            wanted["ema"] = state.ema
-        loaded = load_arrays(folder / ACTOR, wanted)
-        counters = loaded["counters"]
-        self.version = counters["version"]
-        self._skipped_in_a_row = counters["skipped_in_a_row"]
-        updates = self._scalar(counters["updates"])
-        self.state = TrainState(loaded["params"], loaded["opt_state"], updates, loaded.get("ema"))
-
     def _scalar(self, value: int) -> jax.Array:
         return put(np.int32(value), self.programs.replicated)
 
@@ -425,10 +414,12 @@ class Actor:
         while path.exists():  # another minibatch of this step
             tries += 1
             path = path.with_name(f"step_{step + 1}_{tries}.npz")
-        arrays: dict[str, Array] = {"rows": rows} | {
-            jax.tree_util.keystr(key, simple=True, separator="."): _dumped(leaf)
-            for key, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        }
+        arrays: dict[str, Array] = {"rows": rows}
+        for key, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            # numpy's file format has no bfloat16.
+            dtype = np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype
+            name = jax.tree_util.keystr(key, simple=True, separator=".")
+            arrays[name] = to_host(leaf).astype(dtype)
         if is_primary(self.mesh.devices.flat):
             with contextlib.suppress(OSError):  # a full disk ends no run
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -440,27 +431,3 @@ class Actor:
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."
             )
         return 1
-
-
-def _added(totals: Mapping[str, list[tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Adds up (sum, count) of each metric over all updates."""
-    return {
-        name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
-        for name, pairs in totals.items()
-    }
-
-
-def _fill(
-    by_row: dict[str, np.ndarray], each: Mapping[str, Tree], index: np.ndarray, rows: int
-) -> None:
-    """Puts sum / count of the rows [n, b] of an update in their places among all."""
-    for name, (total, count) in each.items():
-        values = by_row.setdefault(name, np.full(rows, np.nan))
-        real = (index >= 0) & (count > 0)
-        values[index[real]] = total[real] / count[real].astype(np.float64)
-
-
-def _dumped(leaf: jax.Array) -> np.ndarray:
-    """Copies an array to the host, with bfloat16 as float32: numpy's file format has no
-    bfloat16."""
-    return to_host(leaf).astype(np.float32 if leaf.dtype == jnp.bfloat16 else leaf.dtype)

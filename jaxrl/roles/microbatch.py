@@ -103,7 +103,15 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     A prompt is computed once for its group where that is worth it (`shared_group`) and each device
     has a group in each part.
     """
-    whole, cuts = _scored_cuts(rollout, parts, devices)
+    n, shards = len(rollout.group_ids), devices.count
+    group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
+    group = scored_group(n, parts, shards, group)
+    unit = shards * group
+    slices = (part_rows(n, k, parts, unit) for k in range(parts))
+    indices = [np.arange(rows.start, rows.stop) for rows in slices if rows is not None]
+    # The last part may be smaller, and few rows make fewer parts.
+    cuts = [np.pad(rows, (0, -len(rows) % unit), constant_values=-1) for rows in indices]
+    whole = replace(rollout.sequences, group=group)
     if part >= len(cuts):
         return None
     index = cuts[part]
@@ -174,22 +182,6 @@ def scored_padding(
             real += int(held_tokens(sequences, devices)[0].sum())
             computed += devices.count * sequences.room[0]
     return 1 - real / computed
-
-
-def _scored_cuts(
-    rollout: Rollout, parts: int, devices: RowDevices
-) -> tuple[Sequences, list[np.ndarray]]:
-    """Returns the rollout's sequences with the group by which its scorers share prompts, and the
-    row numbers of each part, with -1 for padding. The last part may be smaller, and few rows make
-    fewer parts."""
-    n, shards = len(rollout.group_ids), devices.count
-    group = shared_group(rollout.sequences, unit_rows(rollout.group_ids, 1), None)
-    group = scored_group(n, parts, shards, group)
-    unit = shards * group
-    cuts = (part_rows(n, part, parts, unit) for part in range(parts))
-    indices = [np.arange(rows.start, rows.stop) for rows in cuts if rows is not None]
-    padded = [np.pad(rows, (0, -len(rows) % unit), constant_values=-1) for rows in indices]
-    return replace(rollout.sequences, group=group), padded
 
 
 def scored_group(rows: int, parts: int, shards: int, group: int) -> int:
@@ -268,12 +260,8 @@ def cut_minibatches(
 def split_rows(
     rows: np.ndarray, lengths: np.ndarray, size: int, shards: int, padded: int | None = None
 ) -> np.ndarray:
-    """Cuts a minibatch into micro-batches of equal shape whose shards hold about as many tokens
-    each.
-
-    Longest rows first, each goes to the emptiest shard that has room: no device of no micro-batch
-    waits long for another. The loss is a sum, so that the assignment changes no result beyond float
-    order.
+    """Cuts a minibatch into micro-batches of equal shape: longest rows first, each goes to the
+    emptiest shard that has room, so that no device waits long for another.
 
     Args:
         rows: row numbers of the minibatch.
@@ -307,9 +295,7 @@ def micro_batch(
 ) -> TrainBatch:
     """Takes some rows of a batch, inside a program; batch and result are sharded over (data, fsdp).
 
-    No device ever holds more than its share of the rows: the shares are passed around the ring of
-    devices, and each device fills in the rows that it holds. Rows are copied, never summed, so that
-    every bit is preserved.
+    The shares are passed around the ring of devices, and each fills in the rows that it holds.
 
     Args:
         rows: [b] int32, in any order, b a multiple of the devices that share the rows; row -1

@@ -159,19 +159,16 @@ def apply_changes(params: Tree, changes: Tree, seed: int, updates: jax.Array) ->
 def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
     """Rounds float32 to one of the two nearest bfloat16 numbers, each with a probability
     proportional to the distance of the other: the mean is x. What is not finite stays so."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(key, x.shape) >> 16)
+    # Key and place of each number are hashed to uint32, which is fused into the update: with
+    # `jax.random.bits` a CPU takes 16 bytes a number, and seven to nine times as long to round.
+    first, last = jax.random.key_data(key)
+    random = jnp.broadcast_to(first, x.shape)
+    for axis in range(x.ndim):
+        random = _mixed(random ^ jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis))
+    random = _mixed(random ^ last)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random >> 16)
     upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), upper, x).astype(jnp.bfloat16)
-
-
-def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Hashes the key and each place in an array to uint32. The hash is fused into the update: with
-    `jax.random.bits` a CPU takes 16 bytes a number, and seven to nine times as long to round."""
-    first, last = jax.random.key_data(key)
-    x = jnp.broadcast_to(first, shape)
-    for axis in range(len(shape)):
-        x = _mixed(x ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
-    return _mixed(x ^ last)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -39,10 +39,6 @@ EVAL_SEED = 0x5EED
 the same ones at every evaluation."""
 
 
-Sampled = tuple[Sequence[Prompt], list[list[Completion]]]
-"""Prompts, as environments begin them, and the completions of each."""
-
-
 def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
     """Returns the sampling parameters of training. `most`: longest completion, in tokens."""
     s = config.sampling
@@ -142,7 +138,21 @@ class Sampler:
         )
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
-            self._keep()
+            stages, offload = ("rollout.generate", "rollout.sample"), config.offload.params
+            # New weights follow every update before anything is sampled.
+            current().resident(
+                "rollout.params",
+                *attribute(self, "params"),
+                stages=stages,
+                offload=offload,
+                stale_at=("actor.update",),
+            )
+            current().resident(
+                "rollout.base",
+                *attribute(self, "_base"),
+                stages=(*stages, "rollout.load"),
+                offload=offload,
+            )
         projection = Projection.of(config, mesh, vocab_size)
         self._topk = topk_program(projection, self.model)
         self._merge = merge_adapters_program(model, mesh) if merges else None
@@ -151,25 +161,6 @@ class Sampler:
         """Ends the processes of the environments."""
         if self._episodes is not None:
             self._episodes.close()
-
-    def _keep(self) -> None:
-        """Registers the weights in the ledger. On the actor's devices they are freed when an update
-        begins, since new weights follow every update before anything is sampled.
-        """
-        stages, offload = ("rollout.generate", "rollout.sample"), self.config.offload.params
-        current().resident(
-            "rollout.params",
-            *attribute(self, "params"),
-            stages=stages,
-            offload=offload,
-            stale_at=("actor.update",),
-        )
-        current().resident(
-            "rollout.base",
-            *attribute(self, "_base"),
-            stages=(*stages, "rollout.load"),
-            offload=offload,
-        )
 
     def load(self, weights: Weights) -> dict[str, float]:
         """Replaces the weights by the next version of the policy. The old ones are freed first.
@@ -216,7 +207,9 @@ class Sampler:
         batch."""
         return self._sampled(prompts, step, 0)[1]
 
-    def _sampled(self, prompts: Sequence[Prompt], step: int, attempt: int) -> Sampled:
+    def _sampled(
+        self, prompts: Sequence[Prompt], step: int, attempt: int
+    ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
         return self._sample(
             prompts,
             n=self.config.group_size,
@@ -277,7 +270,8 @@ class Sampler:
         attempt: int = 0,
         record: bool = False,
         split: Split = "train",
-    ) -> Sampled:
+    ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
+        """Returns the prompts, as environments begin them, and the completions of each."""
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
         prompts = [prompt.to_sample for prompt in prompts]
@@ -294,7 +288,12 @@ class Sampler:
                 )
             return prompts, self.engine.generate(
                 self._weights,
-                [self._prompt_tokens(prompt) for prompt in prompts],
+                [
+                    prompt.teacher_tokens
+                    if self._teacher and prompt.teacher_tokens is not None
+                    else prompt.tokens
+                    for prompt in prompts
+                ],
                 n=n,
                 sampling=sampling,
                 seed=seed,
@@ -307,11 +306,6 @@ class Sampler:
                 abort=stopping,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
-
-    def _prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Returns the prompt's tokens as this role sees them."""
-        theirs = prompt.teacher_tokens if self._teacher else None
-        return prompt.tokens if theirs is None else theirs
 
 
 def merge_adapters_program(model: DecoderConfig, mesh: Mesh) -> Wrapped:

@@ -94,18 +94,60 @@ class ActorPrograms:
         each: metric -> (sum, count), each [n, b].
         last: `grad_norm`, `finite` (False: the update was skipped) and `trains` (False: there was
         no token to train on, so it was skipped too)."""
-        self.old = self._make_old()
+
+        def old(
+            params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room = None
+        ) -> jax.Array:
+            weights = cast(params, jnp.dtype(c.dtype))
+            out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
+            temperature, chunk = config.sampling.temperature, config.distill.chunk_tokens
+
+            def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+                micro = micro_batch(batch, index, mesh, group, room).sequences
+                logprobs = completion_logprobs(
+                    model, weights, micro, mesh, temperature=temperature, chunk=chunk
+                )
+                index = jnp.where(index < 0, len(out), index)  # dropped below
+                return out.at[index].set(logprobs, mode="drop"), None
+
+            return jax.lax.scan(body, out, rows)[0]
+
+        self.old = jax.jit(old, static_argnums=(3, 4), out_shardings=self.row_sharding)
         """(parameters, batch, rows, group, room) -> [B, C] float32 log-probs of the completion
         tokens."""
-        self.convert = self._make_convert()
+
+        def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
+            _, shardings = frozen_and_trained(param_shardings(model, mesh, layout))
+            params = cast(params, dtype)
+            params = params if layout == "stacked" else unstack(params)
+            return {
+                name: jax.lax.with_sharding_constraint(tree, shardings[name])
+                for name, tree in params.items()
+            }
+
+        self.convert = jax.jit(convert, static_argnums=(1, 2))
         """(some top-level entries of the parameters, dtype, layout) -> the same entries in that
         dtype and layout, on the actor's mesh."""
-        self.copy_head = self._make_copy_head()
+
+        def copy_head(params: Params) -> jax.Array:
+            kernel = jnp.copy(head(params).astype(config.teacher.compute_dtype))
+            at = head_sharding(kernel.shape, mesh)
+            return jax.lax.with_sharding_constraint(kernel, at)
+
+        self.copy_head = jax.jit(copy_head)
         """Parameters -> the LM head [V, D] of a teacher that has them, in the teacher's dtype: a
         copy, since updates donate the parameters."""
+
+        def initial_ema(params: Params) -> Params:
+            return jax.tree.map(jnp.copy, cast(params, jnp.float32))
+
         self.initial_ema = jax.jit(initial_ema, out_shardings=params)
         """Parameters -> the moving average before the first update: a float32 copy of them."""
-        self.start = jax.jit(start_optimizer(self.optimizer), out_shardings=moments)
+
+        def optimizer_state(params: Params) -> Tree:
+            return self.optimizer.init(params)
+
+        self.start = jax.jit(optimizer_state, out_shardings=moments)
         """Parameters -> the optimizer's state before the first update."""
 
     def abstract_base(self) -> Params:
@@ -164,7 +206,15 @@ class ActorPrograms:
         return rows_of_groups(split_rows(chosen, lengths, size, shards, padded), group)
 
     def _make_update(self) -> Callable[..., Tree]:
-        value_and_grad = jax.value_and_grad(self._micro_loss, has_aux=True)
+        def micro_loss(
+            params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals
+        ) -> tuple[Array, Tree]:
+            policy = join(frozen.get(BASE, {}), params)
+            pair, metrics, maxima = self._loss(policy, frozen, batch, totals)
+            each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
+            return pair[0], ({"loss": pair, **jax.tree.map(jnp.sum, metrics)}, maxima, each)
+
+        value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
 
         def accumulate(
             params: Params,
@@ -176,10 +226,26 @@ class ActorPrograms:
         ) -> Tree:
             """Computes the gradient of the loss summed over all micro-batches, the sums and maxima
             for metrics, and the metrics of each row, [n, b]."""
-            totals = _totals(batch, rows)
+            sequences, size = batch.sequences, len(batch.sequences.loss_mask)
+            chosen = jnp.zeros(size, bool)
+            chosen = chosen.at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
+            trained = replace(sequences, loss_mask=sequences.loss_mask & chosen[:, None])
+            mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
+            counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+            totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
             if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
-                given = join(frozen.get(BASE, {}), params), batch, rows, group, room
-                totals = replace(totals, of_experts=self._tokens_to_balance(*given))
+                assert self.model.experts is not None
+                policy_params = join(frozen.get(BASE, {}), params)
+
+                def count_experts(added: Array, index: jax.Array) -> tuple[Array, None]:
+                    micro = micro_batch(batch, index, self.mesh, group, room)
+                    given = self.config, self.model, self.mesh, policy_params, micro
+                    return added + tokens_to_balance(*given), None
+
+                # A forward pass first: the loss of each micro-batch needs the tokens of all.
+                start = jnp.zeros(self.model.experts.count + 1)
+                of_experts, _ = jax.lax.scan(count_experts, start, rows)
+                totals = replace(totals, of_experts=of_experts)
 
             def one(index: jax.Array) -> Tree:
                 micro = micro_batch(batch, index, self.mesh, group, room)
@@ -242,78 +308,6 @@ class ActorPrograms:
 
         return update
 
-    def _micro_loss(
-        self, params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals
-    ) -> tuple[Array, Tree]:
-        policy = join(frozen.get(BASE, {}), params)
-        (total, count), metrics, maxima = self._loss(policy, frozen, batch, totals)
-        each = {name: pair for name, pair in metrics.items() if pair[0].ndim > 0}
-        return total, ({"loss": (total, count), **jax.tree.map(jnp.sum, metrics)}, maxima, each)
-
-    def _tokens_to_balance(
-        self, params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room
-    ) -> Array:
-        """Computes `Totals.of_experts` with a forward pass, because the loss of each micro-batch
-        needs those of all."""
-
-        def body(added: Array, index: jax.Array) -> tuple[Array, None]:
-            micro = micro_batch(batch, index, self.mesh, group, room)
-            found = tokens_to_balance(self.config, self.model, self.mesh, params, micro)
-            return added + found, None
-
-        assert self.model.experts is not None
-        return jax.lax.scan(body, jnp.zeros(self.model.experts.count + 1), rows)[0]
-
-    def _make_old(self) -> jax.stages.Wrapped:
-        """Returns the jitted forward pass for the log-probs under the policy at the start of a
-        batch."""
-        c = self.config
-
-        def old(
-            params: Params, batch: TrainBatch, rows: jax.Array, group: int, room: Room = None
-        ) -> jax.Array:
-            weights = cast(params, jnp.dtype(c.actor.dtype))
-            out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
-
-            def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-                micro = micro_batch(batch, index, self.mesh, group, room)
-                logprobs = completion_logprobs(
-                    self.model,
-                    weights,
-                    micro.sequences,
-                    self.mesh,
-                    temperature=c.sampling.temperature,
-                    chunk=c.distill.chunk_tokens,
-                )
-                index = jnp.where(index < 0, len(out), index)  # dropped below
-                return out.at[index].set(logprobs, mode="drop"), None
-
-            return jax.lax.scan(body, out, rows)[0]
-
-        return jax.jit(old, static_argnums=(3, 4), out_shardings=self.row_sharding)
-
-    def _make_copy_head(self) -> jax.stages.Wrapped:
-        def copy_head(params: Params) -> jax.Array:
-            kernel = jnp.copy(head(params).astype(self.config.teacher.compute_dtype))
-            at = head_sharding(kernel.shape, self.mesh)
-            return jax.lax.with_sharding_constraint(kernel, at)
-
-        return jax.jit(copy_head)
-
-    def _make_convert(self) -> jax.stages.Wrapped:
-        """Returns the jitted conversion to the dtype and layout of another role."""
-
-        def convert(params: Params, dtype: DTypeLike, layout: Layout) -> Params:
-            _, shardings = frozen_and_trained(param_shardings(self.model, self.mesh, layout))
-            params = cast(params, dtype)
-            params = params if layout == "stacked" else unstack(params)
-            return {
-                name: jax.lax.with_sharding_constraint(tree, shardings[name])
-                for name, tree in params.items()
-            }
-
-        return jax.jit(convert, static_argnums=(1, 2))
-
 
 def _placed(shapes: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(
@@ -321,17 +315,6 @@ def _placed(shapes: Tree, shardings: Tree) -> Tree:
         shapes,
         shardings,
     )
-
-
-def initial_ema(params: Params) -> Params:
-    return jax.tree.map(jnp.copy, cast(params, jnp.float32))
-
-
-def start_optimizer(optimizer: optax.GradientTransformation) -> Callable[[Params], Tree]:
-    def optimizer_state(params: Params) -> Tree:
-        return optimizer.init(params)
-
-    return optimizer_state
 
 
 def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
@@ -342,16 +325,6 @@ def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
         return head[:rows]
 
     return jax.jit(first_rows, out_shardings=head_sharding((rows, width), mesh))
-
-
-def _totals(batch: TrainBatch, rows: jax.Array) -> Totals:
-    """Computes the `Totals` of all rows [n, b] of an update; -1 is padding."""
-    size = len(batch.sequences.loss_mask)
-    chosen = jnp.zeros(size, bool).at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
-    trained = replace(batch.sequences, loss_mask=batch.sequences.loss_mask & chosen[:, None])
-    mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
-    counts = mask.sum(), policy.sum(), policy.any(-1).sum()
-    return Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
 
 
 def apply_if(

@@ -363,8 +363,7 @@ def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
     metrics: dict[str, ScorerMetrics] = {}
     if "teacher" in devices:
         metrics["teacher"] = partial(
-            teacher_metrics,
-            job.config, devices["teacher"], job.tokenizer, job.aligner
+            teacher_metrics, job.config, devices["teacher"], job.tokenizer, job.aligner
         )
     if "reference" in devices:
         metrics["reference"] = lambda rollout, parts, _: {

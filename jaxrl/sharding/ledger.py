@@ -4,11 +4,9 @@ Every worker has one ledger. Roles register the arrays that they keep (`resident
 (`put`, `drop`) and the programs that they run, with their temporaries (`running`). The ledger
 records the peak of the fullest device.
 
-Before each call the worker enters a stage with the name of the call (`actor.update`). Residents
-with `offload=True` that the stage does not need are moved to pinned host memory, and those that it
-needs are moved back. Towards the end of a stage (`nearly_done`) the arrays of the next stage start
-to move back, if they fit below the current peak. The ledger assumes that the next stage is the one
-that followed this stage the last time.
+Before each call the worker enters a stage with the name of the call (`actor.update`). Towards its
+end (`nearly_done`) the arrays of the next stage, taken to be the one that followed the last time,
+start to move back, if they fit below the current peak.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from jaxrl.types import Tree
 
 HOST = "pinned_host"
 """The memory kind of offloaded arrays."""
-
 
 Buffer = tuple[jax.Device, int]
 """A device and an address there."""
@@ -67,16 +64,6 @@ class _Resident:
     stale_at: Collection[str]
 
 
-@dataclass
-class _Coming:
-    """A transfer back to the device that was started and not yet waited for."""
-
-    name: str
-    host: list[jax.Array]
-    device: list[jax.Array]
-    started: float
-
-
 def attribute(owner: object, name: str) -> tuple[Callable[[], Tree], Callable[[Tree], None]]:
     """Returns the functions that get and set an attribute, for `Ledger.resident`."""
     return partial(getattr, owner, name), partial(setattr, owner, name)
@@ -97,7 +84,8 @@ class Ledger:
     """Name -> bytes on each device, of residents and of other arrays."""
     _pinned: dict[str, list[Buffer]] = field(default_factory=dict)
     """Name -> buffers of the arrays that were `put`; they may belong to a resident too."""
-    _coming: list[_Coming] = field(default_factory=list)
+    _coming: list[tuple[str, list[jax.Array], float]] = field(default_factory=list)
+    """Transfers back that were started and not yet waited for: name, arrays, start."""
     _stage: str = ""
     _after: dict[str, str] = field(default_factory=dict)
     _programs: weakref.WeakKeyDictionary[object, dict[object, int]] = field(
@@ -178,7 +166,7 @@ class Ledger:
             for array in _arrays(resident.read()):
                 if _is_away(array):
                     incoming += _per_device(array)
-            if incoming and max((self._total() + incoming).values()) <= self.peak:
+            if incoming and max(sum(self._held.values(), incoming).values()) <= self.peak:
                 self._call_back(resident)
 
     def changed(self) -> None:
@@ -292,26 +280,22 @@ class Ledger:
         for i, leaf in zip(coming, new, strict=True):
             leaves[i] = leaf
         resident.write(jax.tree.unflatten(form, leaves))
-        self._coming.append(_Coming(resident.name, old, new, started))
+        self._coming.append((resident.name, new, started))
         self.changed()
 
     def _await(self) -> None:
         """Waits for all transfers back to the device."""
-        for coming in self._coming:
+        for name, arrays, started in self._coming:
             began = time.monotonic()
-            with self.announce(f"{coming.name} to the device"):
-                jax.block_until_ready(coming.device)
-            ended, size = time.monotonic(), _nbytes(coming.host)
-            waited = ended - max(began, coming.started)
-            move = Move(coming.name, "device", size, coming.started, ended, waited)
-            self.moves.append(move)
+            with self.announce(f"{name} to the device"):
+                jax.block_until_ready(arrays)
+            ended, waits_from = time.monotonic(), max(began, started)
+            moved = Move(name, "device", _nbytes(arrays), started, ended, ended - waits_from)
+            self.moves.append(moved)
         self._coming.clear()
 
-    def _total(self) -> Counter[jax.Device]:
-        return sum(self._held.values(), Counter())
-
     def _note(self) -> None:
-        self.peak = max([self.peak, *self._total().values()])
+        self.peak = max([self.peak, *sum(self._held.values(), Counter()).values()])
 
 
 _here = threading.local()

@@ -73,34 +73,29 @@ def parse(spec: str) -> Placement:
     pools: list[Pool] = []
     roles: dict[str, RolePlacement] = {}
     for part in spec.split(","):
-        names, count = _parse_pool(part, spec)
+        named, equals, count = (text.strip() for text in part.partition("="))
+        if not named or not equals:
+            raise UserError(
+                f"{part.strip()!r} in the mesh {spec!r} is not ROLE=DEVICES,"
+                " as in actor=2 or actor+rollout=2"
+            )
+        names = tuple(name.strip() for name in named.split("+"))
+        for role in names:
+            if role not in ROLES:
+                raise unknown(f"role in the mesh {spec!r}:", role, ROLES)
+        if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+            raise UserError(
+                f"{named}={count} in the mesh {spec!r}: a pool has at least 1 device,"
+                " in whole numbers"
+            )
         start = pools[-1].devices.stop if pools else 0
-        pool = Pool(names, range(start, start + count))
+        pool = Pool(names, range(start, start + int(count)))
         for role in names:
             if role in roles:
                 raise UserError(f"role {role!r} is placed twice in the mesh {spec!r}: name it once")
             roles[role] = RolePlacement(len(pools), pool.devices)
         pools.append(pool)
     return Placement(spec, tuple(pools), roles)
-
-
-def _parse_pool(part: str, spec: str) -> tuple[tuple[str, ...], int]:
-    """Roles and number of devices of one `ROLE+ROLE=DEVICES`."""
-    names, equals, count = (text.strip() for text in part.partition("="))
-    if not names or not equals:
-        raise UserError(
-            f"{part.strip()!r} in the mesh {spec!r} is not ROLE=DEVICES,"
-            " as in actor=2 or actor+rollout=2"
-        )
-    roles = tuple(name.strip() for name in names.split("+"))
-    for role in roles:
-        if role not in ROLES:
-            raise unknown(f"role in the mesh {spec!r}:", role, ROLES)
-    if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
-        raise UserError(
-            f"{names}={count} in the mesh {spec!r}: a pool has at least 1 device, in whole numbers"
-        )
-    return roles, int(count)
 
 
 def place(
@@ -120,8 +115,18 @@ def place(
     """
     placement = parse(spec)
     needed = tuple(needed)
-    for role in needed:
-        placement = _join_actor(placement, role)
+    for role in (role for role in needed if role not in placement.roles):
+        actor = placement.roles.get("actor")
+        if actor is None:
+            raise UserError(f"the mesh {placement.spec!r} places no {role}: add {role}=DEVICES")
+        pools = list(placement.pools)
+        pool = pools[actor.pool]
+        pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
+        roles = {**placement.roles, role: RolePlacement(actor.pool, pool.devices)}
+        placement = _note(
+            replace(placement, pools=tuple(pools), roles=roles),
+            f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool",
+        )
     for role in placement.roles:
         if needed and role not in needed:
             placement = _note(placement, f"{role} is placed, but this run does not use it")
@@ -154,22 +159,6 @@ def place_without_devices(placement: Placement, role: str) -> Placement:
     placed = RolePlacement(len(placement.pools), pool.devices)
     return replace(
         placement, pools=(*placement.pools, pool), roles={**placement.roles, role: placed}
-    )
-
-
-def _join_actor(placement: Placement, role: str) -> Placement:
-    if role in placement.roles:
-        return placement
-    actor = placement.roles.get("actor")
-    if actor is None:
-        raise UserError(f"the mesh {placement.spec!r} places no {role}: add {role}=DEVICES")
-    pool = placement.pools[actor.pool]
-    pools = list(placement.pools)
-    pools[actor.pool] = replace(pool, roles=(*pool.roles, role))
-    joined = RolePlacement(actor.pool, pool.devices)
-    placement = replace(placement, pools=tuple(pools), roles={**placement.roles, role: joined})
-    return _note(
-        placement, f"{role} is not in the mesh {placement.spec!r}: it joins the actor's pool"
     )
 
 

@@ -31,12 +31,8 @@ Held = dict[Box, list[Array]]
 """Box of an array -> the copies of it on devices."""
 Wanted = tuple[Held, tuple[int, ...]]
 """The boxes of an array, and its shape."""
-Places = Mapping[jax.Device, tuple[slice, ...] | None]
-"""Device -> the part of an array that it holds."""
 Pieces = Callable[..., list[Array]]
 """A jitted function of a list."""
-Call = tuple[Pieces, list[Array]]
-"""It and its argument."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
 """Bytes of arrays that move at once on an accelerator, where their slices need memory too."""
@@ -60,7 +56,12 @@ def put(tree: Tree, shardings: Tree) -> Tree:
     """
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
-    return jax.tree.map(_put, tree, jax.tree.broadcast(shardings, tree))
+
+    def placed(x: ArrayLike, target: Sharding) -> jax.Array:
+        values = np.asarray(x)
+        return _from_boxes(values.shape, values.dtype, lambda index: values[index], target)
+
+    return jax.tree.map(placed, tree, jax.tree.broadcast(shardings, tree))
 
 
 def reshard(tree: Tree, shardings: Tree) -> Tree:
@@ -76,7 +77,14 @@ def reshard(tree: Tree, shardings: Tree) -> Tree:
     leaves, form = jax.tree.flatten(tree)
     targets = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
     out = list(leaves)
-    here = [i for i, pair in enumerate(zip(leaves, targets, strict=True)) if _moves_here(*pair)]
+    here = [
+        i
+        for i, (x, target) in enumerate(zip(leaves, targets, strict=True))
+        if isinstance(x, jax.Array)
+        and x.sharding != target
+        and x.is_fully_addressable
+        and target.is_fully_addressable
+    ]
     moved = _move_together([leaves[i] for i in here], [targets[i] for i in here])
     for i, x in zip(here, moved, strict=True):
         out[i] = x
@@ -99,24 +107,19 @@ def nbytes(tree: Tree) -> int:
 
 def _move(x: jax.Array | Rows | Shards | np.ndarray, target: Sharding) -> jax.Array:
     """Moves `x` into the target sharding; an array on devices comes here only if the devices belong
-    to several processes: see `_moves_here`."""
+    to several processes: `reshard` moves the others."""
     if isinstance(x, Shards):
         return _from_boxes(x.shape, x.dtype, x.read, target)
     if isinstance(x, Rows):
-        return _join_rows(x, target)
+        if not all(part.is_fully_addressable for part in x.parts):
+            return _move(_in(x.parts[0].sharding)(*x.parts), target)
+        return _assembled([_held_rows(x)], [target])[0]
     if not isinstance(x, jax.Array):
         return put(x, target)
     if x.sharding == target:
         return x
     together = x.sharding.device_set == target.device_set
     return _in(target)(x) if together else put(to_host(x), target)
-
-
-def _moves_here(x: object, target: Sharding) -> bool:
-    """Returns whether `x` is an array that goes from devices of this process to others of it."""
-    if not isinstance(x, jax.Array) or x.sharding == target:
-        return False
-    return x.is_fully_addressable and target.is_fully_addressable
 
 
 def _move_together(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax.Array]:
@@ -145,11 +148,6 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def _put(x: ArrayLike, target: Sharding) -> jax.Array:
-    values = np.asarray(x)
-    return _from_boxes(values.shape, values.dtype, lambda index: values[index], target)
-
-
 def _from_boxes(
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -170,12 +168,6 @@ def _from_boxes(
     return jax.make_array_from_callback(shape, target, box, dtype=dtype)
 
 
-def _join_rows(x: Rows, target: Sharding) -> jax.Array:
-    if not all(part.is_fully_addressable for part in x.parts):
-        return _move(_in(x.parts[0].sharding)(*x.parts), target)
-    return _assembled([_held_rows(x)], [target])[0]
-
-
 @lru_cache(maxsize=256)
 def _in(target: Sharding) -> Callable[..., jax.Array]:
     """Arrays over the devices of `target`, joined by rows, in `target`."""
@@ -192,7 +184,9 @@ def put_pieces(xs: Sequence[jax.Array], targets: Sequence[Sharding]) -> list[jax
     return _assembled([(_held(x), x.shape) for x in xs], targets)
 
 
-def piece_programs(xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]) -> list[Call]:
+def piece_programs(
+    xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]
+) -> list[tuple[Pieces, list[Array]]]:
     """Returns what `reshard` would run on accelerators that are not present: functions that cut
     slices out of arrays, and functions that join them at their destinations. Of devices that do the
     same, only one is listed.
@@ -215,7 +209,10 @@ def piece_programs(xs: Sequence[Abstract | Rows], targets: Sequence[Sharding]) -
 class _Devices:
     """What `_assemble` asks of devices that are here."""
 
-    def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
+    def places(
+        self, shape: tuple[int, ...], target: Sharding
+    ) -> Mapping[jax.Device, tuple[slice, ...] | None]:
+        """Returns a device -> the part of an array that it holds."""
         return target.addressable_devices_indices_map(shape)
 
     def run(self, program: Pieces, xs: list[Array]) -> list[Array]:
@@ -231,7 +228,9 @@ class _Described(_Devices):
     def __init__(self) -> None:
         self.calls: dict[Pieces, list[Array]] = {}
 
-    def places(self, shape: tuple[int, ...], target: Sharding) -> Places:
+    def places(
+        self, shape: tuple[int, ...], target: Sharding
+    ) -> Mapping[jax.Device, tuple[slice, ...] | None]:
         return target.devices_indices_map(shape)
 
     def run(self, program: Pieces, xs: list[Array]) -> list[Array]:

@@ -35,16 +35,16 @@ def join_parts(scores: Tree) -> Tree:
         return scores
     filled = [part for part in scores if part is not None]
     assert filled, "no part has a row"
-    return filled[0] if len(filled) == 1 else jax.tree.map(_join, *filled)
-
-
-def _join(*leaves: object) -> Rows | Shards | np.ndarray:
     kinds: Sequence[tuple[type, Callable[..., Rows | Shards | np.ndarray]]] = (
         (Shards, concat_rows),
         (jax.Array, Rows),
         (np.ndarray, np.concatenate),
     )
-    for kind, join in kinds:
-        if all(isinstance(leaf, kind) for leaf in leaves):
-            return join(leaves)
-    raise TypeError(f"parts of several kinds: {[type(leaf).__name__ for leaf in leaves]}")
+
+    def join(*leaves: object) -> Rows | Shards | np.ndarray:
+        for kind, joined in kinds:
+            if all(isinstance(leaf, kind) for leaf in leaves):
+                return joined(leaves)
+        raise TypeError(f"parts of several kinds: {[type(leaf).__name__ for leaf in leaves]}")
+
+    return filled[0] if len(filled) == 1 else jax.tree.map(join, *filled)

@@ -15,11 +15,10 @@ from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.chunked import loss_values
 from jaxrl.losses.correction import NoCorrection, correct
 from jaxrl.losses.distill import topk_divergence_from_hidden
-from jaxrl.losses.divergence import sampled_reverse_kl
+from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.kl import kl_in_reward
 from jaxrl.losses.layout import FrozenInputs, ShardedTerm, Term
-from jaxrl.losses.masked import masked_sum
 from jaxrl.losses.policy import make_objective, policy_loss
 from jaxrl.losses.vocabulary import VocabShard
 from jaxrl.models.cached import decode

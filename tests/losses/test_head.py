@@ -21,7 +21,7 @@ from jaxrl.losses.distill import (
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
-from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax
+from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax, masked_sum
 from jaxrl.losses.head import (
     logprobs_and_entropy_from_hidden,
     logprobs_at,
@@ -29,7 +29,6 @@ from jaxrl.losses.head import (
     topk_from_hidden,
 )
 from jaxrl.losses.layout import Term, shard_term
-from jaxrl.losses.masked import masked_sum
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.losses import kl
 from jaxrl.losses.aggregation import AGGREGATIONS, sequence_mean_token_mean, token_mean
-from jaxrl.losses.masked import masked_count, masked_sum
+from jaxrl.losses.divergence import masked_count, masked_sum
 
 POLICY = jnp.array([0.3, -1.2, 0.8, 0.1])
 REFERENCE = jax.nn.log_softmax(jnp.array([-0.4, 0.2, 0.5, 1.1]))

@@ -12,10 +12,11 @@ from jaxrl.losses.divergence import (
     check_beta,
     generalised_jsd,
     log_softmax,
+    masked_count,
+    masked_sum,
     weighted,
 )
 from jaxrl.losses.divergence import jsd as jsd
-from jaxrl.losses.masked import masked_count, masked_sum
 
 
 def kept(logits: Array, mask: Array) -> Array:
