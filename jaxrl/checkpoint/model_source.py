@@ -312,7 +312,8 @@ def _locate(name: str) -> Path:
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
     described = (place / file for file in ("config.json", store.MANIFEST, peft.CONFIG))
-    if place.is_file() or any(file.exists() for file in described):
+    # What reads a .gguf says of a pipe that it is no file.
+    if not place.is_dir() or any(file.exists() for file in described):
         return place
     if any((place / FINAL / file).exists() for file in ("config.json", peft.CONFIG)):
         return place / FINAL

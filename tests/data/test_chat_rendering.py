@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +101,6 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
         engine=engine,
         config=SimpleNamespace(environment=environment),
     )
-    sampler._prompt_tokens = partial(Sampler._prompt_tokens, sampler)
     given: Any = {"n": 1, "seed": 0, "step": 0, "sampling": None}
     (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], **given)
     assert sampled.tokens == tokens and spelt(tokenizer, tokens).endswith("assistant\n<think>\n")

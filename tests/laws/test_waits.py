@@ -58,7 +58,7 @@ BOUNDED = {
     ("runtime/ray/supervise.py", "reported.result()"): ENDED,
     ("runtime/ray/remote_calls.py", "super().result()"): CALLS,
     ("sampling/engine.py", "sample.reply.result()"): ENDED,
-    ("teacher/cache.py", "self._writing.result()"): "a thread that writes one shard, then ends",
+    ("teacher/cache.py", "writing.result()"): "a thread that writes one shard, then ends",
     ("teacher/server.py", "lock.acquire()"): "the compilation that holds it ends",
     (
         "teacher/server.py",
