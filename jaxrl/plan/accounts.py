@@ -106,12 +106,11 @@ def actor(m: Setting) -> Iterable[Entry]:
     scratch = optimizer_scratch(student, axes, c.optimizer)
     # A TPU copies the embedding and its optimizer state into whole lanes where a device's columns
     # are none.
-    padded = 0
-    if m.inputs.target.platform == TPU and not lora and student.embedded // axes.weights % LANES:
-        share = table_bytes(student.vocab_size, student.embedded, axes, 1) // axes.weights
-        padded = share * (
-            ITEMSIZE[a.param_dtype] + state // sum(s.size for s in shards(student, axes))
-        )
+    padded, columns = 0, student.embedded // axes.weights
+    if m.inputs.target.platform == TPU and not lora and columns % LANES:
+        share = table_bytes(student.vocab_size, -(-columns // LANES) * LANES, axes, 1)
+        each = state // sum(s.size for s in shards(student, axes))
+        padded = share * (ITEMSIZE[a.param_dtype] + each)
     yield Entry("weights", "parameters", weights - m.shared_bytes("rollout"))
     yield Entry("weights", SHARED, m.shared_bytes("rollout"))
     yield Entry("weights", BASE, m.base_bytes("actor"))
