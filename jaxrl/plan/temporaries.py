@@ -177,8 +177,11 @@ class Pass:
         kernels, rows = at_once * d * wide * item, at_once * size * item
         if not differentiated:
             return results + rows * (d + 2 * wide) + 2 * kernels
-        kernel = d * wide if c.lora is None else c.lora.rank * (d + wide)
-        return results + rows * (3 * d + 6 * wide) + 7 * kernels + 3 * own * kernel * F32
+        trained, products = d * wide, 7
+        if c.lora is not None:  # whose gradients are summed in place of the kernels'
+            trained, products = c.lora.rank * (d + wide), 3
+        summed = 3 * own * trained * F32
+        return results + rows * (3 * d + 6 * wide) + products * kernels + summed
 
     def every_expert(self) -> int:
         """Returns the bytes while a decode step of `tokens` slots computes every expert."""
@@ -218,6 +221,8 @@ class Pass:
         # Blocks of a cycle without a neighbour of their shape are no scan: XLA may begin all.
         runs = [len(list(same)) for _, same in groupby(kind.shape for kind in c.kinds[: c.cycle])]
         weights = 2 * self.gathered if c.cycle == 1 or self.axes.weights > 1 else self.layer
+        if c.lora is not None:  # weights under adapters have no gradients
+            weights = self.gathered
         if c.cycle > 1:  # layers of one shape are stacked to be differentiated
             weights += 2 * max(runs) * self.layer
         return work * max(sum(n == 1 for n in runs), 1) + weights + self.beside

@@ -427,4 +427,5 @@ def test_a_t4_compiles_the_notebook_s_programs(on_a_t4, name):
     for each in on_a_t4[name]:
         assert each.plan.config.actor.compute_dtype == "float32"
         assert read(each.text).attention is None
-    assert [(each.program.role, each.program.name) for each in on_a_t4[name]] == NOTEBOOKS[name]
+    made = [(each.program.role, each.program.name) for each in on_a_t4[name]]
+    assert sorted(made) == sorted(NOTEBOOKS[name])
