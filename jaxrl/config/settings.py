@@ -306,7 +306,7 @@ class PolicyConfig(Section):
     within the group. normalize_then_sum: each reward is normalised by itself within its group, the
     weighted sum is normalised over the batch (GDPO), so that rewards of different sizes keep their
     weights and combinations stay apart that have the same sum. Penalties for length and KL count as
-    rewards of their own then."""
+    rewards of their own then; scale_by_std=false only centres, in both places."""
     scale_by_std: Flag | None = None
     """Divide advantages by the standard deviation of the rewards that they are compared with (for
     similarity groups `grouper.std_scope` chooses which). null: the algorithm's own."""

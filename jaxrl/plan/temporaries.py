@@ -127,7 +127,7 @@ class Pass:
     def whole_rows(self) -> bool:
         """Returns whether attention with a window reads whole sequences, each with its own
         prompt."""
-        return self.shared is not None and self.config.windows.keys() > {None}
+        return self.shared is not None and any(w is not None for w in self.config.windows)
 
     @property
     def layer(self) -> int:

@@ -62,8 +62,6 @@ class StepBatch:
     decode_steps: int
     teacher_prompts: tuple[int, ...] | None = None
     """Tokens of each prompt that the teacher reads; None: the same."""
-    shared: bool = True
-    """Whether a decode step reads the keys of a prompt once for all of its completions."""
 
     @property
     def tokens(self) -> float:
@@ -233,7 +231,7 @@ def _batch_work(
     if batch.decode_steps:
         prompt, own = fmean(batch.prompts), batch.mean / 2
         given = prompt + own, batch.tokens, batch.decode_steps, *reads["rollout"]
-        read = prompt / (batch.samples if batch.shared else 1) + own
+        read = prompt / batch.samples + own  # a prompt's keys once for all of its completions
         found["rollout", "generate"] = [
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, *given, read=read),

@@ -6,7 +6,6 @@ No compiler is needed: devices are described by what the plan asks of them.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from jaxrl.plan.array_bytes import layer_bytes
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
-from jaxrl.profile.stages import StepBatch
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.placement import place
@@ -117,15 +115,14 @@ def test_a_slow_link_costs_what_tensor_sends():
     assert costs(mesh, 50e9, **copies)[stage] == costs(mesh, 450e9, **copies)[stage]
 
 
-def test_a_prompt_that_samples_share_is_read_once(monkeypatch):
-    """16 samples of 2 prompts at a time."""
-    given = {"group_size": 16, "max_new_tokens": 256, "rollout": {"slots": 32}}
-    shared = costs("actor=2,rollout=2,teacher=4", **given)
-    monkeypatch.setattr("jaxrl.aot.costs.StepBatch", partial(StepBatch, shared=False))
-    copied = costs("actor=2,rollout=2,teacher=4", **given)
-    assert shared["rollout", "generate"] < copied["rollout", "generate"]
-    for stage in (("teacher", "score"), ("actor", "update")):
-        assert shared[stage] == copied[stage]
+def test_a_prompt_that_samples_share_is_read_once():
+    """16 samples of each of 2 prompts, and 32 prompts with one: as many slots and tokens. Fewer
+    prompts are prefilled too, which the cost of the prompts alone does not explain."""
+    mesh, sizes = "actor=2,rollout=2,teacher=4", {"max_new_tokens": 2048, "rollout": {"slots": 32}}
+    shared = costs(mesh, batch_size=2, group_size=16, **sizes)["rollout", "generate"]
+    alone = costs(mesh, batch_size=32, group_size=1, **sizes)["rollout", "generate"]
+    once = costs(mesh, batch_size=32, group_size=1, **sizes | {"max_new_tokens": 1})
+    assert shared < alone - once["rollout", "generate"]
 
 
 def test_context_sends_the_heads_of_a_device_s_tokens():

@@ -25,7 +25,9 @@ from jaxrl.models.kernels import CPU
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.plan_inputs import PlanInputs
+from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.update import BASE as FROZEN
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
 
 ROLES = ("actor", "rollout", "teacher")
@@ -332,3 +334,22 @@ def test_the_scores_in_other_settings(changed: str, shape_name: str, place_name:
         ratios["top-k"] = programs.ratio("rollout", "top-k of the policy")
         assert LEAST <= ratios["top-k"] <= 1.3
     print(f"planned / measured: { {k: round(v, 3) for k, v in ratios.items()} }")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wide"),
+    [((LayerKind(),), False), ((WINDOW,), True), (BOTH * 2, True), ((LayerKind(recurs=True),), False)],
+    ids=["none", "all", "some", "states"],
+)
+def test_shared_prompts_need_whole_rows_wherever_a_layer_has_a_window(
+    kinds: tuple[LayerKind, ...], wide: bool
+) -> None:
+    """All layers with a window, too (Mistral's first models)."""
+    delta = DELTA if kinds[0].recurs else None
+    model = replace(SHAPES["gqa"][0], kinds=kinds, delta=delta)
+    shared = Pass(model, Axes(), 8, 192, "bfloat16", True, shared=(4, 64))
+    assert shared.whole_rows is wide
+    assert not replace(shared, shared=None).whole_rows
+    if wide:
+        plain = replace(shared, config=replace(model, kinds=(LayerKind(),)))
+        assert shared.backward() > plain.backward()
