@@ -338,7 +338,12 @@ def test_the_scores_in_other_settings(changed: str, shape_name: str, place_name:
 
 @pytest.mark.parametrize(
     ("kinds", "wide"),
-    [((LayerKind(),), False), ((WINDOW,), True), (BOTH * 2, True), ((LayerKind(recurs=True),), False)],
+    [
+        ((LayerKind(),), False),
+        ((WINDOW,), True),
+        (BOTH * 2, True),
+        ((LayerKind(recurs=True),), False),
+    ],
     ids=["none", "all", "some", "states"],
 )
 def test_shared_prompts_need_whole_rows_wherever_a_layer_has_a_window(
