@@ -10,6 +10,7 @@ advantage, |y| the completion's length in tokens; each is maximised.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -169,17 +170,26 @@ _PREFERENCES = (
     " To learn the preferred answers use sft; to learn from a reward model set reward.model and"
     " an algorithm such as grpo"
 )
+_CRITIC = (
+    "needs a critic, which jaxrl does not have; grpo, dapo and gspo have PPO's clipped objective"
+    " with advantages from the group of a prompt"
+)
+_BASELINE = (
+    "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division by"
+    " the standard deviation"
+)
+_PREFERRED = ("dpo", "ipo", "kto", "bco", "orpo", "simpo", "cpo", "online_dpo", "xpo", "nash_md")
+_REINFORCE = ("reinforce", "reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _OTHERS = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "online_dpo"), _PREFERENCES),
-    "ppo": "needs a critic, which jaxrl does not have; grpo, dapo and gspo have PPO's clipped"
-    " objective with advantages from the group of a prompt",
-    **dict.fromkeys(
-        ("rloo", "reinforce", "reinforce++", "reinforce_plus_plus", "remax"),
-        "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division"
-        " by the standard deviation",
-    ),
+    **dict.fromkeys(_PREFERRED, _PREFERENCES),
+    **dict.fromkeys(("ppo", "vapo", "gae", "a2c", "trpo"), _CRITIC),
+    **dict.fromkeys(("rloo", "remax", "opo", "gpg", *_REINFORCE), _BASELINE),
     "gdpo": "is grpo here, with policy.reward_combination=normalize_then_sum",
     **dict.fromkeys(("opd", "on_policy_distillation", "distillation", "gold"), "is gkd here"),
+    **dict.fromkeys(
+        ("opsd", "sdft", "self_distillation"),
+        "is gkd here, with teacher.model=policy and teacher.prompt (docs/self-distillation.md)",
+    ),
 }
 """Algorithms of other libraries -> the end of the sentence about them."""
 
@@ -193,7 +203,7 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if not is_plugin(name):
-        plain = name.lower().replace("-", "_").replace(" ", "_")
+        plain = re.sub(r"[^a-z0-9+]+", "_", name.lower())
         if plain in ALGORITHMS:
             raise UserError(f"unknown algorithm {name!r}: write {plain}")
         if plain in _OTHERS:
