@@ -277,8 +277,8 @@ class Wandb:
         )
         # Our own axis: wandb's counter would refuse the steps that a resumed run takes again.
         self._run.define_metric("*", step_metric="step")
-        if not self._run.offline:
-            run.notify(f"wandb: {self._run.url}")
+        here = f"offline, in {run.folder / 'wandb'}"
+        run.notify(f"wandb: {here if self._run.offline else self._run.url}")
 
     def write(self, row: Row) -> None:
         self._run.log(dict(row))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import QUICK, SHORT, losses, save_model, save_pair
+from runs import QUICK, SHORT, losses, save_model, save_pair, unlisted_files
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
@@ -232,6 +232,7 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, t
     told = capsys.readouterr().err
     assert "not finite 2 updates in a row" in told and "Traceback" not in told
     assert list((folder / "nonfinite").glob("step_*.npz"))
+    assert unlisted_files(folder) == set()
 
 
 def test_a_run_directory_that_cannot_be_is_refused(models, tmp_path, capsys, monkeypatch):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
+import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +17,7 @@ import pytest
 
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
+from jaxrl.config import cli
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
@@ -291,3 +295,113 @@ def test_papers_name_what_is_there() -> None:
             assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), (
                 name
             )
+
+
+COMMAND_LINE = re.compile(r"^    ((?:jaxrl|python -m jaxrl|python (?:scripts|benchmarks)/|pip install).*)$")
+COMMAND_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Returns the words of every command of a page's code blocks, in order.
+
+    A line that ends with a backslash goes on in the next one; `&&` joins two commands.
+    """
+    text = re.sub(r" \\\n +", " ", page.read_text(encoding="utf-8"))
+    lines = [match[1] for line in text.splitlines() if (match := COMMAND_LINE.match(line))]
+    joined = [shlex.split(line, comments=True) for line in lines]
+    return [
+        list(words)
+        for line in joined
+        for and_then, words in itertools.groupby(line, lambda word: word == "&&")
+        if not and_then
+    ]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder like the one in which a reader types commands: the checkout with the
+    README's `run.yaml`, but nothing that a run wrote."""
+    for name in ("configs", "scripts", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(# run.yaml\n.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (tmp_path / "run.yaml").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+class Parsed(Exception):
+    """Ends a command after its options are parsed."""
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config | None:
+    """Parses a command as the program would, and starts nothing.
+
+    Returns:
+        The config of a run's command.
+    """
+    if words == ["pytest"]:
+        return None
+    if words[:2] == ["pip", "install"]:
+        extras = set(re.findall(r"[\w-]+", " ".join(re.findall(r"\[(.*?)\]", " ".join(words)))))
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert extras <= set(project["optional-dependencies"]), words
+        return None
+    if words[0] == "python" and words[1] != "-m":
+        source = Path(words[1]).read_text(encoding="utf-8")
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        shared = (ROOT / "benchmarks" / "common.py").read_text(encoding="utf-8")
+        assert not [option for option in options if option not in source + shared], words
+        return None
+    if words[0] == "python":
+        name, argv = words[2].removeprefix("jaxrl.").replace("_", "-"), words[3:]
+    else:
+        name, argv = words[1], words[2:]
+    if name == "train":
+        argv = [word for word in argv if word != "..."]
+        return cli.parse_run(argv, module="jaxrl.train", description="").config
+    module = {"telemetry.plot": "jaxrl.telemetry.plot"}.get(name) or COMMANDS[name][0]
+    real = cli.Parser.parse
+
+    def parse(parser: cli.Parser, argv: list[str]) -> None:
+        raise Parsed(real(parser, argv))
+
+    with monkeypatch.context() as patch, pytest.raises(Parsed) as parsed:
+        patch.setattr(cli.Parser, "parse", parse)
+        importlib.import_module(module).main(argv)
+    (arguments,) = parsed.value.args
+    for override in getattr(arguments, "overrides", ()):
+        assert override.partition("=")[0] in {key.path for key in keys(Config)}, words
+    config = getattr(arguments, "config", None)
+    return Config.load(config) if config and name == "evaluate" else None
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=name_of)
+def test_the_commands_of_a_page_are_understood(
+    page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options, keys, configs and scripts exist, and what a config reads under `runs/` is written
+    by an earlier command of the page."""
+    for block in blocks(page):
+        if named := re.match(r"\s*# (\w+\.py)\n", block):
+            (reader / named[1]).write_text(block)
+    written: set[str] = set()
+    for words in commands(page):
+        config = check_command(words, monkeypatch)
+        text = " ".join(words)
+        written |= set(re.findall(r"runs/\w+", text)) if "scripts/" in text else set()
+        if script := re.search(r"scripts/(\w+)\.py", text):
+            source = (ROOT / "scripts" / f"{script[1]}.py").read_text(encoding="utf-8")
+            written |= set(re.findall(r"runs/\w+", source))
+        if config is None:
+            continue
+        if "configs/" in text:
+            read = set(re.findall(r"runs/\w+", config.dump())) - {f"runs/{config.name}"}
+            assert read <= written, f"{text}: first write {read - written}"
+        written.add(f"runs/{config.name}")
+
+
+def test_the_reader_of_commands_sees_them() -> None:
+    counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
+    assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60

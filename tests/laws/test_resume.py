@@ -23,6 +23,7 @@ from runs import (
     save_model,
     save_pair,
     start,
+    unlisted_files,
     wait_for,
     weights,
 )
@@ -367,6 +368,7 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
     named = [*arguments(finished.models, "x", *FOUR, "steps=1"), "run_dir=null", "name=n"]
     assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
     assert (tmp_path / "runs" / "n-2" / "final").is_dir()
+    assert unlisted_files(finished.run_dir) == unlisted_files(tmp_path / "runs" / "n-2") == set()
 
 
 def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
