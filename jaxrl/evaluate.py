@@ -93,7 +93,7 @@ def _parser() -> cli.Parser:
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")
     add("overrides", nargs="*", metavar="key=value", help=f"set a key of: {', '.join(EVALUATED)}")
-    parser.epilog = f"{cli.called_as('jaxrl.train')} --help tells what each key means."
+    parser.epilog = f"{cli.called_as('jaxrl.train')} --help explains each key."
     return parser
 
 

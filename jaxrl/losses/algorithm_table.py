@@ -166,7 +166,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 DEFAULT = "gkd"
 
 _PREFERENCES = (
-    "learns from pairs of answers that somebody has ranked, and jaxrl has none of the DPO family."
+    "learns from ranked pairs of answers, and jaxrl has no algorithm of the DPO family."
     " To learn the preferred answers use sft; to learn from a reward model set reward.model and"
     " an algorithm such as grpo"
 )
@@ -227,7 +227,7 @@ def described() -> str:
         f"{', '.join(of['teacher'])}: distil a teacher on the student's own samples."
         f" {', '.join(of['data'])}: learn the data's completions, without a teacher."
         f" {', '.join(of['rewards'])}: learn from rewards. `path/to/file.py:NAME` or"
-        " `package.module:NAME`: an algorithm of one's own (docs/add-an-algorithm.md); a relative"
+        " `package.module:NAME`: your own algorithm (docs/add-an-algorithm.md); a relative"
         " path starts at the folder of the file that names it, on the command line at the working"
         " directory."
     )

@@ -176,7 +176,7 @@ def services(config: Config) -> dict[str, str]:
     elif config.teacher.model is None and config.teacher.cache is not None:
         found["teacher"] = f"its scores are read from {config.teacher.cache}"
     if config.learns_from_rewards and config.reward.model is None:
-        found["reward"] = "its functions run in processes of their own"
+        found["reward"] = "its functions run in separate processes"
     return found
 
 
@@ -480,7 +480,7 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
             if dim % size:
                 yield (
                     f"{role}: {axis}={size} does not divide the {name} of {dim}:"
-                    " those weights are whole on each device"
+                    " these weights are replicated on each device"
                 )
     rows = config.batch_size * config.group_size
     multiple = math.lcm(*(sizes.rows for sizes in axes.values()))

@@ -541,4 +541,4 @@ class UserCodePool(ABC, Generic[Facts]):
 
 def no_answer(text: str) -> Lost:
     """Returns what to raise about an answer, as JSON, that is none."""
-    return Lost("exception", f"it wrote what is no answer: {short(text)}")
+    return Lost("exception", f"it wrote something that is not an answer: {short(text)}")

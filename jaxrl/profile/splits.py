@@ -115,7 +115,7 @@ def run_advice(run_dir: Path) -> list[str]:
             more = "" if split is None else f", and with {split} {faster:.1f}x"
             lines.append(f"schedule={name} would be {now:.1f}x faster{more}")
     if lines and setup.emulated:
-        lines.append("as if on devices of their own: emulated ones share the cores of this host")
+        lines.append("computed as for separate devices: emulated ones share the cores of this host")
     return waits + lines
 
 

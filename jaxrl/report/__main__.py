@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
         "-o",
         "--output",
         metavar="FILE.html",
-        help=f"file to write (default RUN/{REPORT_FILE}; needed where there are several runs)",
+        help=f"file to write (default RUN/{REPORT_FILE}; required for several runs)",
     )
     arguments = parser.parse(argv)
     paths = [Path(path) for path in dict.fromkeys(arguments.runs)]

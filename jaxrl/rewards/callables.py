@@ -58,8 +58,8 @@ def bind(
             given[text] = cloudpickle.dumps(function)
         except Exception as error:
             raise UserError(
-                f"rewards: {name} cannot be sent to a process of its own: {type(error).__name__}:"
-                f" {error}; take what cannot be pickled out of it, or write it in a file and name"
+                f"rewards: {name} cannot be sent to another process: {type(error).__name__}:"
+                f" {error}; remove what cannot be pickled from it, or write it in a file and name"
                 " it in reward.functions as path.py:function"
             ) from error
     reward = config.reward.model_dump() | {"functions": entries}

@@ -380,7 +380,7 @@ class CompletionsClient:
             except TeacherError as error:
                 problems.append(f"{style}: {error}")
         raise UserError(
-            f"the server at {url} does not tell the log-probs of a prompt of token ids:\n  "
+            f"the server at {url} does not return the log-probs of a prompt of token ids:\n  "
             + "\n  ".join(problems)
         )
 

@@ -116,10 +116,10 @@ METRICS: dict[str, Metric] = {
         " clamped to 20",
     ),
     "distill/aligned_bytes": Metric(
-        "fraction", "bytes of completions in spans that both tokenizers cut, and learnt from"
+        "fraction", "bytes of completions in spans that both tokenizers have, and that are learned"
     ),
     "distill/exact_bytes": Metric(
-        "fraction", "bytes where both tokenizers have the same token, learnt without sampling"
+        "fraction", "bytes where both tokenizers have the same token, learned without sampling"
     ),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
@@ -236,7 +236,7 @@ METRICS: dict[str, Metric] = {
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
     "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
-    "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
+    "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
     "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
     **_evaluation("eval", "the held-out prompts"),

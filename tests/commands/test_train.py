@@ -158,9 +158,7 @@ def test_dry_run_counts_answers_that_no_verifier_can_read(models, tmp_path, caps
     assert cli.run(main, [*QUICK, *SHORT, *keys, f"run_dir={tmp_path / 'run'}", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert "2 of 3 prompts cannot be judged with data.verifier=number: it cannot read" in told
-    assert (
-        "number cannot judge 2 of the 3 prompts looked at: it cannot read answers such as" in told
-    )
+    assert "number cannot judge 2 of the 3 prompts checked: it cannot read answers such as" in told
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):

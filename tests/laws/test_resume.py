@@ -116,7 +116,7 @@ def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, monkeyp
         patch.setattr(Actor, "update", signalled)
         assert trained_by(arguments(models, tmp_path / "run", *asked)) == 130
     told = "".join(capfd.readouterr())
-    assert "finishing the update that runs" in told and "Traceback" not in told
+    assert "finishing the current update" in told and "Traceback" not in told
     step = store.newest(tmp_path / "run", print).step
     assert f"saved at step {step}" in told and 0 < step < STEPS
     result = run(models, tmp_path / "run", *asked)
@@ -421,7 +421,7 @@ def test_a_run_directory_that_is_removed_is_made_again(models, tmp_path, undistu
     updates = [event["args"]["step"] for event in events if event["name"] == "update"]
     assert updates == list(range(STEPS))
     log = (result.run_dir / "log.txt").read_text()
-    assert log.count("were removed while the run worked") == 1
+    assert log.count("were removed during the run") == 1
     assert "run directory:" in log, "the lines before the removal are there too"
 
 

@@ -96,7 +96,7 @@ def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         return kinds
     if raw.get("enable_moe_block"):
         raise UserError(
-            f"num_kv_shared_layers={shared} is not supported beside enable_moe_block=true"
+            f"num_kv_shared_layers={shared} is not supported together with enable_moe_block=true"
         )
     n = len(kinds) - size(raw, "num_kv_shared_layers")
     if n < 1 or set(kinds[n:]) - set(kinds[:n]):

@@ -215,14 +215,14 @@ def _environment(address: str | None) -> dict[str, str]:
     if address is not None:
         if _imported_for == "own":
             raise UserError(
-                "ray was imported in this process for a cluster of its own, and reads only once how"
-                f" to show a token: join {address} from another process"
+                "this process has started its own Ray cluster, and Ray reads its authentication"
+                " mode only once: join {address} from another process"
             )
         return {MODE: "token"} if _imported_for == "joined" and _user_has_token() else {}
     if _imported_for != "own":
         raise UserError(
-            "ray was imported in this process before its own cluster was started, and reads only"
-            " once how to show a token: import it later, start another process, or set"
+            "ray was imported in this process before the run's cluster was started, and reads its"
+            " authentication mode only once: import it later, start another process, or set"
             " RAY_AUTH_MODE=token (or =disabled: then any user of this host can use the cluster)"
         )
     _own_token = _own_token or secrets.token_hex(32)
