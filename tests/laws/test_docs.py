@@ -64,6 +64,19 @@ def test_links_resolve_and_no_placeholder_is_left(page: Path) -> None:
     assert "@@" not in text and "TODO" not in text
 
 
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and most viewers make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_headings_resolve(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        assert anchor in anchors(target), f"{file}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_name_modules_that_exist(page: Path) -> None:
     for module in set(re.findall(r"python -m (jaxrl[\w.]*)", page.read_text(encoding="utf-8"))):
@@ -407,3 +420,27 @@ def test_the_commands_of_a_page_are_understood(
 def test_the_reader_of_commands_sees_them() -> None:
     counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
     assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60
+
+
+DIALECT = re.compile(
+    r"\b(tells?|told|knows|struck|unawares|at hand|beside|somebody|nobody|whoever|learnt|one's own"
+    r"|of (?:its|their) own)\b",
+    re.IGNORECASE,
+)
+"""Words for persons, or out of use, which a reader stumbles over in a technical page."""
+VAGUE_HEADING = re.compile(r"^#+ (?:who|what|where|when) \b(?!.*\?$)", re.IGNORECASE)
+WRITTEN_BY_BENCHMARKS = re.compile(r"-compared\.md$")
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=name_of)
+def test_a_page_is_written_in_the_words_of_the_field(page: Path) -> None:
+    """No verbs of persons for programs, no dialect, and headings that a search finds."""
+    if WRITTEN_BY_BENCHMARKS.search(page.name):
+        return
+    prose = re.sub(
+        r"^(```|~~~).*?^\1$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    lines = [line for line in prose.splitlines() if not line.startswith(("    ", "> "))]
+    found = [line for line in lines if DIALECT.search(re.sub(r"`[^`]*`", "", line))]
+    found += [line for line in lines if VAGUE_HEADING.match(line)]
+    assert not found
