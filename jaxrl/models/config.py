@@ -482,7 +482,7 @@ def special_ids(raw: Raw) -> dict[str, Any]:
         ("pad_token_id", [given(raw.get("pad_token_id"), 0)]),
     ):
         if not all(type(i) is int for i in ids):
-            raise UserError(f"{key}={raw[key]!r} is no token id: a whole number is needed, or null")
+            raise UserError(f"{key}={raw[key]!r} is not a token id: an integer or null is required")
     return {
         "eos_ids": tuple(several),
         "bos_id": raw.get("bos_token_id"),

@@ -186,7 +186,9 @@ def lanes(activity: Activity) -> JsonObject:
 
     def lanes_of(tracks: Iterable[str]) -> list[JsonObject]:
         return [
-            lane(f"{track}, beside" if aside else track, _merged(drawn[track, aside], merged_us))
+            lane(
+                f"{track}, in parallel" if aside else track, _merged(drawn[track, aside], merged_us)
+            )
             for track in tracks
             for aside in (False, True)
             if (track, aside) in drawn

@@ -207,7 +207,7 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["teacher", "teacher", "head:77", "gpu:4,", "gpu:5", "idle"] in lines
     devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [])))
     printed = capsys.readouterr().out
-    assert "no worker of jaxrl on it" in printed and "TPU" not in printed
+    assert "no jaxrl workers" in printed and "TPU" not in printed
     nodes = [replace(nodes[0], has={**has, "TPU": 8}, free={**free, "TPU": 4})]
     devices.show(devices.cluster_page(Cluster("h:1", nodes, [])))
     printed = capsys.readouterr().out

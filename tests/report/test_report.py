@@ -113,7 +113,7 @@ def test_calls_beside_the_queue_keep_no_pool_busy() -> None:
     (pool,) = use.pools
     assert pool.busy == 20_000 and [gap.length for gap in pool.gaps] == [80_000]
     labels = [lane["label"] for lane in timeline_lanes.lanes(use)["pools"][0]["lanes"]]
-    assert labels == ["actor", "actor, beside"]
+    assert labels == ["actor", "actor, in parallel"]
 
 
 def test_what_is_moved_for_a_call_is_drawn_with_its_pool() -> None:

@@ -390,10 +390,10 @@ def test_a_cluster_that_is_too_small_is_refused_with_both_tables():
     ("address", "told"),
     [
         ("127.0.0.1:1", "does not answer: Connection refused"),
-        ("127.0.0.1", "no address of a Ray cluster"),
-        ("127.0.0.1:port", "no address of a Ray cluster"),
-        ("127.0.0.1:65536", "no address of a Ray cluster"),
-        ("ray://127.0.0.1:10001", "no address of a Ray cluster"),
+        ("127.0.0.1", "not the address of a Ray cluster"),
+        ("127.0.0.1:port", "not the address of a Ray cluster"),
+        ("127.0.0.1:65536", "not the address of a Ray cluster"),
+        ("ray://127.0.0.1:10001", "not the address of a Ray cluster"),
     ],
 )
 @pytest.mark.parametrize("by", ["key", "environment"])

@@ -249,7 +249,7 @@ def _reach(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
-            f"{address!r} is no address of a Ray cluster: write HOST:PORT of its head, as in"
+            f"{address!r} is not the address of a Ray cluster: write HOST:PORT of its head, as in"
             " 10.0.0.1:6379, or auto for the cluster of this host (ray.address, or else"
             " RAY_ADDRESS)"
         )
