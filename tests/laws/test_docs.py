@@ -396,12 +396,13 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config |
 def test_the_commands_of_a_page_are_understood(
     page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options, keys, configs and scripts exist, and what a config reads under `runs/` is written
-    by an earlier command of the page."""
+    """Options, keys, configs and scripts exist; what a config reads under `runs/` is written by an
+    earlier command of the page, and the page says what else a command needs."""
     for block in blocks(page):
         if named := re.match(r"\s*# (\w+\.py)\n", block):
             (reader / named[1]).write_text(block)
     written: set[str] = set()
+    page_text = page.read_text(encoding="utf-8")
     for words in commands(page):
         config = check_command(words, monkeypatch)
         text = " ".join(words)
@@ -411,6 +412,14 @@ def test_the_commands_of_a_page_are_understood(
             written |= set(re.findall(r"runs/\w+", source))
         if config is None:
             continue
+        models = [config.student.model, config.teacher_model or ""]
+        named = "run.yaml" not in text  # which has the reader's models
+        if named and any(re.fullmatch(r"[A-Z]\w+/[\w.-]+", model) for model in models):
+            assert re.search(r"\bhub\b", page_text), f"{text}: say that it needs the hub"
+        if "=data/" in text:
+            assert re.search(r"\byour (own )?data\b", page_text), (
+                f"{text}: say whose data these are"
+            )
         if "configs/" in text:
             read = set(re.findall(r"runs/\w+", config.dump())) - {f"runs/{config.name}"}
             assert read <= written, f"{text}: first write {read - written}"
