@@ -426,6 +426,18 @@ def test_the_commands_of_a_page_are_understood(
         written.add(f"runs/{config.name}")
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
+def test_the_commands_of_a_config_are_understood(
+    path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the comments at its top, one of which runs the config itself."""
+    lines = re.findall(r"^# +(python .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    words = [shlex.split(line) for line in lines]
+    assert any(f"configs/{path.name}" in line for line in words)
+    for line in words:
+        check_command(line, monkeypatch)
+
+
 def test_the_reader_of_commands_sees_them() -> None:
     counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
     assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60
