@@ -413,8 +413,8 @@ def test_the_commands_of_a_page_are_understood(
         if config is None:
             continue
         models = [config.student.model, config.teacher_model or ""]
-        named = "run.yaml" not in text  # which has the reader's models
-        if named and any(re.fullmatch(r"[A-Z]\w+/[\w.-]+", model) for model in models):
+        names_model = "run.yaml" not in text  # which has the reader's models
+        if names_model and any(re.fullmatch(r"[A-Z]\w+/[\w.-]+", model) for model in models):
             assert re.search(r"\bhub\b", page_text), f"{text}: say that it needs the hub"
         if "=data/" in text:
             assert re.search(r"\byour (own )?data\b", page_text), (
