@@ -212,7 +212,7 @@ METRICS: dict[str, Metric] = {
     ),
     "environment/failures": Metric(
         "episodes",
-        "episodes without a reward, because their environment raised, ended or gave an invalid answer",
+        "episodes without a reward: their environment raised, ended or gave an invalid answer",
     ),
     "environment/timeouts": Metric(
         "episodes",

@@ -126,7 +126,7 @@ def test_the_command_tells_devices_processes_and_what_is_free(
     (owned,) = [line for line in lines if "NVIDIA" in line and "gpu:0" in line]
     assert "64.4 of 150.8 GB" in owned and f"pid {os.getpid()}: " in owned
     (unsure,) = [line for line in lines if "NVIDIA" in line and "gpu:2" in line]
-    assert "not told" in unsure
+    assert "unknown" in unsure
     assert "free: 1 of 4: gpu:1" in lines
     assert any("jaxrl" in line or line.startswith("  process") for line in lines[lines.index("") :])
 
@@ -164,7 +164,7 @@ def test_without_an_accelerator_cpu_devices_are_made_by_each_run(
 @pytest.mark.parametrize(
     ("argv", "environ", "words"),
     [
-        (["--address", "nonsense"], {}, "'nonsense' is no address"),
+        (["--address", "nonsense"], {}, "'nonsense' is not the address"),
         (["--address=a b:1"], {}, "HOST:PORT"),
         ([], {"RAY_ADDRESS": "head"}, "RAY_ADDRESS"),
         (["--adress", "a:1"], {}, "did you mean --address?"),
