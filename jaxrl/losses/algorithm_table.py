@@ -166,7 +166,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 DEFAULT = "gkd"
 
 _PREFERENCES = (
-    "learns from ranked pairs of answers, and jaxrl has no algorithm of the DPO family."
+    "learns from pairs of ranked answers, and jaxrl has no algorithm of the DPO family."
     " To learn the preferred answers use sft; to learn from a reward model set reward.model and"
     " an algorithm such as grpo"
 )
