@@ -496,7 +496,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 part = f"renders only a part of its `content` ({said[:40]!r}): that part is learned"
                 note("content", at, part)
         elif message.get("tool_calls"):
-            lost = f"does not render its `content` beside `tool_calls` ({said[:40]!r}): it is"
+            lost = f"does not render its `content` with `tool_calls` ({said[:40]!r}): it is"
             note("content", at, f"{lost} learned without it")
         else:
             raise UserError(

@@ -237,8 +237,8 @@ class DecoderConfig:
         """Returns the config of a model that has only these of its layers."""
         if self.layer_inputs or self.lenders:
             raise UserError(
-                f"layers of {self.family} cannot be left out of a model whose layers have inputs of"
-                " their own, or keys and values in common (hidden_size_per_layer_input,"
+                f"layers of {self.family} cannot be left out of a model whose layers have separate"
+                f" inputs, or share keys and values (hidden_size_per_layer_input,"
                 " num_kv_shared_layers)"
             )
         kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)

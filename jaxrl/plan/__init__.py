@@ -358,7 +358,7 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
     if inputs.on_cpu and slow:
         yield (
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
-            " weights, slower than float32 and with the copies beside the weights"
+            " weights, slower than float32 and with additional memory for the copies"
         )
 
 

@@ -231,6 +231,12 @@ def test_the_reader_of_messages_is_strict() -> None:
     assert not any("no such message anywhere" in text for text in messages_in_the_source())
 
 
+def test_messages_are_written_in_the_words_of_the_field() -> None:
+    """As the pages are: DIALECT is below."""
+    found = [text for text in messages_in_the_source() if " " in text and DIALECT.search(text)]
+    assert not found
+
+
 def test_troubleshooting_quotes_messages() -> None:
     assert len(quoted(DOCS / "troubleshooting.md")) >= 15
 

@@ -533,7 +533,7 @@ def test_a_plan_starts_no_cluster(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
     seen = connect(RayConfig(), parse("actor=2,rollout=2,teacher=4"))
     assert len(seen.devices) == 8 and seen.launcher == "ray" and not started
-    assert seen.why == "a cluster of its own on this host"
+    assert seen.why == "a new cluster on this host"
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch, capsys):

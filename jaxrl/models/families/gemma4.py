@@ -180,7 +180,7 @@ def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
         for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
             if given(file.stated(key), dim) != dim:
                 raise UserError(
-                    f"{key}={file.stated(key)} is not supported beside"
+                    f"{key}={file.stated(key)} is not supported with"
                     f" attention.key_length{end}={dim}: they must be the same"
                 )
     kind = given(file.stated("rope.scaling.type"), "none")

@@ -81,7 +81,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     note = None
     if kind == "CPU":
         note = f"no accelerator: emulating {placement.n_devices} CPU devices"
-    why = "a cluster of its own on this host"
+    why = "a new cluster on this host"
     if address is not None:
         why = f"ray.address={address}" if config.address else f"RAY_ADDRESS={address}"
     return Visible(devices_of(placement, slots, kind), note, "ray", why)
