@@ -38,6 +38,7 @@ from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_s
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.shared_prompts import by_products
 from jaxrl.sampling.decode import cache_specs
 from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences
@@ -508,6 +509,27 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     expected = attention.attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen[:, None])
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
+
+
+def test_parts_of_the_keys_are_put_together_in_float32() -> None:
+    """Each head's result is the right one times a factor that the sum of its weights makes."""
+    q, k, v = arrays((8, 2, 3, 64), *[(8, 2, 1024, 64)] * 2)
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v + 1))  # far from 0: the factor is seen
+    lengths = jnp.arange(8, dtype=jnp.int32) * 128 + 100
+    read, total = jax.jit(partial(split_k.attend, interpret=True))(q, k, v, lengths)
+    mask = (jnp.arange(1024)[None] < lengths[:, None])[:, None]
+    expected, of = by_products(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    factors = (read * expected).sum(-1) / (expected * expected).sum(-1)
+    assert jnp.std(factors - 1) < 3e-4  # of a sum in bfloat16: 1e-3
+    np.testing.assert_allclose(total, of, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows", "parts"),
+    [(1024, 1, 16), (1024, 33, 16), (1024, 100, 4), (1024, 1000, 1), (320, 8, 5), (64, 1, 1)],
+)
+def test_keys_are_divided_until_the_gpu_is_full(positions: int, rows: int, parts: int) -> None:
+    assert split_k.parts_of(positions, rows) == parts
 
 
 @pytest.mark.parametrize(

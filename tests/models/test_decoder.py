@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -291,3 +292,34 @@ def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     eight = (np.concatenate([x, x, np.zeros_like(x[:2])]) for x in three)
     got = loss_and_grad(config, sharded, *eight, mesh=mesh, remat="full")
     assert_trees_close(config, three[1], got, expected)
+
+
+def sums_over(jaxpr: Any) -> list[tuple[str, int]]:
+    """Lists dtype and number of terms of every sum in a program and those inside it."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reduce_sum":
+            array = equation.invars[0].aval
+            terms = math.prod(array.shape[axis] for axis in equation.params["axes"])
+            found.append((str(array.dtype), terms))
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            found += sums_over(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: str) -> None:
+    """CPUs sum bfloat16 in float32 whatever the program says, GPUs do as it says: so the program is
+    read."""
+    config, params = tiny_model(name)
+    shape = 2, 512
+    tokens, mask = np.ones(shape, np.int32), np.ones(shape, bool)
+
+    def loss(params: Any) -> jax.Array:
+        hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
+        return decoder.logits(config, params, hidden).astype(jnp.float32).sum()
+
+    sums = sums_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    assert any(terms >= mask.size for dtype, terms in sums if dtype == "float32")
+    assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= mask.size] == []
