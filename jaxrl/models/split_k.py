@@ -26,13 +26,16 @@ Term = tuple[jax.Array, jax.Array]
 LOWEST = -1e30
 """Score of a masked key: finite, so that no difference of two is NaN."""
 KEYS = 64
-"""Keys that a block reads at a time; lengths of the cache are multiples of it
+"""Most keys that a block reads at a time; lengths of the cache are multiples of it
 (`kernels.Target.width_multiple`)."""
 BLOCKS, MOST_PARTS = 528, 16
 """The keys of a slot are divided into as many parts as it takes to have so many blocks, four for
 each multiprocessor of an H100, and into no more than so many: results of parts cost bytes too."""
 FEWEST_QUERIES, MOST_QUERIES = 16, 64
 """Of one KV head that a block has at a time: several blocks read the keys of more."""
+SHARED_BYTES = 99 * 1024
+"""Shared memory that a block may have on GPUs with the least from compute capability 8.0 on: 8.6,
+8.9 and 12.x."""
 WARPS = 4
 MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
@@ -52,6 +55,19 @@ def parts_of(positions: int, rows: int) -> int:
     given number of positions."""
     tiles, most = positions // KEYS, min(MOST_PARTS, -(-BLOCKS // rows))
     return max(n for n in range(1, most + 1) if tiles % n == 0)
+
+
+def tile_of(queries: int, head_dim: int) -> tuple[int, int] | None:
+    """Returns how many queries a block has, of so many, and how many keys it reads at a time, so
+    that both fit in shared memory: two tiles of keys, the queries, and the weights, of 2 bytes
+    each. None where not even the smallest fit."""
+    rows = bucket(queries, smallest=FEWEST_QUERIES, most=MOST_QUERIES)
+    while rows >= FEWEST_QUERIES:
+        for keys in (KEYS, KEYS // 2, KEYS // 4):
+            if 2 * (2 * keys * head_dim + rows * head_dim + rows * keys) <= SHARED_BYTES:
+                return rows, keys
+        rows //= 2
+    return None
 
 
 def attend(
@@ -80,6 +96,8 @@ def attend(
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (r, kv, m, h), s = q.shape, k.shape[2]
+    tile = tile_of(m, h)
+    assert tile is not None, "`kernels.why_no_step_kernel` says where there is no kernel"
     n = parts_of(s, r * kv)
     size = s // n
     by_part = r * kv, n, m
@@ -95,8 +113,8 @@ def attend(
         v.reshape(-1, size, h),
         start_idx=None if window is None else within_parts(jnp.maximum(lengths - window, 0)),
         kv_seq_len=within_parts(lengths),
-        block_h=bucket(m, smallest=FEWEST_QUERIES, most=MOST_QUERIES),
-        block_k=KEYS,
+        block_h=tile[0],
+        block_k=tile[1],
         k_splits=1,
         num_warps=WARPS,
         return_residuals=True,

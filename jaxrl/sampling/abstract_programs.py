@@ -150,7 +150,7 @@ def abstract_programs(
     launches = -(-sampling.max_new_tokens // engine.launch_tokens)
     yield program(
         "decode",
-        decode.launch,
+        decode.launch_on(mesh),
         *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
         beside=held,
         calls=launches * -(-prompts * samples // engine.slots),

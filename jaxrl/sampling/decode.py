@@ -7,24 +7,27 @@ arguments, so that engines of equal shapes share programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.models import cached, decoder
 from jaxrl.models.cached import Cache, Shared
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
+from jaxrl.models.kernels import GPU, OLDEST, Target, target_on
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Pages, Seats
 from jaxrl.models.stack import delta_of
+from jaxrl.process import xla_flags
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
-from jaxrl.sharding.axes import ROWS
+from jaxrl.sharding.axes import EXPERTS, ROWS
 from jaxrl.types import Array, Tree
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
@@ -287,11 +290,10 @@ def insert_again(
     return _on_each_device(local, config, mesh, caches, *arrays, results=2)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "mesh", "n_tokens", "check_every", "record"),
-    donate_argnames=("cache",),
-)
+LAUNCH_STATIC = ("config", "mesh", "n_tokens", "check_every", "record")
+
+
+@partial(jax.jit, static_argnames=LAUNCH_STATIC, donate_argnames=("cache",))
 def launch(
     config: DecoderConfig,
     mesh: Mesh | None,
@@ -384,6 +386,44 @@ def launch(
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
     out = {name: _readable(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
     return _constrain(config, mesh, cache, ROWS), out["drawn"], out.get("experts")
+
+
+GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+"""What XLA may put into a CUDA graph: by default all of these but collectives."""
+
+
+def launch_on(mesh: Mesh | None) -> Wrapped:
+    """Returns `launch` with `launch_options` of the devices of a mesh."""
+    options = launch_options(target_on(mesh), {} if mesh is None else mesh.shape)
+    return _launch_with(tuple(options.items())) if options else launch
+
+
+def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | int]:
+    """Returns the compiler options of a launch on a mesh of such devices and axes; none for what
+    the user's own `XLA_FLAGS` decide."""
+    if target.platform not in GPU or target.capability is None:
+        return {}
+    options: dict[str, str | int] = {}
+    triton = xla_flags.value_of("--xla_gpu_enable_triton_gemm") not in ("false", "0")
+    if target.capability < OLDEST or not triton:
+        # XLA makes one product of those that read the same rows, and concatenates their weights in
+        # each step: only Triton reads these where they are.
+        options["xla_gpu_dot_merger_threshold_mb"] = 0
+    if axes.get("tensor", 1) * axes.get(EXPERTS, 1) > 1:
+        # A collective would end a graph, several times in each layer.
+        options["xla_gpu_enable_command_buffer"] = GRAPHED
+    return {name: x for name, x in options.items() if xla_flags.value_of(f"--{name}") is None}
+
+
+@lru_cache
+def _launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
+    """Returns one function for the same options: programs are compiled once a function."""
+    return jax.jit(
+        launch.__wrapped__,
+        static_argnames=LAUNCH_STATIC,
+        donate_argnames=("cache",),
+        compiler_options=dict(options),
+    )
 
 
 def _begin_states(

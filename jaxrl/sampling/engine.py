@@ -36,7 +36,7 @@ from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.kernels import target_of
+from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats, why_not_paged
 from jaxrl.sampling import decode
@@ -171,7 +171,7 @@ class Engine:
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
-        target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+        target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
         self.episodes = episodes
         beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
@@ -533,8 +533,9 @@ class _Generation:
         static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         static |= {"record": self.record}
         more = self.knobs, prompts, pages
-        with self.ledger.running(decode.launch, *arguments, *more, **static):
-            self.cache, drawn, routed = decode.launch(*arguments, *more, **static)
+        launch = decode.launch_on(self.on[1])
+        with self.ledger.running(launch, *arguments, *more, **static):
+            self.cache, drawn, routed = launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         experts = None if routed is None else np.asarray(routed)

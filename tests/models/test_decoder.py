@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from rounding import tolerance
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.formats import weights
-from jaxrl.models import cached, decoder, parameters
+from jaxrl.models import cached, decoder, parameters, stack
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.types import Sequences
 
 
@@ -323,3 +325,35 @@ def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: s
     sums = sums_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
     assert any(terms >= mask.size for dtype, terms in sums if dtype == "float32")
     assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= mask.size] == []
+
+
+@pytest.mark.parametrize("axes", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
+def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
+    axes: tuple[int, ...],
+) -> None:
+    """Each device gets the sum of its own columns, whatever axes divide the tokens; several of a
+    micro-batch are the same token, and one is of each end of the vocabulary."""
+    config, params = tiny_model("llama")
+    mesh, split = make_mesh(*axes), ("context",) if len(axes) == 4 else ()
+    tokens = np.resize([0, 3, config.vocab_size - 1, 3], (8, 4)).astype(np.int32)
+    weights = np.random.default_rng(0).standard_normal((8, 4, config.d_model)).astype(np.float32)
+
+    def gradient(table: Any, mesh: Any = None) -> Any:
+        def loss(table: Any) -> jax.Array:
+            x, _ = stack.embed(config, params | {"embed": table}, tokens, mesh, None, *split)
+            return (x * weights).sum()
+
+        return jax.grad(loss)(table)
+
+    table = params["embed"]
+    shardings = param_shardings(config, mesh)["embed"]
+    on_mesh = jax.jit(partial(gradient, mesh=mesh), in_shardings=(shardings,))
+    compiled = on_mesh.lower(table).compile()
+    sums = re.findall(r"f32\[(\d+),(\d+)\]\S* all-reduce\(", compiled.as_text())
+    of_a_device = (
+        config.vocab_size // axes[2] * config.d_model // (axes[1] * (axes[3:4] or (1,))[0])
+    )
+    assert all(int(rows) * int(width) <= of_a_device for rows, width in sums), sums
+    found = compiled(jax.device_put(table, shardings))["embedding"]
+    expected = gradient(table)["embedding"]
+    np.testing.assert_allclose(found, expected, 1e-6, 1e-6)
