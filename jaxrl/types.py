@@ -346,6 +346,9 @@ class Weights:
     receiver's mesh. Else: arrays on the actor's mesh, which arrive at the receiver as `Shards`."""
     nbytes: int
     """Bytes that are copied; leaves shared with the actor do not count."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Path -> checksum (`reshard.checksums`) of each array that moves to other devices, taken
+    before it does."""
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,9 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluation"),
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
+    "weights/damaged_arrays": Metric(
+        "count", "arrays that arrived with another checksum and were sent again"
+    ),
     "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
     "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),

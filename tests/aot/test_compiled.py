@@ -309,6 +309,18 @@ def test_a_graph_holds_the_collectives_of_a_tensor_parallel_rollout(pool, tmp_pa
     assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
 
 
+def test_a_graph_holds_what_drops_improbable_tokens(pool, tmp_path):
+    """The search for the smallest probability that is kept would be 248 launches a token."""
+    run = config(
+        tmp_path,
+        mesh="actor+rollout+teacher=1",
+        sampling={"top_p": 0.95, "top_k": 50},
+        batch_size=2 * BATCH,
+    )
+    (decode,) = compiling(pool, run, "h200x1", "decode")
+    assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
+
+
 MIXTURE = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
