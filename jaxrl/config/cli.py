@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -76,6 +77,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        version = import_module("jaxrl").__version__
+        self.add_argument(
+            "--version", action="version", version=f"jaxrl {version}", help="print it and exit"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
@@ -118,8 +123,8 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="config file of the run (without it: the built-in quickstart or, if student.model or"
-        " data.train is set, the defaults)",
+        help="config file of the run, or builtin:NAME (builtin: lists them; without --config: the"
+        " built-in quickstart or, if student.model or data.train is set, the defaults)",
     )
     parser.add_argument(
         "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,rollout=2,teacher=4"

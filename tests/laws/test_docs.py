@@ -91,7 +91,7 @@ def script(name: str) -> ModuleType:
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
-    assert drawn == script("draw_rooms").picture(), "python scripts/draw_rooms.py"
+    assert drawn == script("draw_rooms").picture(), "python -m jaxrl.scripts.draw_rooms"
 
 
 def test_the_scripts_that_pages_name_write_data(
@@ -105,10 +105,10 @@ def test_the_scripts_that_pages_name_write_data(
     monkeypatch.setattr(hints, "KNOWN", 2)
     monkeypatch.setattr(teachers, "ROWS", {"train": 3, "eval": 2})
     monkeypatch.setattr(teachers, "train", lambda config: SimpleNamespace(final_eval=1.0))
-    calls.main(tmp_path / "calls.jsonl")
-    hints.main(tmp_path / "hints.jsonl", hints.solutions())
-    hints.main(tmp_path / "feedback.jsonl", hints.feedback())
-    teachers.make(tmp_path)
+    calls.main([str(tmp_path / "calls.jsonl")])
+    hints.main([str(tmp_path / "hints.jsonl")])
+    hints.main([str(tmp_path / "feedback.jsonl"), "feedback"])
+    teachers.main([str(tmp_path)])
     lines = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")}
     assert lines == {
         **{"calls": 9, "hints": 3, "feedback": 5},
