@@ -34,7 +34,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Base, Config
-from jaxrl.errors import RunError, UserError, near, short, user_path
+from jaxrl.errors import RunError, UserError, near, short, user_path, with_addresses
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
 
@@ -84,6 +84,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
+
+    def format_help(self) -> str:
+        return with_addresses(super().format_help())
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses options and positional words in any order."""
@@ -209,7 +212,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
                 raise
             raise UserError("a path has a character of code 0 in it") from error
     except (UserError, RunError) as error:
-        to_stderr(f"error: {error}")
+        to_stderr(f"error: {with_addresses(str(error))}")
         return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")
