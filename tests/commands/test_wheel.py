@@ -1,5 +1,5 @@
-"""What is released: an sdist, and the wheel made from it, which runs in an empty environment of each
-Python that is here; and the recipe of a container."""
+"""What is released: an sdist, and the wheel made from it, which runs in an empty environment of
+each Python that is here; and the recipe of a container."""
 
 import json
 import os
@@ -18,10 +18,13 @@ import pytest
 
 import jaxrl
 from jaxrl import errors
+from jaxrl.__main__ import COMMANDS
 from jaxrl.config.builtin_configs import commands
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKED = ("pyproject.toml", "README.md", "LICENSE", "jaxrl", "configs", "scripts")
+"""What the build reads."""
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 """The build as `pip wheel` and `python -m build` ask for it, but without a package index."""
 SITES = """
@@ -55,11 +58,13 @@ def released(tmp_path_factory):
     """The sdist, and the wheel built from it."""
     pytest.importorskip("setuptools", "77", "the build needs setuptools (extra dev)")
     folder = tmp_path_factory.mktemp("released")
-    for name in ("jaxrl", "configs", "scripts"):
+    (folder / "tree").mkdir()
+    for name in PACKED:
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / "tree" / name)
+            continue
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / "tree" / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "tree" / name)
     sdist = built("build_sdist", folder / "tree", folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
@@ -190,3 +195,37 @@ def test_the_address_is_left_to_one_line_of_the_project():
     urls = PROJECT.get("urls", {errors.DOCUMENTATION: "ADDRESS"})
     assert errors.DOCUMENTATION in urls
     assert "# Documentation = " in (ROOT / "pyproject.toml").read_text() or "urls" in PROJECT
+
+
+def test_the_container_is_built_from_what_is_there():
+    """What it copies is what the build needs; its extras and its Python are the project's; nothing
+    in it runs as root, and it keeps what a run and the hub write."""
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
+    orders = [line.partition(" ") for line in lines if line]
+    python = orders[0][2].removeprefix("PYTHON=")
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+    copied = [word for order, _, value in orders if order == "COPY" for word in value.split()[:-1]]
+    assert sorted(copied) == sorted(PACKED)
+    named = re.findall(r"EXTRAS=([\w,]+)|as in ([\w,]+)|^# Extras.*?: (\w+)", text, re.MULTILINE)
+    extras = {extra for words in named for word in words for extra in word.split(",") if extra}
+    assert {"cuda", "ray"} <= extras <= set(PROJECT["optional-dependencies"])
+    (install,) = (value for _, _, value in orders if value.startswith("pip install"))
+    for chosen, asked in (("", "."), ("cuda,ray", ".[cuda,ray]")):
+        shell = ["sh", "-c", install.replace("pip install --no-cache-dir", "printf %s")]
+        shown = subprocess.run(shell, env={"EXTRAS": chosen}, capture_output=True, text=True)
+        assert shown.stdout == asked
+    words = [order for order, _, _ in orders]
+    assert {"RUN", "USER"}.isdisjoint(words[words.index("USER") + 1 :])
+    (volumes,) = (json.loads(value) for order, _, value in orders if order == "VOLUME")
+    (made,) = (value for _, _, value in orders if "install --directory" in value)
+    assert set(volumes) <= set(made.split())
+    home = os.path.expanduser("~")
+    cache = os.path.expanduser(jaxrl.Config.load().compile_cache).replace(home, "/home/jaxrl")
+    assert any(cache.startswith(f"{volume}/") for volume in volumes)
+    *_, folder = (value for order, _, value in orders if order == "WORKDIR")
+    assert f"{folder}/runs" in volumes
+    (command,) = (json.loads(value) for order, _, value in orders if order == "ENTRYPOINT")
+    assert command == list(PROJECT["scripts"])
+    started = re.findall(r"^#.* jaxrl(?:-\w+)? (\w+)$", text, re.MULTILINE)
+    assert len(started) == 2 and set(started) <= set(COMMANDS)
