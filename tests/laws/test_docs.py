@@ -29,7 +29,7 @@ from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = [
     *sorted(DOCS.glob("add-*.md")),
     DOCS / "environments-of-packages.md",
