@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SPECIAL = ("<pad>", "<s>", "</s>")
 MERGES: dict[str, list[tuple[str, str]]] = {
     "bytes": [],
-    "pairs": list(itertools.product("0123456789", repeat=2)),
+    "pairs": list(itertools.product("0123456789", "0123456789")),
 }
 
 

@@ -69,7 +69,7 @@ def small_model(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> DecoderConf
 
     if "experts" in shape:
         shape = shape | {"experts": Experts(**shape["experts"])}
-    usual = {"family": "llama", "d_model": 128, "head_dim": 32, "d_ff": 352}
+    usual: dict[str, Any] = {"family": "llama", "d_model": 128, "head_dim": 32, "d_ff": 352}
     return DecoderConfig(
         **usual | shape,
         vocab_size=len(tokenizer),
