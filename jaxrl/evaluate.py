@@ -87,7 +87,8 @@ def _parser() -> cli.Parser:
     add(
         "--config",
         metavar="FILE.yaml",
-        help="keys about evaluation are read from it (default: the config of MODEL's run)",
+        help="keys about evaluation are read from it, or from builtin:NAME (default: the config of"
+        " MODEL's run)",
     )
     add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")

@@ -4,7 +4,7 @@ of a run come from: a file, the quickstart or the plain defaults.
 The keys of models and their devices are in `config.roles`, all others in `config.settings` and
 `config.run_config`; conditions on several sections are in `config.rules`. The class defaults suit
 models of one to several billion parameters on accelerators; the built-in quickstart
-(``jaxrl/assets/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
+(``configs/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
 algorithm learns from a teacher, ``teacher.model`` have no default.
 """
 
@@ -22,17 +22,17 @@ from pydantic import ValidationError
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError, shown, user_path
+from jaxrl.errors import UserError, shown
 from jaxrl.process.json_types import JsonObject
 
 CONFIG_FILE = "config.yaml"
 """Name of the config in a run directory."""
-QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
 BUILTIN = "builtin:quickstart"
-"""The name of that file, where a config is asked for."""
+QUICKSTART = config_file(BUILTIN)
 OWN = ("student.model", "data.train")
 """Keys with which a run without a file is no longer the quickstart."""
 
@@ -108,8 +108,8 @@ class Config(RunConfig, metaclass=_Parsed):
 
         Args:
             path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
-                is among the overrides, the defaults. `builtin:quickstart`: the quickstart in any
-                case.
+                is among the overrides, the defaults. `builtin:NAME`: one that comes with jaxrl
+                (`config.builtin_configs`).
             overrides: `["steps=10", "optimizer.learning_rate=1e-5"]`, or `{"steps": 10,
                 "optimizer.learning_rate": 1e-5}`.
 
@@ -153,7 +153,7 @@ class Config(RunConfig, metaclass=_Parsed):
         elif path is None or str(path) == BUILTIN:
             start, note = read_keys(QUICKSTART), "the built-in quickstart"
         else:
-            start, note = read_keys(user_path(path)), str(path)
+            start, note = read_keys(config_file(path)), str(path)
         if given:
             note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
         quickstart = dict(yaml_text.assignments(start)) if path is None else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import glob
 import hashlib
 import os
@@ -12,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
@@ -170,6 +172,9 @@ class _Opener:
         if any(letter in path for letter in "*?[") and not place.exists():
             return self.pattern(spec, place)
         if path.endswith(SUFFIXES):
+            if not os.path.lexists(place):
+                why = os.strerror(errno.ENOENT)
+                raise UserError(f"{label}: {path}: {why}{how_to_make(path)}")
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")

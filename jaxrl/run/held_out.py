@@ -25,6 +25,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.model_source import FINAL, ModelSource
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.schema import Config, Overrides, read_keys
 from jaxrl.config.settings import (
     EVALUATED,
@@ -36,7 +37,7 @@ from jaxrl.config.settings import (
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError, user_path
+from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -113,7 +114,7 @@ def prepare(
     base: JsonObject = {}  # the keys that the overrides are applied on top of
     if isinstance(given, Config):
         base = given.model_dump(mode="json")
-    elif (path := source.run_config if given is None else user_path(given)) is not None:
+    elif (path := source.run_config if given is None else config_file(given)) is not None:
         base = read_keys(path)
         config_keys.refuse_unknown(Config, base)
     config = _config(source, base, overrides, mesh)

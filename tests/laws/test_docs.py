@@ -14,6 +14,7 @@ import pytest
 
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
@@ -29,7 +30,7 @@ from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = [
     *sorted(DOCS.glob("add-*.md")),
     DOCS / "environments-of-packages.md",
@@ -91,24 +92,36 @@ def script(name: str) -> ModuleType:
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
-    assert drawn == script("draw_rooms").picture(), "python scripts/draw_rooms.py"
+    assert drawn == script("draw_rooms").picture(), "python -m jaxrl.scripts.draw_rooms"
 
 
 def test_the_scripts_that_pages_name_write_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, hints, teachers = (
-        script(name) for name in ("make_calls", "make_hints", "make_two_teachers")
+    calls, hints, teachers, students = (
+        script(f"make_{name}") for name in ("calls", "hints", "two_teachers", "byte_students")
     )
     for module in (calls, hints):
         monkeypatch.setattr(module, "COUNT", 3)
     monkeypatch.setattr(hints, "KNOWN", 2)
     monkeypatch.setattr(teachers, "ROWS", {"train": 3, "eval": 2})
-    monkeypatch.setattr(teachers, "train", lambda config: SimpleNamespace(final_eval=1.0))
-    calls.main(tmp_path / "calls.jsonl")
-    hints.main(tmp_path / "hints.jsonl", hints.solutions())
-    hints.main(tmp_path / "feedback.jsonl", hints.feedback())
-    teachers.make(tmp_path)
+    trained: list[Config] = []
+
+    def train(config: Config) -> SimpleNamespace:
+        trained.append(config)
+        return SimpleNamespace(final_eval=1.0)
+
+    for module in (teachers, students):
+        monkeypatch.setattr(module, "train", train)
+    calls.main([str(tmp_path / "calls.jsonl")])
+    hints.main([str(tmp_path / "hints.jsonl")])
+    hints.main([str(tmp_path / "feedback.jsonl"), "feedback"])
+    teachers.main([str(tmp_path)])
+    students.main([str(tmp_path)])
+    names = ["plus", "minus", "bytes", "pairs"]
+    assert [Path(config.run_dir or "").name for config in trained] == names
+    sizes = [resolve_model(config.student.model).config.vocab_size for config in trained[2:]]
+    assert sizes == [3 + 256, 3 + 256 + 100]
     lines = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")}
     assert lines == {
         **{"calls": 9, "hints": 3, "feedback": 5},
