@@ -52,10 +52,11 @@ def compiling(thread: int | None) -> str:
     return programs[0] if programs else ""
 
 
-def _begin(event: str, value: float, *, fun_name: str = "", **_: object) -> None:
+def _begin(event: str, value: float, **details: object) -> None:
     """Takes the beginning of a compilation, which JAX records in the thread that compiles."""
     if event in (LOWERING, EVENT):
-        name = fun_name.removeprefix("jit(").removesuffix(")").strip("_<>") or "a program"
+        name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+        name = name.strip("_<>") or "a program"
         thread = threading.get_ident()
         _running[thread] = [*_running.get(thread, ()), name]
 

@@ -82,20 +82,21 @@ def provenance() -> dict[str, str]:
     """Returns the time, the host, the version of jaxrl, with the commit where it is a checkout, and
     the command of this process."""
     version, root = versions()["jaxrl"], Path(__file__).parents[2]
+    about = [] if version == "unknown" else [version]
     if (root / ".git").exists():
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         with suppress(OSError, subprocess.SubprocessError):  # no git, or a checkout of someone else
             commit = subprocess.check_output(
                 describe, stderr=subprocess.DEVNULL, timeout=5, text=True
             )
-            version += f", commit {commit.strip()}"
+            about.append(f"commit {commit.strip()}")
     program, *arguments = sys.orig_argv or ["python"]
     if arguments and Path(arguments[0]).name == "jaxrl":
         program, *arguments = arguments
     return {
         "at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "version": version,
+        "version": ", ".join(about),
         "command": shlex.join([Path(program).name, *arguments]),
     }
 
