@@ -157,10 +157,10 @@ class Console:
         self._latest = f"step {start}/{steps}" if start else "the start"
         self._due = True
         self._printed_at = self._stepped_at = clock()
-        self._compiling: set[tuple[str, str]] = set()
-        """(worker, program) of the last look."""
-        self._said: set[tuple[str, str]] = set()
-        """Those of which a line was printed."""
+        self._compiling: set[str] = set()
+        """Lines about what was compiled at the last look."""
+        self._said: set[str] = set()
+        """Those that were printed."""
         # The display: step and time left, the latest numbers, samples and workers.
         self._done, self._time_left = start, "-:--"
         self._row: JsonObject = {}
@@ -199,10 +199,10 @@ class Console:
                 self._draw(self._screen)
                 return
             before = self._compiling
-            self._compiling = {(worker_name(s), s.compiling) for s in states if s.compiling}
-            for worker, program in sorted(before & self._compiling - self._said):
-                self._said.add((worker, program))
-                self._show(f"{worker}: compiling {program} (once: later calls reuse it)")
+            self._compiling = {_compiling(state) for state in states if state.compiling}
+            for line in sorted(before & self._compiling - self._said):
+                self._said.add(line)
+                self._show(line)
             if now - max(self._printed_at, self._stepped_at) >= SILENT_S:
                 since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
                 self._show("; ".join([since, *(worker_line(state, now) for state in states)]))
@@ -367,6 +367,12 @@ def worker_name(state: WorkerState) -> str:
     """Returns a worker's name, with host and pid where it is another process than this one."""
     here = state.pid == os.getpid() and state.host == socket.gethostname()
     return state.name if here else f"{state.name} ({state.host}:{state.pid})"
+
+
+def _compiling(state: WorkerState) -> str:
+    """Returns a line about the program that a worker compiles, and the call that needs it."""
+    call = state.phase.partition(":")[0]
+    return f"{worker_name(state)}: compiling {state.compiling} for {call} (later calls reuse it)"
 
 
 def _oddities(state: WorkerState, now: float) -> list[str]:

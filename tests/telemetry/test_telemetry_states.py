@@ -118,7 +118,9 @@ def test_a_program_that_compiles_is_named_at_once_and_once() -> None:
             console.tick()
             states[0] = here
     line, silence = out.getvalue().splitlines()
-    assert line == "teacher (far:7): compiling score_rows (once: later calls reuse it)"
+    assert line == (
+        "teacher (far:7): compiling score_rows for teacher.score (later calls reuse it)"
+    )
     assert silence.startswith("1:03 since the start; actor: idle for 1:03; teacher (far:7): ")
     assert "compiling score_rows" in silence
     live = Terminal()
