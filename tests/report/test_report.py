@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import random
 import re
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import made_run
+import numpy as np
 import pytest
 from made_run import (
     GENERATE,
@@ -30,7 +32,7 @@ from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
 from jaxrl.report import timeline_lanes
 from jaxrl.report.curves import charts, evenly, thin
-from jaxrl.report.html_page import bytes_text, environment, page
+from jaxrl.report.html_page import _asset, bytes_text, environment, page
 from jaxrl.report.read import read_run
 from jaxrl.report.summary import (
     SAMPLES,
@@ -312,6 +314,39 @@ def test_a_sample_has_its_own_agreement_or_that_of_its_step(run: Path) -> None:
     own, other = samples(read_run(run))[2:4]
     assert (own["step"], own["agreement"], own["of_step"]) == (2, 0.75, False)
     assert (other["step"], other["agreement"], other["of_step"]) == (2, 0.52, True)
+
+
+DICHROMATS = {
+    "none": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""Machado, Oliveira and Fernandes 2009: linear RGB as a reader sees it."""
+
+
+@pytest.mark.parametrize("reader", DICHROMATS)
+def test_colour_blind_readers_tell_calls_and_runs_apart(reader: str) -> None:
+    """Each pair of colours differs by 15 in CIE L*a*b* at least, in both schemes."""
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+
+    def lab(colour: str) -> np.ndarray:
+        values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+        seen = np.clip(np.asarray(DICHROMATS[reader]) @ linear, 0, 1)
+        x, y, z = np.cbrt(to_xyz @ seen / [0.9505, 1, 1.0888])
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    light, dark = _asset("page.css").split("@media (prefers-color-scheme: dark)")
+    schemes = [dict(re.findall(r"--((?:call|run)\d): (#\w{6});", part)) for part in (light, dark)]
+    for scheme in (schemes[0], schemes[0] | schemes[1]):
+        assert len(scheme) == 6 + 8
+        for kind in ("call", "run"):
+            colours = [lab(scheme[name]) for name in scheme if name.startswith(kind)]
+            pairs = itertools.combinations(colours, 2)
+            assert min(np.linalg.norm(a - b) for a, b in pairs) >= 15, kind
 
 
 def test_a_profile_is_a_table_of_its_stages() -> None:

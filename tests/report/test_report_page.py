@@ -234,6 +234,11 @@ def test_the_headline_is_what_the_run_reached(page: Browser) -> None:
     )
     assert sizes[0] >= 2 * sizes[1]
     assert page.text("header code") == "jaxrl train"
+    rule = "return getComputedStyle(document.querySelector('#summary h2')).borderTopWidth"
+    assert page.run(rule) == "0px"  # the navigation above has one
+    assert "saved for the backward pass" in page.texts(
+        ".bar i span"
+    )  # parts of the plan have names where they fit
     titles = (
         "return [...document.querySelectorAll('.group[open] svg.plot')].map((s) => s.textContent)"
     )
