@@ -12,13 +12,17 @@ from jaxrl.config import cli
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
     from jaxrl.data.tokenizer import PromptLike
+    from jaxrl.process.compilations import Compilations
     from jaxrl.process.json_types import JsonObject
+    from jaxrl.sampling.engine import EngineStats
     from jaxrl.types import Completion
 
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
 DTYPES = ("float32", "bfloat16")
+LEAST_TOKENS = 50
+"""Tokens from which on a speed is told."""
 
 
 def generate(
@@ -68,6 +72,7 @@ def generate(
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
     cli.check_writable("--out", arguments.out)
+    from jaxrl.process.compilations import compilations
     from jaxrl.run.generation import (
         end_ids_of,
         load_for_sampling,
@@ -85,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
     sampling = replace(sampling, eos_ids=end_ids_of(model))
     n, seed = arguments.n, arguments.seed
+    before = compilations()
     completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)
     lines = []
     for prompt, group in zip(prompts, completions, strict=True):
@@ -104,11 +110,21 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out is not None:
         write_lines("--out", arguments.out, lines)
         print(f"{len(lines)} completions in {arguments.out}")
-    print(
-        f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
-        f" = {stats.tokens_per_second:.1f} tokens/s, compilation included:"
-        f" {stats.decode_steps} steps of {stats.slots} slots, {stats.prefill_rows} prompts"
-    )
+    print(_took(stats, compilations().since(before)))
+
+
+def _took(stats: EngineStats, compiled: Compilations) -> str:
+    """Returns what sampling took: all of it, the compiler's part, and the speed of decoding alone,
+    from launches that compiled nothing, where these sampled enough tokens to tell it."""
+    text = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
+    if compiled.programs:
+        text += (
+            f", {compiled.seconds:.2f} s of it for the compilation of {compiled.programs} programs"
+        )
+    if stats.compiled_tokens < LEAST_TOKENS:
+        return text
+    speed = stats.compiled_tokens / stats.compiled_seconds
+    return f"{text}; decoding: {speed:,.0f} tokens/s in {stats.slots} slots"
 
 
 def _parser() -> cli.Parser:

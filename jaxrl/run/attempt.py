@@ -341,7 +341,10 @@ def _attempt(run: Run) -> None:
                 f" ({free_gb(path):.1f} GB are free there);"
                 f" {'no checkpoint could be written' if saved is None else whole}"
             )
-        for line in (*_summary(run, reporter), *run_advice(path)):
+        run.console.close()  # the result stands below the live display, and last
+        for heading, lines in reversed(run_advice(path).headings.items()):
+            notify("\n  ".join((f"{heading}:", *lines)))
+        for line in _summary(run, reporter):
             notify(line)
 
 

@@ -39,6 +39,7 @@ from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats, why_not_paged
+from jaxrl.process.compilations import compilations
 from jaxrl.sampling import decode
 from jaxrl.sampling.environment_protocol import Partner
 from jaxrl.sampling.partial_completion import (
@@ -98,6 +99,11 @@ class EngineStats:
     """Time for prefill and copies into slots, including the wait for the device."""
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
+    compiled_tokens: int = 0
+    """Tokens of the launches during which nothing was compiled: the speed of decoding alone is
+    theirs."""
+    compiled_seconds: float = 0.0
+    """Time for those launches."""
     turns: int = 0
     """Turns of the model in episodes."""
     waiting_seconds: float = 0.0
@@ -518,7 +524,7 @@ class _Generation:
     def _launch(self) -> int:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
         ones. Returns the number of tokens."""
-        started = time.perf_counter()
+        started, programs = time.perf_counter(), compilations().programs
         engine, slots = self.engine, self.slots
         seats, pages = self._fit()
         # The launch ends early once so many slots are free that to fill them again pays.
@@ -541,10 +547,14 @@ class _Generation:
         experts = None if routed is None else np.asarray(routed)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
-        self.stats.decode_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.stats.decode_seconds += seconds
         # Append each slot's tokens to its sample. An EOS or the limit ends a completion, which
         # frees its slot, or the turn of an episode, whose slot then decodes nothing.
         counts = (out[:, :, 0] >= 0).sum(0)
+        if compilations().programs == programs:
+            self.stats.compiled_tokens += int(counts.sum())
+            self.stats.compiled_seconds += seconds
         for slot, sample in list(slots.seated.items()):
             count = counts[slot]
             if not count:

@@ -429,7 +429,9 @@ class Sample:
 
     step: int
     """Batches trained when it was shown; 0 is before training."""
-    split: Literal["train", "eval"]
+    split: Literal["train", "data", "eval"]
+    """`data`: trained on as the data or a store of samples has it; the policy or a teacher sampled
+    it nowhere in this run."""
     prompt: str
     completion: str
     finish_reason: str
@@ -466,7 +468,7 @@ class Sample:
         completion: Completion,
         *,
         step: int,
-        split: Literal["train", "eval"],
+        split: Literal["train", "data", "eval"],
         policy_version: int,
         score: float | None,
         reward: float | None = None,
