@@ -144,6 +144,7 @@ class Episodes:
         """Returns the prompt as the environment begins it."""
         if first == own_prompt(prompt):
             first = None
+        conversational = prompt.conversational if first is None else not isinstance(first, str)
         if isinstance(first, str) and self.chats:
             first = ({"role": "user", "content": first},)
         messages = chat_of(prompt) if first is None else as_messages(first)
@@ -165,10 +166,12 @@ class Episodes:
             )
         columns = dict(prompt.columns)
         columns.pop("messages", None)
-        if messages is None:
-            return replace(prompt, tokens=tokens, text=str(first), columns=columns)
-        columns["messages"] = tuple(messages)
-        return replace(prompt, tokens=tokens, text=messages[-1]["content"], columns=columns)
+        text = str(first)
+        if messages is not None:
+            columns["messages"], text = tuple(messages), messages[-1]["content"]
+        return replace(
+            prompt, tokens=tokens, text=text, columns=columns, conversational=conversational
+        )
 
 
 @dataclass
