@@ -26,7 +26,7 @@ from jaxrl.config import yaml_text
 from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError, shown, user_path
+from jaxrl.errors import UserError, counted, shown, user_path
 from jaxrl.process.json_types import JsonObject
 
 CONFIG_FILE = "config.yaml"
@@ -175,7 +175,7 @@ class Config(RunConfig, metaclass=_Parsed):
         else:
             start, note = read_keys(user_path(path)), str(path)
         if given:
-            note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
+            note += f", with {counted(len(given), 'key')} set otherwise"
         quickstart = dict(yaml_text.assignments(start)) if path is None else {}
         unset = {key: value for key, value in quickstart.items() if key not in given}
         base = Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
