@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
@@ -26,7 +26,7 @@ DESCRIPTION = __doc__ or ""
 
 def evaluate(
     model: PathLike | Config | GivenModel,
-    config: PathLike | Config | None = None,
+    config: PathLike | Config | Mapping[str, object] | None = None,
     *,
     eval_data: Rows = None,
     environment: GivenEnvironment = None,
@@ -44,7 +44,8 @@ def evaluate(
     Args:
         model: any name that `load_model` takes; what it returns, or a pair `(model, tokenizer)` of
             transformers, as in `jaxrl.train`; or a config, for its `student.model`.
-        config: a config or a YAML file; None for that of the run that `model` came from.
+        config: a config, a YAML file or a mapping of keys; None for that of the run that `model`
+            came from.
         eval_data, environment: in place of `data.eval` and `environment.name`, as in `jaxrl.train`.
         overrides: `key=value` words, or a mapping of keys to values, above the config.
         mesh: devices of the role that samples, as in `rollout=4`; None: one.

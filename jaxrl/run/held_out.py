@@ -105,7 +105,7 @@ class Evaluation:
 
 def prepare(
     source: ModelSource,
-    given: PathLike | Config | None,
+    given: PathLike | Config | Mapping[str, object] | None,
     overrides: Overrides,
     mesh: str | None,
     eval_data: Rows = None,
@@ -123,6 +123,10 @@ def prepare(
     base: JsonObject = {}  # the keys that the overrides are applied on top of
     if isinstance(given, Config):
         base = given.model_dump(mode="json")
+    elif isinstance(given, Mapping):
+        flat = dict(yaml_text.assignments(given, config_keys.mappings(Config)))
+        base = yaml_text.assign({}, flat)
+        config_keys.refuse_unknown(Config, base)
     elif (path := source.run_config if given is None else user_path(given)) is not None:
         base = read_keys(path)
         config_keys.refuse_unknown(Config, base)

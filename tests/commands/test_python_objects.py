@@ -173,7 +173,10 @@ def test_names_are_taken_where_objects_are(student: str, tmp_path: Path) -> None
             {"environment": lambda: 3},
             "environment.name: python:lambda@.* it makes 3 .int., which is no",
         ),
-        ({"environment": functools.partial(Doors, rooms=3)}, "cannot be made without arguments"),
+        (
+            {"environment": functools.partial(Doors, **{"rooms": 3})},
+            "cannot be made without arguments",
+        ),
         ({"environment": functools.partial(Doors, LOCK)}, "Doors cannot be sent to"),
         ({"model": 3}, "model: a name as of student.model, a pair .* this is int"),
         ({"model": (SimpleNamespace(), None)}, "this is SimpleNamespace, NoneType"),
@@ -255,8 +258,8 @@ def test_a_loaded_model_is_trained_and_sampled_as_its_folder(student: str, tmp_p
     ]
     assert texts[0] == texts[1] == texts[2]
     short = {"max_new_tokens": 4, "data.verifier": "exact"}
-    measured = [evaluate(each, overrides=short, eval_data=ROWS) for each in (model, student)]
-    assert measured[0]["metrics"] == measured[1]["metrics"]
+    here = evaluate(model, overrides=short, eval_data=ROWS)
+    assert here["metrics"] == evaluate(student, short, eval_data=ROWS)["metrics"]
 
 
 def test_a_model_of_transformers_is_trained(student: str, tmp_path: Path) -> None:
@@ -273,3 +276,27 @@ def test_a_model_of_transformers_is_trained(student: str, tmp_path: Path) -> Non
         train(run, model=pair[0], data=ROWS)
     (mine,), (theirs,) = (generate(each, ["1+1="], max_new_tokens=4) for each in (student, pair))
     assert mine[0].text == theirs[0].text
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_objects_reach_the_processes_of_a_cluster(student: str, tmp_path: Path) -> None:
+    """The rows stay where the program runs; an environment and a loaded model travel."""
+    doors = 4
+
+    class Here(Environment):  # of no module: sent by value
+        def reset(self, row: Any) -> str:
+            return f"{doors} doors: {row['prompt']}"
+
+        def step(self, text: str, messages: Any) -> Answer:
+            return Answer("bye", reward=float(len(text)), done=True)
+
+    def digits(completions: list[str]) -> list[float]:
+        return [float(sum(map(str.isdigit, text))) for text in completions]
+
+    def run(name: str, **more: object) -> Any:
+        asked = keys(**GSPO, **more, run_dir=str(tmp_path / name))
+        objects: dict[str, Any] = {"environment": Here, "model": load_model(student)}
+        return train(asked, data=ROWS, eval_data=ROWS, rewards=[digits], **objects)
+
+    assert numbers(run("there", launcher="ray")) == numbers(run("here"))
