@@ -54,6 +54,11 @@ def short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, as in `1 device`, `2 devices`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Returns a value of the user's for a message, with its type."""
     return f"{short(repr(value))} ({type(value).__name__})"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxrl.process.compilations import Compilations
     from jaxrl.process.json_types import JsonObject
     from jaxrl.sampling.engine import EngineStats
+    from jaxrl.run.python_objects import GivenModel
     from jaxrl.types import Completion
 
 DESCRIPTION = __doc__ or ""
@@ -26,7 +27,7 @@ LEAST_TOKENS = 50
 
 
 def generate(
-    model: Model,
+    model: Model | GivenModel,
     prompts: Sequence[PromptLike],
     n: int = 1,
     max_new_tokens: int = 64,
@@ -44,6 +45,8 @@ def generate(
     on what it reads, not on the other prompts.
 
     Args:
+        model: what `jaxrl.load_model` returns; its names and a pair `(model, tokenizer)` of
+            transformers are loaded for this call.
         prompts: text, token ids or chat messages, each. Text and stop strings need a tokenizer.
         max_new_tokens: most tokens of a completion, EOS included.
         temperature: divides the logits; 0 is greedy.
@@ -54,9 +57,15 @@ def generate(
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
     """
+    from jaxrl.checkpoint.model_source import Model, load_model
     from jaxrl.run.generation import end_ids_of, sample
+    from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
 
+    if not isinstance(model, Model):
+        with named(model) as name:
+            model = load_model(name)
+            _ = model.tokenizer  # reads its file, which may be gone afterwards
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

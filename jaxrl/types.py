@@ -57,6 +57,9 @@ class Prompt:
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
+    conversational: bool = False
+    """Whether the data row, or the environment, has the prompt as messages; a text that a chat
+    template makes a message is none."""
     teacher_tokens: tuple[int, ...] | None = None
     """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None

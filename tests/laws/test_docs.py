@@ -162,6 +162,15 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             table.update(old)
 
 
+def test_the_rows_of_the_page_on_data_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(ROOT / "docs" / "data.md")
+    exec(compile(block, "data.md", "exec"), {"__name__": "example"})
+    assert (tmp_path / "runs" / "run" / "final" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known = {key.path for key in keys(Config)}
