@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from jaxrl.data.tokenizer import PromptLike
     from jaxrl.process.compilations import Compilations
     from jaxrl.process.json_types import JsonObject
-    from jaxrl.sampling.engine import EngineStats
     from jaxrl.run.python_objects import GivenModel
+    from jaxrl.sampling.engine import EngineStats
     from jaxrl.types import Completion
 
 DESCRIPTION = __doc__ or ""
