@@ -358,6 +358,8 @@ class _Generation:
         # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
         sizes = shards, engine.slots // shards, n, len(prompts)
         self.rows = PromptRows(*sizes, fixed=engine.episodes)
+        self.prompt_keys = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
+        """Of each prompt: the keys that its slots read, all but that of the last token."""
         self.width = engine.prompt_width(max(map(len, prompts)))
         self.prefill_batch = prefill_batch(engine.slots, len(prompts), n, self.width, shards)
         self.prefilled = range(0)
@@ -416,13 +418,13 @@ class _Generation:
         slots, refilled = self.slots, False
         while (slot := slots.vacant()) is not None:
             first = slots.queue[0]
-            if not first.tokens and first.prompt not in self.prefilled:
+            if not len(first.tokens) and first.prompt not in self.prefilled:
                 self._prefill(first.prompt)
             # Seat samples as long as their prompts are there; preempted ones are read again.
             preempted: list[PartialCompletion] = []
             while slot is not None:
                 sample = slots.queue[0]
-                if sample.tokens:
+                if len(sample.tokens):
                     preempted.append(sample)
                 elif sample.prompt not in self.prefilled:
                     break
@@ -432,7 +434,7 @@ class _Generation:
                 slots.seat_next(slot, self.prompts[sample.prompt])
                 slot = slots.vacant()
             # Give each prompt a row, and copy those that were prefilled into theirs.
-            unfilled = self.rows.admit(slots.seated)
+            unfilled = self.rows.admit(slots.prompts)
             count = self.rows.count
             self._resize(self.prompt_cache, count * self.engine.row_shards, self.width)
             source = np.full(count * self.engine.row_shards, -1, np.int32)
@@ -497,7 +499,7 @@ class _Generation:
                 if pages[shard, 0] >= 0:
                     others.append(sample)
                     continue
-                read = [*prompt, *sample.tokens[:-1]]
+                read = np.concatenate([prompt, sample.tokens[:-1]])
                 tokens[shard, : len(read)], lengths[shard] = read, len(read)
                 starts[shard] = len(prompt) - 1
                 filled = self.pool.of(sample)[: pages_of(len(sample.tokens))]
@@ -541,27 +543,20 @@ class _Generation:
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
         self.stats.decode_seconds += time.perf_counter() - started
-        # Append each slot's tokens to its sample. An EOS or the limit ends a completion, which
-        # frees its slot, or the turn of an episode, whose slot then decodes nothing.
-        counts = (out[:, :, 0] >= 0).sum(0)
-        for slot, sample in list(slots.seated.items()):
-            count = counts[slot]
-            if not count:
-                continue
-            self.unsearched.append((sample, len(sample.tokens)))
-            sample.tokens += out[:count, slot, 0].tolist()
-            sample.logprobs.append(out[:count, slot, 1:].copy().view(np.float32))
+        # An EOS or the limit ends a completion, which frees its slot, or the turn of an episode,
+        # whose slot then decodes nothing.
+        for sample, before, count, over in slots.append(out, self.sampling.eos_ids):
             if experts is not None:
-                sample.experts.append(experts[:count, slot])
-            if self.partner is None and self._is_over(sample):
+                sample.experts.append(experts[:count, sample.slot])
+            if over or self.sampling.stop:
+                self.unsearched.append((sample, before))
+            if over and self.partner is None:
                 ended = sample.tokens[-1] in self.sampling.eos_ids
                 sample.finish_reason = "stop" if ended else "length"
                 self._free(sample)
-            else:
-                self._update_slot(sample)
         if self.partner is not None or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
-        return int(counts.sum())
+        return int((out[:, :, 0] >= 0).sum())
 
     def _fit(self) -> tuple[Seats, Pages | None]:
         """Makes the caches as large as the next launch needs them. Returns which prompts and pages
@@ -576,7 +571,7 @@ class _Generation:
         if ending and (pool is None or slots.most_pages() <= pool.pages):
             kept = slots.shrink(engine.fewer_slots)
         if kept is not None:
-            kept_rows = rows.shrink(slots.seated, slots.per_shard)
+            kept_rows = rows.shrink(slots.prompts, slots.per_shard)
             self._resize(self.prompt_cache, len(kept_rows), self.width, kept_rows)
         left = slots.table[:, decode.LIMIT] - slots.table[:, decode.COUNT]
         ahead = np.minimum(left, engine.launch_tokens)
@@ -589,8 +584,7 @@ class _Generation:
             kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
             self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
             pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
-        lengths = {x.prompt: self._start(x) for x in slots.seated.values()}
-        return rows.table(slots.seated, lengths), pages
+        return rows.table(slots.prompts, self.prompt_keys), pages
 
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
         """Gives one of the caches, in place, so many rows and positions. A decode step reads all
@@ -645,7 +639,8 @@ class _Generation:
         tokenizer, stop = self.engine.tokenizer, self.sampling.stop
         for sample, before in self.unsearched:
             start = sample.turn_start
-            eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
+            last = int(sample.tokens[-1])
+            eos = last if last in self.sampling.eos_ids else None
             turn = sample.tokens[start : None if eos is None else -1]
             stopped = find_stop(tokenizer, turn, before - start, stop)
             if stopped is not None:
@@ -736,7 +731,7 @@ class _Generation:
             tokens[at][: len(ids)], lengths[at] = ids, len(ids)
             starts[at] = self._start(sample)
             positions[at] = starts[at] + position
-            slots[at], rows[at] = slot, self.rows.row(sample.slot, sample)
+            slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
         each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
         caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
