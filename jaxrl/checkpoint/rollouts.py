@@ -24,7 +24,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     begun = None  # the prompts of episodes, as their environments began them
     if any(completion.turns for completion in completions):
         begun = [
-            {"tokens": p.tokens, "text": p.text, "messages": p.columns.get("messages")}
+            {"tokens": list(p.tokens), "text": p.text, "messages": p.columns.get("messages")}
             for p in {prompt.id: prompt for prompt in rollout.prompts}.values()
         ]
     words = {

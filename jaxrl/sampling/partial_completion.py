@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.sampling.environment_protocol import Reply
-from jaxrl.types import Completion, FinishReason, Turn
+from jaxrl.types import Completion, FinishReason, TokenIds, Turn
 
 
 @dataclass
@@ -93,12 +93,12 @@ class PartialCompletion:
     def completion(self) -> Completion:
         """Returns the completion, which has ended."""
         assert self.finish_reason is not None
-        tokens, logprobs = self.tokens.tolist(), self._joined()[:, 1:].view(np.float32)
+        tokens, logprobs = TokenIds(self.tokens), self._joined()[:, 1:].view(np.float32)
         experts = None
         if self.experts:
             experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(tokens)]
         return Completion(
-            tokens=tuple(tokens),
+            tokens=tokens,
             logprobs=np.ascontiguousarray(logprobs[:, 0]),
             sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
             finish_reason=self.finish_reason,
