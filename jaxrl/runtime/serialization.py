@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,19 +65,26 @@ def pack(value: object, store: Store | None = None) -> Parcel:
     pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
     pickler.arrays = []
     pickler.dump(value)
+    held = [held_pieces(array) for array in pickler.arrays]
+    waiting = deque(piece for pieces in held for _, piece in pieces)
     sent: list[Sent] = []
     buckets: list[object] = []
     bucket: list[np.ndarray] = []
-    filled = 0
-    for array in pickler.arrays:
+    filled, ahead = 0, 0
+    for array, pieces in zip(pickler.arrays, held, strict=True):
         places = []
-        for box, values in held_pieces(array):
-            if bucket and filled + values.nbytes > BUCKET_BYTES:
+        for box, piece in pieces:
+            if bucket and filled + piece.nbytes > BUCKET_BYTES:
                 buckets.append(bucket if store is None else store(bucket))
                 bucket, filled = [], 0
+            # The copies of the next bucket are on their way while this one is stored.
+            while waiting and ahead <= 2 * BUCKET_BYTES:
+                ahead += waiting[0].nbytes
+                waiting.popleft().copy_to_host_async()
             places.append((box, len(buckets), len(bucket)))
-            bucket.append(_plain(values))
-            filled += values.nbytes
+            bucket.append(_plain(np.asarray(piece)))
+            filled += piece.nbytes
+            ahead -= piece.nbytes
         sent.append(Sent(array.shape, array.dtype, tuple(places)))
     if bucket:
         buckets.append(bucket if store is None else store(bucket))

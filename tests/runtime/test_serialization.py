@@ -129,6 +129,41 @@ def test_pieces_travel_in_buckets_and_only_the_needed_ones_are_fetched(monkeypat
     assert [len(bucket) for bucket in shelf.buckets[3:]] == [1, 1] and shelf.nbytes(large) == 208
 
 
+def test_copies_to_the_host_run_ahead_of_the_buckets(monkeypatch):
+    """While a bucket is stored, those of the next one have begun, and of no more than two."""
+    monkeypatch.setattr(serialization, "BUCKET_BYTES", 100)
+    begun, read, stored = [], [], []
+
+    class Piece:
+        nbytes = 40
+
+        def __init__(self, number):
+            self.number = number
+
+        def copy_to_host_async(self):
+            begun.append(self.number)
+
+        def __array__(self, dtype=None, copy=None):
+            assert self.number in begun
+            read.append(self.number)
+            return np.full(10, self.number, np.float32)
+
+    def store(bucket):
+        stored.append([int(values[0]) for values in bucket])
+        if len(read) < 10:
+            assert begun[: len(read) + 2] == [*range(min(len(read) + 2, 10))]
+        assert len(begun) <= len(read) + 6  # 200 bytes, and one more
+        return len(stored)
+
+    numbers = iter(range(10))
+    monkeypatch.setattr(
+        serialization, "held_pieces", lambda x: [(((0, 10),), Piece(next(numbers)))]
+    )
+    pack([jnp.zeros(10) for _ in range(10)], store)
+    assert begun == read == [*range(10)]
+    assert stored == [[i, i + 1] for i in range(0, 10, 2)]
+
+
 def ranks_of(monkeypatch, value, devices_of_rank, shelf):
     """What each process of a pool would pack: those boxes whose first copy it holds."""
     packed = []
@@ -136,7 +171,7 @@ def ranks_of(monkeypatch, value, devices_of_rank, shelf):
 
         def held(x, mine=frozenset(devices)):
             return [
-                (box_of(shard.index, x.shape), np.asarray(shard.data))
+                (box_of(shard.index, x.shape), shard.data)
                 for shard in x.addressable_shards
                 if shard.replica_id == 0 and shard.device.id in mine
             ]
