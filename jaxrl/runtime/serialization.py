@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.sharding.shards import Box, Piece, Shards, held_pieces
@@ -63,7 +64,7 @@ def pack(value: object, store: Store | None = None) -> Parcel:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
-    pickler.arrays = []
+    pickler.arrays, pickler.left_out = [], {}
     pickler.dump(value)
     held = [held_pieces(array) for array in pickler.arrays]
     waiting = deque(piece for pieces in held for _, piece in pieces)
@@ -124,15 +125,20 @@ class _Pickler(pickle.Pickler):
     """Leaves `jax.Array`s out, and lists them."""
 
     arrays: list[jax.Array]
+    left_out: dict[type, bool]
+    """By type: whether it is one. To ask jax takes longer than all else of a small object."""
 
     def persistent_id(self, value: object) -> int | None:
-        if not isinstance(value, jax.Array):
+        left_out = self.left_out.get(type(value))
+        if left_out is None:
+            left_out = self.left_out[type(value)] = isinstance(value, jax.Array)
+        if not left_out:
             return None
         self.arrays.append(value)
         return len(self.arrays) - 1
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, np.ndarray) and str(value.dtype) == "bfloat16":
+        if isinstance(value, np.ndarray) and value.dtype == jnp.bfloat16:
             return _view, (value.view(np.uint16), value.dtype)
         return NotImplemented
 
