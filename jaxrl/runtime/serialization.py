@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
     left_out: dict[type, bool]
     """By type: whether it is one. To ask jax takes longer than all else of a small object."""
 
-    def persistent_id(self, value: object) -> int | None:
+    def persistent_id(self, value: Any) -> int | None:
         left_out = self.left_out.get(type(value))
         if left_out is None:
             left_out = self.left_out[type(value)] = isinstance(value, jax.Array)
