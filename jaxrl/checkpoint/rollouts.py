@@ -25,7 +25,7 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     if any(completion.turns for completion in completions):
         begun = [
             {
-                "tokens": p.tokens,
+                "tokens": list(p.tokens),
                 "text": p.text,
                 "messages": p.columns.get("messages"),
                 "conversational": p.conversational,
