@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+
+FILES = re.compile(r"(?<![\w/.])(?:docs|notebooks|scripts)/[\w-]+\.(?:md|ipynb|py|sbatch)\b")
+"""Files of the source tree that messages and docstrings name; an installed package lacks them."""
+DOCUMENTATION = "Documentation"
+"""The entry of `project.urls` in pyproject.toml that has the address of the source tree."""
 
 
 class RunError(RuntimeError):
@@ -51,9 +58,27 @@ def short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, as in `1 device`, `2 devices`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Returns a value of the user's for a message, with its type."""
     return f"{short(repr(value))} ({type(value).__name__})"
+
+
+def with_addresses(text: str) -> str:
+    """Returns a text in which each file of the source tree that it names, as docs/limits.md, has
+    its address; without an address in the package's metadata the text is unchanged."""
+    if FILES.search(text) is None:
+        return text
+    try:
+        urls = metadata.metadata("jaxrl").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return text
+    address = dict(url.split(", ", 1) for url in urls).get(DOCUMENTATION)
+    return text if address is None else FILES.sub(rf"{address.rstrip('/')}/\g<0>", text)
 
 
 @contextmanager

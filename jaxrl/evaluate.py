@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
@@ -15,17 +15,21 @@ from jaxrl.config.schema import Config, Overrides
 from jaxrl.config.settings import EVALUATED, EVALUATED_MESH
 
 if TYPE_CHECKING:
+    from jaxrl.data.source import Rows
     from jaxrl.process.json_types import JsonObject
     from jaxrl.run.held_out import PathLike
+    from jaxrl.run.python_objects import GivenEnvironment, GivenModel
 
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
 
 def evaluate(
-    model: PathLike | Config,
-    config: PathLike | Config | None = None,
+    model: PathLike | Config | GivenModel,
+    config: PathLike | Config | Mapping[str, object] | None = None,
     *,
+    eval_data: Rows = None,
+    environment: GivenEnvironment = None,
     overrides: Overrides = (),
     mesh: str | None = None,
     out: PathLike | None = None,
@@ -38,8 +42,11 @@ def evaluate(
     Of a config only the keys about evaluation count, and never its placement.
 
     Args:
-        model: any name that `load_model` takes; or a config, for its `student.model`.
-        config: a config or a YAML file; None for that of the run that `model` came from.
+        model: any name that `load_model` takes; what it returns, or a pair `(model, tokenizer)` of
+            transformers, as in `jaxrl.train`; or a config, for its `student.model`.
+        config: a config, a YAML file or a mapping of keys; None for that of the run that `model`
+            came from.
+        eval_data, environment: in place of `data.eval` and `environment.name`, as in `jaxrl.train`.
         overrides: `key=value` words, or a mapping of keys to values, above the config.
         mesh: devices of the role that samples, as in `rollout=4`; None: one.
         out: file that gets the result as JSON.
@@ -57,16 +64,18 @@ def evaluate(
     from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.run.generation import write_lines
     from jaxrl.run.held_out import prepare
+    from jaxrl.run.python_objects import named
 
     if isinstance(model, Config):
         model, config = model.student.model, model if config is None else config
     for option, path in (("--out", out), ("--samples", samples)):
         cli.check_writable(option, path)
-    job = prepare(resolve_model(model), config, overrides, mesh)
-    if tell is not None:
-        for note in job.notes:
-            tell(note)
-    result, lines = job.run()
+    with named(model) as name:
+        job = prepare(resolve_model(name), config, overrides, mesh, eval_data, environment)
+        if tell is not None:
+            for note in job.notes:
+                tell(note)
+        result, lines = job.run()
     if samples is not None:
         write_lines("--samples", samples, lines)
     if out is not None:
@@ -87,7 +96,8 @@ def _parser() -> cli.Parser:
     add(
         "--config",
         metavar="FILE.yaml",
-        help="keys about evaluation are read from it (default: the config of MODEL's run)",
+        help="keys about evaluation are read from it, or from builtin:NAME (default: the config of"
+        " MODEL's run)",
     )
     add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")

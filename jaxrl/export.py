@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.process.streams import to_stderr
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def export(
             a run directory, a checkpoint, a Hugging Face folder, a hub id, a `.gguf` file.
         dtype: of the stored weights: float32, float16 or bfloat16.
         force: replace a model folder that stands at `destination`.
-        adapters: write only the adapters of the source, in float32, as a folder that PEFT loads.
+        adapters: write only the adapters of the source, in float32, as a folder that PEFT loads;
+            a message says what to do where it cannot load their base model.
 
     Returns:
         The folder.
@@ -63,6 +64,7 @@ def export(
 
 def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: bool) -> Path:
     from jaxrl.formats import hf, peft, weights
+    from jaxrl.formats.hub_names import model_name
 
     if adapters:
         if source.adapter is None:
@@ -70,7 +72,14 @@ def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: b
         own = source.adapter
         model = replace(source.config, lora=own.lora, quantised=own.quantised)
         pairs, base = source.adapter.pairs(), source.base_name
-        return peft.write(destination, model, base, pairs, source.tokenizer_path)
+        folder = peft.write(destination, model, base, pairs, source.tokenizer_path)
+        if model_name(base) is None and not (user_path(base) / "config.json").is_file():
+            to_stderr(
+                f"{destination}: its base model {base} is none that PEFT can load. To load the"
+                f" adapters there, write the base as a folder (jaxrl export {base} BASE) and put"
+                f" the path of BASE into base_model_name_or_path of {destination}/{peft.CONFIG}"
+            )
+        return folder
     source = _ending(source)
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)

@@ -12,17 +12,22 @@ from jaxrl.config import cli
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
     from jaxrl.data.tokenizer import PromptLike
+    from jaxrl.process.compilations import Compilations
     from jaxrl.process.json_types import JsonObject
+    from jaxrl.run.python_objects import GivenModel
+    from jaxrl.sampling.engine import EngineStats
     from jaxrl.types import Completion
 
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
 DTYPES = ("float32", "bfloat16")
+LEAST_TOKENS = 50
+"""Tokens from which on a speed is told."""
 
 
 def generate(
-    model: Model,
+    model: Model | GivenModel,
     prompts: Sequence[PromptLike],
     n: int = 1,
     max_new_tokens: int = 64,
@@ -40,6 +45,8 @@ def generate(
     on what it reads, not on the other prompts.
 
     Args:
+        model: what `jaxrl.load_model` returns; its names and a pair `(model, tokenizer)` of
+            transformers are loaded for this call.
         prompts: text, token ids or chat messages, each. Text and stop strings need a tokenizer.
         max_new_tokens: most tokens of a completion, EOS included.
         temperature: divides the logits; 0 is greedy.
@@ -50,9 +57,15 @@ def generate(
     Returns:
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
     """
+    from jaxrl.checkpoint.model_source import Model, load_model
     from jaxrl.run.generation import end_ids_of, sample
+    from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
 
+    if not isinstance(model, Model):
+        with named(model) as name:
+            model = load_model(name)
+            _ = model.tokenizer  # reads its file, which may be gone afterwards
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -68,6 +81,7 @@ def generate(
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
     cli.check_writable("--out", arguments.out)
+    from jaxrl.process.compilations import compilations
     from jaxrl.run.generation import (
         end_ids_of,
         load_for_sampling,
@@ -85,6 +99,7 @@ def main(argv: Sequence[str]) -> None:
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
     sampling = replace(sampling, eos_ids=end_ids_of(model))
     n, seed = arguments.n, arguments.seed
+    before = compilations()
     completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)
     lines = []
     for prompt, group in zip(prompts, completions, strict=True):
@@ -104,11 +119,21 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out is not None:
         write_lines("--out", arguments.out, lines)
         print(f"{len(lines)} completions in {arguments.out}")
-    print(
-        f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
-        f" = {stats.tokens_per_second:.1f} tokens/s, compilation included:"
-        f" {stats.decode_steps} steps of {stats.slots} slots, {stats.prefill_rows} prompts"
-    )
+    print(_took(stats, compilations().since(before)))
+
+
+def _took(stats: EngineStats, compiled: Compilations) -> str:
+    """Returns what sampling took: all of it, the compiler's part, and the speed of decoding alone,
+    from launches that compiled nothing, where these sampled enough tokens to tell it."""
+    text = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s"
+    if compiled.programs:
+        text += (
+            f", {compiled.seconds:.2f} s of it for the compilation of {compiled.programs} programs"
+        )
+    if stats.compiled_tokens < LEAST_TOKENS:
+        return text
+    speed = stats.compiled_tokens / stats.compiled_seconds
+    return f"{text}; decoding: {speed:,.0f} tokens/s in {stats.slots} slots"
 
 
 def _parser() -> cli.Parser:

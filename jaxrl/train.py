@@ -5,14 +5,13 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
-from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.streams import to_stderr
@@ -21,11 +20,11 @@ from jaxrl.telemetry.metrics import read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from jaxrl.data.source import Rows
     from jaxrl.plan import Plan
     from jaxrl.process.json_types import JsonObject
+    from jaxrl.run.python_objects import GivenConfig, GivenEnvironment, GivenModel
 
-Given = Config | str | Path | Mapping[str, object]
-"""A run as `train` takes it."""
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
@@ -54,55 +53,88 @@ class Result:
         return draw({self.run_dir.name: self.metrics})
 
 
-def dry_run(config: Given, rewards: Sequence[Callable[..., object]] = ()) -> Plan:
+def dry_run(
+    config: GivenConfig = None,
+    rewards: Sequence[Callable[..., object]] = (),
+    *,
+    model: GivenModel = None,
+    data: Rows = None,
+    eval_data: Rows = None,
+    environment: GivenEnvironment = None,
+) -> Plan:
     """Plans a run: devices, mesh axes and bytes of each role, and the errors that would stop the
     run at its start.
 
-    Its `text()` is what `--dry-run` prints. No weight is read, nothing is written.
+    Its `text()` is what `--dry-run` prints. No weight is read, nothing is left written.
 
     Args:
-        config, rewards: as in `train`.
+        config, rewards, model, data, eval_data, environment: as in `train`.
 
     Raises:
         UserError: the roles cannot be placed on the devices.
     """
-    from jaxrl.rewards.callables import bind
     from jaxrl.run.attempt import checks, plan_run
+    from jaxrl.run.python_objects import bound
 
-    config, given = bind(Config.of(config), rewards)
-    plan = plan_run(config, dry=True)
-    notes, refusals = checks(plan.config, given)
-    return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
+    objects = {"data": data, "eval_data": eval_data, "environment": environment}
+    with bound(config, model, dry=True, rewards=rewards, **objects) as (made, given):
+        plan = plan_run(made, dry=True)
+        notes, refusals = checks(plan.config, given)
+        return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
 
 
 def train(
-    config: Given,
+    config: GivenConfig = None,
     on_step: Callable[[JsonObject], object] | None = None,
     rewards: Sequence[Callable[..., object]] = (),
+    *,
+    model: GivenModel = None,
+    data: Rows = None,
+    eval_data: Rows = None,
+    environment: GivenEnvironment = None,
 ) -> Result:
     """Runs `config` to its end, or resumes what its run directory holds.
 
+        train("run.yaml")
+        train({"algorithm": "grpo", "steps": 100}, model="Qwen/Qwen3-0.6B", data=rows, rewards=[f])
+
     Args:
         config: a `Config`, a YAML file, or a mapping of keys (dotted or nested) as on the command
-            line.
+            line. None: the quickstart or, where `model` or `data` is given, the defaults.
         on_step: called in this thread with a copy of each row of `metrics.jsonl` once the row is
             written; the loop waits for it. Where it raises, the run saves and ends with RunError.
         rewards: reward functions `f(prompts, completions, **columns)`, as in a file that
             `reward.functions` names. One that `reward.functions` names as `python:NAME` takes that
             place (and its weight), any other is added to them. They run in processes of their own,
             so they must be picklable by cloudpickle.
+        model: in place of `student.model`: a name as there (a folder, a file, a hub id), a pair
+            `(model, tokenizer)` of a `transformers.PreTrainedModel` and its tokenizer, or what
+            `jaxrl.load_model` returns. A model that is no name is written into the run directory.
+        data: in place of `data.train`: a `datasets.Dataset`, a `pyarrow.Table`, a pandas
+            `DataFrame`, any sequence or iterable of mappings (read to its end), which mean what
+            the same rows would in a file; or the name of one source. `data.prompt_key` and the
+            other keys of columns count for them.
+        eval_data: in place of `data.eval`: the same, or a mapping of names to such rows for
+            several held-out sets.
+        environment: in place of `environment.name`: a subclass of `jaxrl.environments.Environment`
+            or a function that makes an instance, called for each episode with
+            `environment.arguments`, picklable as `rewards` are; or a name as there.
+
+    A run resumes with the same objects only: its directory has the fingerprint of the rows, and
+    digests of the source of functions and classes and of the weights of `model`.
 
     Raises:
-        UserError: bad input; nothing has been written then, or what was trained is in the run
+        UserError: bad input; nothing is left written then, or what was trained is in the run
             directory.
         RunError: the run cannot continue; the newest checkpoint is in the run directory.
         Interrupted: Ctrl-C or SIGTERM; what was trained is saved.
     """
-    from jaxrl.rewards.callables import bind
     from jaxrl.run.attempt import run_config
+    from jaxrl.run.python_objects import bound
 
-    config, given = bind(Config.of(config), rewards)
-    return Result(run_config(config, given, on_step))
+    objects = {"data": data, "eval_data": eval_data, "environment": environment}
+    with bound(config, model, rewards=rewards, **objects) as (made, given):
+        return Result(run_config(made, given, on_step))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -119,14 +151,15 @@ def main(argv: Sequence[str]) -> None:
                 raise UserError("\n".join(report.failures))
             return
         from jaxrl.run.attempt import checks, plan_run, run_config
+        from jaxrl.run.python_objects import NOTHING
 
         if not arguments.dry_run:
-            run_config(arguments.config, {}, notes=[arguments.base.note])
+            run_config(arguments.config, NOTHING, notes=[arguments.base.note])
             return
         print(arguments.base.note)
         plan = plan_run(arguments.config, dry=True)
         print(plan.text(), flush=True)
-        notes, refusals = checks(plan.config, {})
+        notes, refusals = checks(plan.config, NOTHING)
         for note in notes:
             print(note, flush=True)
         if problems := [*plan.misfit, *refusals]:

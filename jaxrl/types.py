@@ -11,10 +11,10 @@ C + j - 1`` predicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -28,6 +28,59 @@ Tree = Any
 Array = Any
 """A `jax.Array`, its shape where a program is lowered only, a numpy array on the host, or None for
 a field that is unused."""
+
+
+class TokenIds(Sequence[int]):
+    """Token ids that compare and hash as a tuple of ints, in an int32 array: a million of them are
+    4 MB, and travel between processes in milliseconds where ints take a third of a second."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, ids: Sequence[int] | np.ndarray):
+        """Copies ids, [n]."""
+        self.array = np.array(ids, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenIds: ...
+    def __getitem__(self, index: int | slice) -> int | TokenIds:
+        found = self.array[index]
+        return TokenIds(found) if isinstance(index, slice) else int(found)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return np.array_equal(self.array, other.array)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array, dtype, copy=copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenIds, (self.array,)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class _Tokenized:
+    """Has fields of token ids, which are pickled as `TokenIds`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("tokens", "completion", "teacher_tokens", "sampling_tokens"):
+            if isinstance(state.get(name), tuple):
+                state[name] = TokenIds(state[name])
+        return state
 
 
 @dataclass(frozen=True)
@@ -44,27 +97,30 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(_Tokenized):
     """One prompt, ready to be sampled from."""
 
     id: int
     """Position in the data order: unique within a run, and part of the seed of every sample."""
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     text: str
-    completion: tuple[int, ...] | None = None
+    completion: Sequence[int] | None = None
     """Tokens of the data set's own completion (EOS included), where there is one."""
     answer: str | None = None
     """The reference answer that a verifier compares with."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """Every other field of the data row."""
-    teacher_tokens: tuple[int, ...] | None = None
+    conversational: bool = False
+    """Whether the data row, or the environment, has the prompt as messages; a text that a chat
+    template makes a message is none."""
+    teacher_tokens: Sequence[int] | None = None
     """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
     """Text or chat of that prompt where it is only complete once a completion is judged
     (`data.feedback`)."""
     turns: tuple[Turn, ...] = ()
     """The parts of `completion`, where it has several turns of the assistant."""
-    sampling_tokens: tuple[int, ...] | None = None
+    sampling_tokens: Sequence[int] | None = None
     """The prompt to sample from, where the data's completion does not continue it (a chat template
     whose generation prompt opens thoughts that the completion does not have); None: `tokens`."""
 
@@ -77,10 +133,10 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(_Tokenized):
     """One sampled completion of one prompt; of an environment, a whole episode (`turns`)."""
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Sampled ids, EOS included; of an episode, those of its environment too."""
     logprobs: np.ndarray
     """[len(tokens)] float32, nats: log-probs of the full softmax at the sampling temperature (at
@@ -346,6 +402,9 @@ class Weights:
     receiver's mesh. Else: arrays on the actor's mesh, which arrive at the receiver as `Shards`."""
     nbytes: int
     """Bytes that are copied; leaves shared with the actor do not count."""
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Path -> checksum (`reshard.checksums`) of each array that moves to other devices, taken
+    before it does."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Draws the rooms of jaxrl (its folders) and their imports: docs/rooms.svg.
 
-python scripts/draw_rooms.py
+    python -m jaxrl.scripts.draw_rooms
 
 A room stands above all that it imports. An arrow that follows from two others is left out, as are
 the arrows to `types` and `errors`, which every room imports.
@@ -9,11 +9,14 @@ the arrows to `types` and `errors`, which every room imports.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).parent.parent
+from jaxrl.config import cli
+
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxrl"
 PICTURE = ROOT / "docs" / "rooms.svg"
 COMMANDS = "commands"
@@ -122,6 +125,11 @@ def picture() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> None:
+    cli.Parser("jaxrl.scripts.draw_rooms", __doc__ or "").parse(argv)
     PICTURE.write_text(picture(), encoding="utf-8")
     print(f"wrote {PICTURE}")
+
+
+if __name__ == "__main__":
+    cli.leave(cli.run(main))

@@ -1,7 +1,7 @@
 """Writes sums that are solved by a call of the calculator, and sums that are solved alone, one JSON
 object a line.
 
-    python scripts/make_calls.py runs/calls.jsonl
+    python -m jaxrl.scripts.make_calls runs/calls.jsonl
 
 A model that is fine-tuned on them knows how to call the calculator and how to read its answer, and
 seldom does unless a sum begins with `?` (configs/tools_warmup.yaml); that it should, it learns from
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
+from jaxrl.config import cli
 from jaxrl.data.arithmetic import Arithmetic
+from jaxrl.errors import user_path
 
 FIRST, COUNT = 1_000_000, 20_000
 """The first sum, none of which the built-in models were trained on, and how many."""
@@ -27,6 +27,7 @@ END = "</s>"
 
 
 def rows() -> Iterator[dict[str, str]]:
+    """Yields `prompt` and `completion` of each row."""
     draw = random.Random(0)
     for example in map(Arithmetic(digits=4, terms=2).example, range(FIRST, FIRST + COUNT)):
         asked, answer = str(example.prompt), str(example.answer)
@@ -36,12 +37,16 @@ def rows() -> Iterator[dict[str, str]]:
         yield {"prompt": f"{asked}{call}{END}{answer}", "completion": answer}
 
 
-def main(path: Path) -> None:
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("jaxrl.scripts.make_calls", __doc__ or "")
+    parser.add_argument("file", metavar="FILE.jsonl", help="written, as in runs/calls.jsonl")
+    path = user_path(parser.parse(argv).file)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for row in rows():
             file.write(json.dumps(row) + "\n")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    cli.leave(cli.run(main))

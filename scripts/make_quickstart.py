@@ -3,30 +3,28 @@
 All learn three-term sums from worked solutions (`algorithm: sft`), from random weights: the
 teacher until it solves nearly all, the students only until they know the form of a solution.
 
-    python scripts/make_quickstart.py            # all; about a quarter of an hour on two cores
-    python scripts/make_quickstart.py student    # one of them
+    python -m jaxrl.scripts.make_quickstart            # all; a quarter of an hour on two cores
+    python -m jaxrl.scripts.make_quickstart student    # one of them
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
-import make_quickstart_tokenizer
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from jaxrl import Config, train
-from jaxrl.checkpoint.model_source import FINAL
-from jaxrl.formats.hf import save_hf
-from jaxrl.models.config import DecoderConfig
-from jaxrl.models.experts import Experts
-from jaxrl.models.parameters import init_params
+from jaxrl.config import cli
+from jaxrl.errors import unknown
+from jaxrl.scripts import make_quickstart_tokenizer
 
-ASSETS = Path(__file__).parent.parent / "jaxrl" / "assets"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from jaxrl.models.config import DecoderConfig
+
 SHAPES: dict[str, dict[str, Any]] = {
     "teacher": {"n_layers": 3},
     "student": {"n_layers": 2},
@@ -36,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "d_model": 64,
         "head_dim": 16,
         "d_ff": 96,
-        "experts": Experts(count=8, chosen=2, normalised=True, dense_width=192),
+        "experts": {"count": 8, "chosen": 2, "normalised": True, "dense_width": 192},
     },
 }
 RECIPE = """
@@ -61,8 +59,17 @@ the students for two thirds easier ones."""
 
 
 def small_model(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> DecoderConfig:
-    """A model of less than a million weights for the tokens of a tokenizer."""
-    usual = {"family": "llama", "d_model": 128, "head_dim": 32, "d_ff": 352}
+    """Returns a model of less than a million weights for the tokens of a tokenizer.
+
+    Args:
+        shape: fields of `DecoderConfig`; `experts` as those of `Experts`.
+    """
+    from jaxrl.models.config import DecoderConfig
+    from jaxrl.models.experts import Experts
+
+    if "experts" in shape:
+        shape = shape | {"experts": Experts(**shape["experts"])}
+    usual: dict[str, Any] = {"family": "llama", "d_model": 128, "head_dim": 32, "d_ff": 352}
     return DecoderConfig(
         **usual | shape,
         vocab_size=len(tokenizer),
@@ -78,13 +85,19 @@ def small_model(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> DecoderConf
 
 def make(name: str) -> None:
     """Trains one model and replaces its folder in the package."""
-    target = ASSETS / name
+    import jax
+
+    from jaxrl.checkpoint.model_source import FINAL
+    from jaxrl.formats.hf import save_hf
+    from jaxrl.models.parameters import init_params
+
+    target = make_quickstart_tokenizer.ASSETS / name
     with tempfile.TemporaryDirectory() as folder:
         start, run = Path(folder) / "start", Path(folder) / "run"
         tokenizer = make_quickstart_tokenizer.character_tokenizer()
         config = small_model(tokenizer, **SHAPES[name])
         save_hf(start, config, init_params(config, jax.random.key(0)), dtype="float32")
-        make_quickstart_tokenizer.main([str(start)])
+        make_quickstart_tokenizer.write(start)
         overrides = [
             f"student.model={start}",
             f"run_dir={run}",
@@ -97,6 +110,16 @@ def make(name: str) -> None:
         print(f"{target}: accuracy {result.final_eval:.1%}")
 
 
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("jaxrl.scripts.make_quickstart", __doc__ or "")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    names = parser.parse(argv).names
+    for name in names:
+        if name not in SHAPES:
+            raise unknown("model", name, SHAPES)
+    for name in names or SHAPES:
+        make(name)
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or SHAPES:
-        make(chosen)
+    cli.leave(cli.run(main))

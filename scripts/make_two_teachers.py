@@ -3,19 +3,21 @@
 Both start from the quickstart's student and learn worked sums (`algorithm: sft`) of one operator
 only: `plus` solves 37+48+9=, and guesses at 97-48-9=; `minus` the other way round.
 
-    python scripts/make_two_teachers.py            # into runs/two_teachers; minutes on two cores
-    python -m jaxrl.train --config configs/two_teachers.yaml
+    python -m jaxrl.scripts.make_two_teachers      # into runs/two_teachers; minutes on two cores
+    python -m jaxrl.train --config builtin:two_teachers
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl import Config, train
+from jaxrl.config import cli
 from jaxrl.data.arithmetic import Arithmetic
 from jaxrl.data.example import Split
+from jaxrl.errors import user_path
 
 OPERATORS = {"plus": "+", "minus": "-"}
 ROWS: dict[Split, int] = {"train": 20_000, "eval": 256}
@@ -43,5 +45,17 @@ def make(folder: Path) -> None:
         print(f"{folder / name}: accuracy {result.final_eval:.1%} of its own operator")
 
 
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("jaxrl.scripts.make_two_teachers", __doc__ or "")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default="runs/two_teachers",
+        metavar="FOLDER",
+        help="of teachers and data (default runs/two_teachers, where the config reads them)",
+    )
+    make(user_path(parser.parse(argv).folder))
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/two_teachers"))
+    cli.leave(cli.run(main))

@@ -1,6 +1,6 @@
 """Executes the notebooks in place, so that what they show is what a run printed and drew.
 
-    python scripts/run_notebooks.py [NOTEBOOK ...]
+    python -m jaxrl.scripts.run_notebooks [NOTEBOOK ...]
 
 Takes ten minutes on two CPU cores. Needs the extra `dev`.
 """
@@ -8,21 +8,23 @@ Takes ten minutes on two CPU cores. Needs the extra `dev`.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+from jaxrl.config import cli
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 CELL_S = 1800
 """Seconds that a cell may take."""
 
 
 def execute(path: Path, folder: Path, settings: dict[str, Any]) -> nbformat.NotebookNode:
-    """The notebook with its outputs.
+    """Returns the notebook with its outputs.
 
     Args:
         folder: the working directory, where its runs are left.
@@ -45,7 +47,7 @@ def execute(path: Path, folder: Path, settings: dict[str, Any]) -> nbformat.Note
 
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """One output for what was printed one after the other: there is one for each print."""
+    """Joins outputs that were printed one after the other: there is one for each print."""
     kept: list[nbformat.NotebookNode] = []
     for output in outputs:
         follows = kept and output.output_type == kept[-1].output_type == "stream"
@@ -60,8 +62,12 @@ def tags(cell: nbformat.NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-def main(paths: list[str]) -> None:
-    for path in map(Path, paths or sorted(map(str, NOTEBOOKS.glob("*.ipynb")))):
+def main(argv: Sequence[str]) -> None:
+    parser = cli.Parser("jaxrl.scripts.run_notebooks", __doc__ or "")
+    parser.add_argument(
+        "notebooks", nargs="*", type=Path, metavar="NOTEBOOK", help="default: all of notebooks/"
+    )
+    for path in parser.parse(argv).notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             notebook = execute(path, Path(folder), {})
         nbformat.write(notebook, path)
@@ -69,4 +75,4 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.leave(cli.run(main))

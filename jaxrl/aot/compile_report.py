@@ -52,7 +52,7 @@ THUNKS = "*thunk_sequence_after_thunk_passes*"
 MEMORY = "*memory-usage-report.txt"
 """The file in XLA's dump that has the memory of a TPU program."""
 NO_TILES = "Couldn't find output tile sizes"
-WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 """Compiler options for a second try: without autotuning, XLA finds no tiles for some of Triton's
 matrix products (of heads of 36, for example), where the autotuner would have chosen cuBLAS."""
 LEGEND = (

@@ -28,6 +28,9 @@ REPORTED = re.compile(
 )
 """Keys that may change, and are reported: precision, kernels and memory, for other devices; numbers
 differ from then on, if by rounding alone. And more steps."""
+GIVEN_MODEL = "given-model"
+"""Begins the name of the folder in a run directory that holds a model which a Python program gave;
+a digest of its weights ends it."""
 _ABSENT = object()
 
 
@@ -53,6 +56,8 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
         if before == now or FREE.fullmatch(key.path):
             continue
         if key.path in CODE and without_folders(before) == without_folders(now):
+            continue
+        if key.path == "student.model" and _given_model(before) == _given_model(now) is not None:
             continue
         changed = f"{_shown(_apart(before, now))} there, {_shown(_apart(now, before))} now"
         line = f"{key.path}: {changed}"
@@ -83,6 +88,12 @@ def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
             " name another run_dir, or resume with the jaxrl that wrote it"
         ) from error
     return {name: one.model_dump(exclude={"address"}) for name, one in each.items()}
+
+
+def _given_model(name: object) -> str | None:
+    """Returns the folder of a model that a Python program gave, wherever the run directory is."""
+    last = Path(str(name)).name
+    return last if last.startswith(GIVEN_MODEL) else None
 
 
 def _at(mapping: object, path: str) -> Any:

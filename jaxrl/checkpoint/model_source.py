@@ -20,6 +20,7 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.arrays import load_arrays
 from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -190,6 +191,8 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     Raises:
         UserError: nothing there, or nothing that can be loaded.
     """
+    if (how := how_to_make(path)) and not user_path(path).exists():
+        raise UserError(f"model {os.fspath(path)!r}: there is no such file or folder{how}")
     name = hub.pinned(os.fspath(path))
     place = _locate(name)
     if place.suffix == ".gguf":

@@ -24,7 +24,12 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     begun = None  # the prompts of episodes, as their environments began them
     if any(completion.turns for completion in completions):
         begun = [
-            {"tokens": p.tokens, "text": p.text, "messages": p.columns.get("messages")}
+            {
+                "tokens": list(p.tokens),
+                "text": p.text,
+                "messages": p.columns.get("messages"),
+                "conversational": p.conversational,
+            }
             for p in {prompt.id: prompt for prompt in rollout.prompts}.values()
         ]
     words = {
@@ -72,6 +77,7 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
                 text=begun["text"],
                 columns={n: v for n, v in prompt.columns.items() if n != "messages"}
                 | ({} if begun["messages"] is None else {"messages": begun["messages"]}),
+                conversational=begun.get("conversational", prompt.conversational),
             )
             for prompt, begun in pairs
         ]

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -33,7 +34,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Base, Config
-from jaxrl.errors import RunError, UserError, near, short, user_path
+from jaxrl.errors import RunError, UserError, near, short, user_path, with_addresses
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
 
@@ -76,9 +77,16 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        version = import_module("jaxrl").__version__
+        self.add_argument(
+            "--version", action="version", version=f"jaxrl {version}", help="print it and exit"
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
+
+    def format_help(self) -> str:
+        return with_addresses(super().format_help())
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses options and positional words in any order."""
@@ -118,8 +126,8 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="config file of the run (without it: the built-in quickstart or, if student.model or"
-        " data.train is set, the defaults)",
+        help="config file of the run, or builtin:NAME (builtin: lists them; without --config: the"
+        " built-in quickstart or, if student.model or data.train is set, the defaults)",
     )
     parser.add_argument(
         "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,rollout=2,teacher=4"
@@ -204,7 +212,7 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
                 raise
             raise UserError("a path has a character of code 0 in it") from error
     except (UserError, RunError) as error:
-        to_stderr(f"error: {error}")
+        to_stderr(f"error: {with_addresses(str(error))}")
         return EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
     except KeyboardInterrupt as error:
         to_stderr(str(error) or "interrupted")

@@ -40,9 +40,15 @@ optimizer: {learning_rate: 1e-5}
 
 The defaults are for models of one to several billion parameters on accelerators. Without
 `--config`, the built-in quickstart runs, and its file sets many keys otherwise
-([jaxrl/assets/quickstart.yaml](../jaxrl/assets/quickstart.yaml)). A command line without
+([configs/quickstart.yaml](../configs/quickstart.yaml)). A command line without
 `--config` that sets `student.model` or `data.train` starts from the defaults instead; to start
 such a run from the quickstart, add `--config builtin:quickstart`.
+
+Every file of [configs](../configs) comes with the package, as `builtin:NAME` wherever a config file
+is accepted (`--config builtin:` lists them). In such a file, `data/...` and `rewards/...` are in the
+package and `runs/...` is in the working directory; the comment at its top has the commands that
+write what it reads there. `config.yaml` in the run's folder is a copy of all
+keys to start your own from.
 
 Every run needs `student.model` and `data.train`. The algorithm `gkd` also needs a teacher: one of
 `teacher.model`, `teacher.address`, `teacher.cache` and `teachers`. `null` is a value, and each key

@@ -4,17 +4,18 @@ of a run come from: a file, the quickstart or the plain defaults.
 The keys of models and their devices are in `config.roles`, all others in `config.settings` and
 `config.run_config`; conditions on several sections are in `config.rules`. The class defaults suit
 models of one to several billion parameters on accelerators; the built-in quickstart
-(``jaxrl/assets/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
+(``configs/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
 algorithm learns from a teacher, ``teacher.model`` have no default.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -22,17 +23,17 @@ from pydantic import ValidationError
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError, shown, user_path
+from jaxrl.errors import UserError, counted, shown
 from jaxrl.process.json_types import JsonObject
 
 CONFIG_FILE = "config.yaml"
 """Name of the config in a run directory."""
-QUICKSTART = Path(__file__).parent.parent / "assets" / "quickstart.yaml"
 BUILTIN = "builtin:quickstart"
-"""The name of that file, where a config is asked for."""
+QUICKSTART = config_file(BUILTIN)
 OWN = ("student.model", "data.train")
 """Keys with which a run without a file is no longer the quickstart."""
 
@@ -108,8 +109,8 @@ class Config(RunConfig, metaclass=_Parsed):
 
         Args:
             path: the file. None: the built-in quickstart or, where `student.model` or `data.train`
-                is among the overrides, the defaults. `builtin:quickstart`: the quickstart in any
-                case.
+                is among the overrides, the defaults. `builtin:NAME`: one that comes with jaxrl
+                (`config.builtin_configs`).
             overrides: `["steps=10", "optimizer.learning_rate=1e-5"]`, or `{"steps": 10,
                 "optimizer.learning_rate": 1e-5}`.
 
@@ -119,28 +120,47 @@ class Config(RunConfig, metaclass=_Parsed):
         return cls.load_base(path, overrides)[0]
 
     @classmethod
-    def of(cls, given: Self | str | Path | Mapping[str, object]) -> Self:
-        """Returns a config as it is, and loads any other: a file, or the keys of a run as on its
-        command line (dotted or nested).
+    def of(
+        cls,
+        given: Self | str | Path | Mapping[str, object] | None,
+        overrides: Mapping[str, object] = MappingProxyType({}),
+        change: Callable[[JsonObject], JsonObject] = lambda mapping: mapping,
+    ) -> Self:
+        """Returns a config as it is, and loads any other: a file, the keys of a run as on its
+        command line (dotted or nested), or None for the quickstart.
+
+        Args:
+            overrides: dotted keys that are set otherwise.
+            change: what else becomes of the mapping of all keys.
 
         Raises:
             UserError: bad input.
         """
         if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping):
-            return cls.load(overrides=given)
+            mapping = given.model_dump(mode="json")
+            changed = change(yaml_text.assign(mapping, overrides))
+            return given if changed == mapping else cls.parse(changed)
+        if given is None or isinstance(given, Mapping):
+            flat = yaml_text.assignments(given or {}, config_keys.mappings(cls))
+            return cls.load_base(None, {**dict(flat), **overrides}, change)[0]
         if isinstance(given, str | Path):
-            return cls.load(given)
+            return cls.load_base(given, overrides, change)[0]
         raise UserError(
             f"a run is given by a Config, a YAML file or a mapping of keys, not {shown(given)}"
         )
 
     @classmethod
     def load_base(
-        cls, path: str | Path | None = None, overrides: Overrides = ()
+        cls,
+        path: str | Path | None = None,
+        overrides: Overrides = (),
+        change: Callable[[JsonObject], JsonObject] = lambda mapping: mapping,
     ) -> tuple[Self, Base]:
-        """Does what `load` does, and also returns where the keys come from."""
+        """Does what `load` does, and also returns where the keys come from.
+
+        Args:
+            change: as in `of`.
+        """
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
@@ -153,9 +173,9 @@ class Config(RunConfig, metaclass=_Parsed):
         elif path is None or str(path) == BUILTIN:
             start, note = read_keys(QUICKSTART), "the built-in quickstart"
         else:
-            start, note = read_keys(user_path(path)), str(path)
+            start, note = read_keys(config_file(path)), str(path)
         if given:
-            note += f", with {len(given)} key{'s' if len(given) > 1 else ''} set otherwise"
+            note += f", with {counted(len(given), 'key')} set otherwise"
         quickstart = dict(yaml_text.assignments(start)) if path is None else {}
         unset = {key: value for key, value in quickstart.items() if key not in given}
         base = Base(f"config: {note}", yaml_text.assign(start, given), unset, own)
@@ -163,7 +183,7 @@ class Config(RunConfig, metaclass=_Parsed):
             # So that a run can be resumed from any folder.
             here = config_paths.working_directory()
             mapping = config_paths.beside(base.mapping, here, config_paths.CODE)
-            return cls.parse(mapping), base
+            return cls.parse(change(mapping)), base
 
     @classmethod
     def parse(cls, mapping: JsonObject) -> Self:

@@ -51,6 +51,13 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
     )
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        """Yields the keys that differ from their defaults: all of a run would fill a screen."""
+        for name, value in super().__repr_args__():
+            key = type(self).model_fields.get(name or "")
+            if key is None or key.is_required() or value != key.get_default():
+                yield name, value
+
     def _rules(self) -> Iterator[str]:
         """Yields a message for each broken condition on several keys; the first is raised."""
         return iter(())

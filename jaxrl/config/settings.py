@@ -86,7 +86,7 @@ class DataConfig(Section):
     `data/*.parquet`; a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a
     split); a data set on the hub, as in `hf:openai/gsm8k:main:train`
     (`hf:ORG/NAME@REVISION:CONFIG:SPLIT`); `arithmetic`, `reasoning_gym/NAME` (`:key=value,...` adds
-    options)."""
+    options); `python:data`, rows that a Python program gives, as in `train(config, data=rows)`."""
     weights: tuple[PositiveNumber, ...] | None = None
     """Share of the prompts that come from each source of `data.train`, one number per source; each
     source then has its own epochs. null: all rows together, each once per epoch."""
@@ -411,8 +411,9 @@ class EnvironmentConfig(Section):
 
     name: Name | None = None
     """The environment: `path/to/file.py:Class` (in a config file from that file's folder, else from
-    the working directory), `package.module:Class`, or a built-in one by its name. null: none; a
-    completion is one turn."""
+    the working directory), `package.module:Class`, a built-in one by its name, or `python:NAME`,
+    which a Python program gives, as in `train(config, environment=NAME)`. null: none; a completion
+    is one turn."""
     arguments: Keywords = {}
     """Keyword arguments for the environment's class, as in `{id: FrozenLake-v1}` with
     `environment.name=gymnasium`."""

@@ -11,6 +11,7 @@ import csv
 import hashlib
 import io
 import json
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,14 @@ class RowList:
     def digest(self) -> str:
         if self._digest is None:
             whole = hashlib.sha256()
-            for row in self._rows:
-                whole.update(json.dumps(row, default=repr).encode())
+            for index, row in enumerate(self._rows):
+                try:
+                    whole.update(json.dumps(row, default=_steady).encode())
+                except Exception as error:  # whatever the user's objects raise
+                    raise UserError(
+                        f"{self._label}: {self.where(index)}: it has a value that cannot be"
+                        f" pickled, {type(error).__name__}: {error}: leave that field out"
+                    ) from error
             self._digest = whole.hexdigest()
         return self._digest
 
@@ -169,6 +176,14 @@ class RowList:
     def __getitem__(self, index: int) -> Example:
         row = dict.fromkeys(self._fields) | self._rows[index]
         return to_example(row, self._keys, f"{self._label}: {self.where(index)}")
+
+
+def _steady(value: Any) -> object:
+    """Returns what stands for a value that JSON does not have in a hash: the same in every process,
+    which a `repr` with an address is not."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
 def open_json(path: Path, keys: Keys, label: str) -> RowList | JsonlFile:

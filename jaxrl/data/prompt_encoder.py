@@ -237,6 +237,7 @@ class PromptEncoder:
             turns=turns,
             answer=example.answer,
             columns=columns,
+            conversational=not isinstance(example.prompt, str),
             teacher_tokens=theirs,
             teacher_prompt=late,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import glob
 import hashlib
 import os
@@ -10,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Message, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
@@ -28,8 +31,12 @@ from jaxrl.data.tables import (
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near, user_path
 from jaxrl.formats.hub_names import data_name
+from jaxrl.process.plugin import PYTHON
 
 __all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source", "source_of"]
+
+Rows = Any
+"""Rows of a Python program, as `listed_rows` takes them."""
 
 
 class Source:
@@ -74,6 +81,7 @@ def open_source(
     split: Split = "train",
     keys: Keys = KEYS,
     label: str | None = None,
+    given: Mapping[str, Rows] = MappingProxyType({}),
 ) -> Source:
     """Opens what `data.train` or `data.eval` names; each item of a list becomes one part.
 
@@ -89,6 +97,7 @@ def open_source(
             options.
         keys: names of the fields or columns of files.
         label: the config key, for error messages; None for `data.` and the split.
+        given: rows of a Python program by their names, as in `python:data`.
 
     Raises:
         UserError: for an unknown name, a missing file or a bad row, naming the file and line.
@@ -97,7 +106,7 @@ def open_source(
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
         raise UserError(f"{label}: nothing is named; give a .jsonl file or a task")
-    open_one = _Opener(seed, split, keys, label)
+    open_one = _Opener(seed, split, keys, label, given)
     source = Source([open_one.part(one) for one in specs])
     if split == "eval" and keys.answer not in (KEYS.answer, None):
         _check_known(source, keys.answer, "data.answer_key", label)
@@ -106,30 +115,58 @@ def open_source(
     return source
 
 
-def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source:
+def source_of(
+    rows: Rows, keys: Keys = KEYS, label: str = "data.train", name: str | None = None
+) -> Source:
     """Makes a source of the rows of a Python program: they mean what they would in a file.
 
     Args:
-        rows: a list of mappings, a `datasets.Dataset`, a `pyarrow.Table`, or a `DataFrame` of
-            pandas.
+        rows: as `listed_rows` takes them.
         label: what they are for, in error messages.
+        name: of the rows, in error messages; None: that of their type.
 
     Raises:
         UserError: these are no rows, or one is bad.
     """
-    name = type(rows).__name__
-    if isinstance(rows, Mapping | str | bytes) or not hasattr(rows, "__len__"):
-        hint = f": take one of {listed(rows)}" if isinstance(rows, Mapping) else ""
-        raise UserError(
-            f"{label}: a list of rows, a datasets.Dataset, a pyarrow.Table or a pandas DataFrame is"
-            f" needed, this is {kind(rows)}{hint}"
-        )
-    if hasattr(rows, "column_names"):
-        return Source([TablePart(name, lambda: TableReader(rows), keys, label)])
-    if hasattr(rows, "columns"):
-        check_names(rows.columns, f"{label}: {name}")
-        rows = rows.to_dict("records")
-    return Source([RowList(name, rows, keys, label)])
+    name, rows = name or type(rows).__name__, listed_rows(rows, label)
+    if isinstance(rows, list):
+        return Source([RowList(name, rows, keys, label)])
+    return Source([TablePart(name, lambda: TableReader(rows), keys, label)])
+
+
+def listed_rows(rows: Rows, label: str) -> Rows:
+    """Returns the rows of a Python program in a form that can be read again: a table as it is, all
+    others as a list of what should be mappings of field names to values.
+
+    Args:
+        rows: a `datasets.Dataset`, a `pyarrow.Table`, a `DataFrame` of pandas, or any sequence or
+            iterable, such as a list or a generator, which is read to its end.
+
+    Raises:
+        UserError: these are no rows.
+    """
+    if isinstance(rows, Mapping | str | bytes):
+        hint = f": take one of {listed(map(str, rows))}" if isinstance(rows, Mapping) else ""
+        if isinstance(rows, Mapping) and all(isinstance(one, list) for one in rows.values()):
+            hint = ": make rows of its columns, as datasets.Dataset.from_dict does"
+        raise _no_rows(rows, label, hint)
+    if hasattr(rows, "column_names") and hasattr(rows, "__len__"):
+        return rows
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
+        check_names(rows.columns, f"{label}: {type(rows).__name__}")
+        return rows.to_dict("records")
+    if hasattr(rows, "__iter__"):
+        return list(rows)
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        return [rows[index] for index in range(len(rows))]
+    raise _no_rows(rows, label)
+
+
+def _no_rows(rows: Rows, label: str, hint: str = "") -> UserError:
+    return UserError(
+        f"{label}: a list or another iterable of rows, a datasets.Dataset, a pyarrow.Table or a"
+        f" pandas DataFrame is needed, this is {kind(rows)}{hint}"
+    )
 
 
 @dataclass(frozen=True)
@@ -140,10 +177,19 @@ class _Opener:
     split: Split
     keys: Keys
     label: str
+    given: Mapping[str, Rows]
     cache: GroupCache = field(default_factory=GroupCache)
 
     def part(self, spec: str) -> Part:
         label, on_hub = self.label, data_name(spec)
+        if spec.startswith(PYTHON):
+            if spec in self.given:
+                return source_of(self.given[spec], self.keys, label, spec)
+            argument = spec.removeprefix(PYTHON).partition(".")[0]
+            raise UserError(
+                f"{label}: {spec} are rows of a Python program: give them from there, as"
+                f" {argument}=rows, or name a file with {label}=FILE"
+            )
         if on_hub is not None:
             paths = hub_sets.fetch(on_hub, self.split, label)
             return Source([self.file(path) for path in paths], str(on_hub.asked))
@@ -170,6 +216,9 @@ class _Opener:
         if any(letter in path for letter in "*?[") and not place.exists():
             return self.pattern(spec, place)
         if path.endswith(SUFFIXES):
+            if not os.path.lexists(place):
+                why = os.strerror(errno.ENOENT)
+                raise UserError(f"{label}: {path}: {why}{how_to_make(path)}")
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")

@@ -338,7 +338,7 @@ def eval_set(
     """Makes the set of the first `count` usable prompts, or of all there are; the parts of `source`
     take turns."""
     prompts: list[Prompt] = []
-    seen: set[tuple[int, ...]] = set()
+    seen: set[Sequence[int]] = set()
     dropped = cut = 0
     longest = max(map(len, source.parts))
     for row, part in ((row, part) for row in range(longest) for part in source.parts):

@@ -85,7 +85,7 @@ def load(source: EnvironmentSource, first: bool, ready: Callable[[object], None]
 class _Instances:
     """The live instances of a process, by the keys of their episodes."""
 
-    def __init__(self, source: EnvironmentSource, kind: type[Environment]):
+    def __init__(self, source: EnvironmentSource, kind: Callable[..., Environment]):
         self._source, self._kind = source, kind
         self._live: dict[Hashable, _Live] = {}
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from jaxrl.data.example import JsonObject
 from jaxrl.environments.environment import Environment
 from jaxrl.environments.tools import SchemaTool
-from jaxrl.errors import UserError, near
-from jaxrl.process.plugin import is_plugin, load_located, locate
+from jaxrl.errors import UserError, near, shown
+from jaxrl.process.plugin import PYTHON, is_plugin, load_located, locate
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
 PACKAGES = {
@@ -44,6 +46,9 @@ class EnvironmentSource:
     """sha256 of the file, in hex, when the run began; "" of a module."""
     arguments: JsonObject = field(default_factory=dict)
     """Keyword arguments for the class."""
+    code: bytes = b""
+    """The class, or a function that makes an instance, pickled by cloudpickle, where a Python
+    program gave it."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,28 @@ class EnvironmentFacts:
     """JSON schemas of its tools."""
 
 
-def find(text: str, arguments: JsonObject | None = None) -> EnvironmentSource:
+def find(
+    text: str,
+    arguments: JsonObject | None = None,
+    given: Mapping[str, bytes] = MappingProxyType({}),
+) -> EnvironmentSource:
     """Returns the source that `environment.name` names; its code is not run.
 
     Args:
         arguments: `environment.arguments`; None: there are none.
+        given: what a Python program gave, pickled, by its entry in the config.
 
     Raises:
         UserError: it names nothing.
     """
+    if text.startswith(PYTHON):
+        name = text.removeprefix(PYTHON).partition("@")[0]
+        if text not in given:
+            raise UserError(
+                f"{KEY}: {text} is an environment of a Python program: give it from there, as in"
+                f" train(config, environment={name})"
+            )
+        return EnvironmentSource(text, "", name, arguments=arguments or {}, code=given[text])
     if not is_plugin(text) and text not in BUILT_IN:
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, BUILT_IN)}: it is path/to/file.py:Class,"
@@ -74,13 +92,22 @@ def find(text: str, arguments: JsonObject | None = None) -> EnvironmentSource:
     return EnvironmentSource(text, *place, arguments or {})
 
 
-def load(source: EnvironmentSource) -> type[Environment]:
-    """Loads and returns the class.
+def load(source: EnvironmentSource) -> Callable[..., Environment]:
+    """Loads and returns the class, or the function that makes an instance.
 
     Raises:
         UserError: it cannot be imported, is not there, or is no environment; or its file has
             changed since the run began.
     """
+    if source.code:
+        try:
+            made: Callable[..., Environment] = pickle.loads(source.code)
+        except BaseException as error:
+            raise UserError(
+                f"{KEY}: {source.text} cannot be loaded in a separate process:"
+                f" {type(error).__name__}: {error}; write it in a file, and name it path.py:Class"
+            ) from error
+        return made
     try:
         found = load_located(KEY, source.place, source.attribute, source.digest, "class")
     except UserError as error:
@@ -100,7 +127,7 @@ def load(source: EnvironmentSource) -> type[Environment]:
 
 
 def facts_of(
-    source: EnvironmentSource, kind: type[Environment], describe: bool
+    source: EnvironmentSource, kind: Callable[..., Environment], describe: bool
 ) -> EnvironmentFacts:
     """Looks at an instance; what is asked of a server once in a process is then known.
 
@@ -113,7 +140,10 @@ def facts_of(
     given = (
         f"with {ARGUMENTS}={dict(source.arguments)}" if source.arguments else "without arguments"
     )
-    signature = inspect.signature(kind)
+    try:
+        signature = inspect.signature(kind)
+    except (TypeError, ValueError) as error:  # such as a partial with arguments that it lacks
+        raise UserError(f"{KEY}: {source.text} cannot be made {given}: {error}") from error
     try:
         signature.bind(**source.arguments)
     except TypeError as error:
@@ -121,10 +151,14 @@ def facts_of(
         takes = signature.replace(parameters=bare, return_annotation=signature.empty)
         raise UserError(
             f"{KEY}: {source.text} cannot be made {given}: {error}; {ARGUMENTS} must be those of"
-            f" {kind.__name__}{takes}"
+            f" {source.attribute}{takes}"
         ) from error
     try:
         made = kind(**source.arguments)
+        if not isinstance(made, Environment):
+            raise UserError(
+                f"it makes {shown(made)}, which is no instance of jaxrl.environments.Environment"
+            )
         tools = list(made.tools)
     except UserError as error:
         raise UserError(f"{KEY}: {source.text}: {error}") from error
@@ -132,7 +166,7 @@ def facts_of(
         raise UserError(
             f"{KEY}: {source.text} cannot be made {given}: {type(error).__name__}: {error}"
         ) from error
-    if not tools and kind.step is Environment.step:
+    if not tools and type(made).step is Environment.step:
         raise UserError(f"{KEY}: {source.text} has neither a method `step` nor `tools`")
     schemas = []
     for tool in tools if describe else ():
@@ -154,4 +188,4 @@ def facts_of(
         schemas.append(schema)
     if not inspect.iscoroutinefunction(made.close):
         made.close()
-    return EnvironmentFacts(kind.reset is not Environment.reset, schemas)
+    return EnvironmentFacts(type(made).reset is not Environment.reset, schemas)

@@ -8,11 +8,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxrl.checkpoint import store
 from jaxrl.config.paths import without_folders
@@ -52,10 +53,12 @@ class Episodes:
         *,
         run_dir: Path | None = None,
         notify: Callable[[str], None] = to_stderr,
+        given: Mapping[str, bytes] = MappingProxyType({}),
     ):
         """
         Args:
             config: with an `environment.name`.
+            given: as in `environment_source.find`.
             run_dir: where answers are recorded; None: nowhere, so that a run which is killed asks
                 its environments again.
             notify: gets messages for the user.
@@ -70,7 +73,8 @@ class Episodes:
         self.chats = has_template(tokenizer) and config.data.chat == "auto"
         """Whether a text that an environment begins with becomes a message of the user."""
         most = config.batch_size * config.group_size
-        self.pool = pool_of(config, e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most))
+        workers = e.workers or min(2 * (os.cpu_count() or 1), MOST_WORKERS, most)
+        self.pool = pool_of(config, workers, given)
         self.source = self.pool.source
         self._batches = itertools.count()
         self._looked = False
@@ -144,6 +148,7 @@ class Episodes:
         """Returns the prompt as the environment begins it."""
         if first == own_prompt(prompt):
             first = None
+        conversational = prompt.conversational if first is None else not isinstance(first, str)
         if isinstance(first, str) and self.chats:
             first = ({"role": "user", "content": first},)
         messages = chat_of(prompt) if first is None else as_messages(first)
@@ -165,10 +170,12 @@ class Episodes:
             )
         columns = dict(prompt.columns)
         columns.pop("messages", None)
-        if messages is None:
-            return replace(prompt, tokens=tokens, text=str(first), columns=columns)
-        columns["messages"] = tuple(messages)
-        return replace(prompt, tokens=tokens, text=messages[-1]["content"], columns=columns)
+        text = str(first)
+        if messages is not None:
+            columns["messages"], text = tuple(messages), messages[-1]["content"]
+        return replace(
+            prompt, tokens=tokens, text=text, columns=columns, conversational=conversational
+        )
 
 
 @dataclass
@@ -182,8 +189,13 @@ class _Episode:
     replaying: bool = True  # whether the records may still have its next answer
 
 
-def pool_of(config: Config, workers: int) -> EnvironmentPool:
-    """Processes that load the environment of a config; they start at once.
+def pool_of(
+    config: Config, workers: int, given: Mapping[str, bytes] = MappingProxyType({})
+) -> EnvironmentPool:
+    """Starts processes that load the environment of a config.
+
+    Args:
+        given: as in `environment_source.find`.
 
     Raises:
         UserError: there is no such environment.
@@ -191,7 +203,7 @@ def pool_of(config: Config, workers: int) -> EnvironmentPool:
     e = config.environment
     assert e.name is not None
     return EnvironmentPool(
-        find(e.name, e.arguments),
+        find(e.name, e.arguments, given),
         workers=workers,
         timeout=e.timeout,
         startup=config.deadlines.startup,

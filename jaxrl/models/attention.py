@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.models import cudnn, splash
-from jaxrl.models.kernels import Kernel, StepKernel, Target, kernel_of, step_kernel_of, target_of
+from jaxrl.models.kernels import Kernel, StepKernel, kernel_of, step_kernel_of, target_on
 from jaxrl.models.packing import Packing, by_heads
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
@@ -39,16 +39,12 @@ def kernel_on(
         dtype: of queries, keys and values.
         joined: rows share a prompt (`kernels.why_not_fused`).
     """
-    return kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name, joined)
+    return kernel_of(target_on(mesh), head_dim, jnp.dtype(dtype).name, joined)
 
 
 def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: DTypeLike) -> StepKernel | None:
     """Returns the kernel as `kernel_on` does, but for a decode step whose cache is of `dtype`."""
-    return step_kernel_of(_target(mesh), head_dim, jnp.dtype(dtype).name)
-
-
-def _target(mesh: Mesh | None) -> Target:
-    return target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+    return step_kernel_of(target_on(mesh), head_dim, jnp.dtype(dtype).name)
 
 
 def attender(

@@ -44,6 +44,7 @@ from jaxrl.models.layers import (
     mlp_parameters,
     norm_scale,
     rms_norm,
+    times_vector,
 )
 from jaxrl.models.quantised import SCALE, dequantise
 from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
@@ -225,7 +226,7 @@ def mixture(
         if c.experts.beside == "gate":
             out = out + jax.nn.sigmoid(linear(c, p["shared_gate"], x)) * gated_mlp(c, p, x)
         return out, routed
-    asked = rms_norm(c, {}, residual) * p["router_scale"].astype(x.dtype)[None, None]
+    asked = times_vector(rms_norm(c, {}, residual), p["router_scale"].astype(x.dtype))
     asked = asked * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
     out, routed = run(rms_norm(c, p["experts_norm"], residual), kernels, asked)
     dense = rms_norm(c, p["out_norm"], gated_mlp(c, p, x))

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+from jax.sharding import Mesh
+
 from jaxrl.models import cudnn, split_k
 from jaxrl.models.splash import LANES
 from jaxrl.sharding.mesh import DeviceFacts
@@ -60,6 +63,11 @@ UNKNOWN_GPU = Target("gpu", OLDEST)
 def target_of(devices: Iterable[DeviceFacts]) -> Target:
     """Returns `Target` for what all of `devices` can do."""
     return min(map(_target, devices), key=lambda target: target.capability or (0, 0))
+
+
+def target_on(mesh: Mesh | None) -> Target:
+    """Returns `target_of` the devices of a mesh, or of the first one here."""
+    return target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
 
 
 def _target(device: DeviceFacts) -> Target:
@@ -154,6 +162,11 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
         return (
             f"the kernel of a decode step takes head dims that are powers of two from"
             f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
+        )
+    if split_k.tile_of(1, head_dim) is None:
+        return (
+            f"the kernel of a decode step has no shared memory for head_dim={head_dim} (at most"
+            f" {split_k.SHARED_BYTES} bytes of a block)"
         )
     if not split_k.exists():
         return "this version of jax has no kernel of a decode step"

@@ -99,7 +99,7 @@ def rms_norm(
         return normed.astype(x.dtype)
     scale = p["scale"].astype(normed.dtype)
     scale = 1 + scale if given(around_one, c.block.norm_around_one) else scale
-    return (normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+    return times_vector(normed, scale).astype(x.dtype)
 
 
 def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None) -> jax.Array:
@@ -114,10 +114,54 @@ def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None
     if low is not None and "lora_b" in p:
         y = y + low @ p["lora_b"].astype(x.dtype)
     y = y.reshape(*x.shape[:-1], -1)
-    if "bias" in p:
-        bias = p["bias"].astype(x.dtype)
-        y = y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+    y = plus_vector(y, p["bias"].astype(x.dtype)) if "bias" in p else y
     return checkpoint_name(y, PROJECTED)
+
+
+@jax.custom_vjp
+def times_vector(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Computes x [..., D] * scale [D] in one dtype. The gradient of the scale is summed over all
+    tokens in float32: in bfloat16 a GPU loses 2 to 3% of it, and terms smaller than 1/256 of the
+    sum so far."""
+    return x * _along(scale, x)
+
+
+def _times_forward(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return times_vector(x, scale), (x, scale)
+
+
+def _times_backward(
+    kept: tuple[jax.Array, jax.Array], d_y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, scale = kept
+    return d_y * _along(scale, x), _summed(d_y.astype(jnp.float32) * x, scale)
+
+
+@jax.custom_vjp
+def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Computes x [..., D] + bias [D] in one dtype, with the gradient of the bias summed in
+    float32."""
+    return x + _along(bias, x)
+
+
+def _plus_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return plus_vector(x, bias), bias
+
+
+def _plus_backward(bias: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return d_y, _summed(d_y, bias)
+
+
+def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+def _summed(terms: jax.Array, like: jax.Array) -> jax.Array:
+    return terms.sum(range(terms.ndim - 1), dtype=jnp.float32).astype(like.dtype)
+
+
+times_vector.defvjp(_times_forward, _times_backward)
+plus_vector.defvjp(_plus_forward, _plus_backward)
 
 
 def low_rank(

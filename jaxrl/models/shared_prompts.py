@@ -27,7 +27,7 @@ from jaxrl.models import flash_decode, split_k
 from jaxrl.models.attention import Attend, on_shards
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
-from jaxrl.models.split_k import LOWEST, Term
+from jaxrl.models.split_k import LOWEST, Term, join
 from jaxrl.sharding.axes import ROWS, divided
 from jaxrl.types import Array
 
@@ -140,11 +140,7 @@ def shared_attender(
         if paged:  # one term of each slot [B,...] of those of its pages [Q,...]
             found, there = jnp.maximum(table, 0), table >= 0
             read, total = (jnp.take(x, found, 0) for x in ours)  # [B,n,KV,M,...]
-            total = jnp.where(there[:, :, None, None], total, LOWEST)
-            top = total.max(1)
-            shares = jnp.exp(total - top[:, None])
-            mass = shares.sum(1)
-            ours = (shares[..., None] * read).sum(1) / mass[..., None], jnp.log(mass) + top
+            ours = join((read, jnp.where(there[:, :, None, None], total, LOWEST)), 1)
 
         def at_slots(x: jax.Array) -> jax.Array:
             """Rearranges [R,KV,n*M,...] into [B,KV,M,...]."""

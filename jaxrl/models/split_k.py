@@ -26,12 +26,16 @@ Term = tuple[jax.Array, jax.Array]
 LOWEST = -1e30
 """Score of a masked key: finite, so that no difference of two is NaN."""
 KEYS = 64
-"""Keys that a block reads at a time; lengths of the cache are multiples of it
+"""Most keys that a block reads at a time; lengths of the cache are multiples of it
 (`kernels.Target.width_multiple`)."""
-MOST_PARTS = 16
-"""Into which the keys of a slot are divided."""
+BLOCKS, MOST_PARTS = 528, 16
+"""The keys of a slot are divided into as many parts as it takes to have so many blocks, four for
+each multiprocessor of an H100, and into no more than so many: results of parts cost bytes too."""
 FEWEST_QUERIES, MOST_QUERIES = 16, 64
 """Of one KV head that a block has at a time: several blocks read the keys of more."""
+SHARED_BYTES = 99 * 1024
+"""Shared memory that a block may have on GPUs with the least from compute capability 8.0 on: 8.6,
+8.9 and 12.x."""
 WARPS = 4
 MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
@@ -46,11 +50,24 @@ def exists() -> bool:
         return False
 
 
-def parts_of(positions: int) -> int:
-    """Returns how many blocks share the keys of a slot, in a cache of the given number of
-    positions."""
-    tiles = positions // KEYS
-    return max(n for n in range(1, MOST_PARTS + 1) if tiles % n == 0)
+def parts_of(positions: int, rows: int) -> int:
+    """Returns how many blocks share the keys of one of `rows` KV heads of slots, in a cache of the
+    given number of positions."""
+    tiles, most = positions // KEYS, min(MOST_PARTS, -(-BLOCKS // rows))
+    return max(n for n in range(1, most + 1) if tiles % n == 0)
+
+
+def tile_of(queries: int, head_dim: int) -> tuple[int, int] | None:
+    """Returns how many queries a block has, of so many, and how many keys it reads at a time, so
+    that both fit in shared memory: two tiles of keys, the queries, and the weights, of 2 bytes
+    each. None where not even the smallest fit."""
+    rows = bucket(queries, smallest=FEWEST_QUERIES, most=MOST_QUERIES)
+    while rows >= FEWEST_QUERIES:
+        for keys in (KEYS, KEYS // 2, KEYS // 4):
+            if 2 * (2 * keys * head_dim + rows * head_dim + rows * keys) <= SHARED_BYTES:
+                return rows, keys
+        rows //= 2
+    return None
 
 
 def attend(
@@ -65,8 +82,12 @@ def attend(
     """Computes the term of q [R,KV,M,H] over the first `lengths` [R] int32 positions of a cache k,
     v [R,KV,S,H].
 
+    The kernel gets each part of the keys as a row of its own, and `join` puts the parts together in
+    float32: its own way of doing so rounds the sum of the weights to q's dtype, 0.4% of a head's
+    result in bfloat16.
+
     Args:
-        lengths: where 0, what is read is 0, and the log-sum-exp `LOWEST`.
+        lengths: where 0, what is read is 0, and the log-sum-exp near `LOWEST`.
         window: only the last so many of those; parts of the keys that end before are not read.
         interpret: runs anywhere, slowly.
     """
@@ -75,23 +96,46 @@ def attend(
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (r, kv, m, h), s = q.shape, k.shape[2]
-    out, (mass, top) = (
-        decode_attention.mqa(  # each KV head is a row: the layout of the cache stays as it is
-            q.reshape(r * kv, m, h),
-            k.reshape(r * kv, s, h),
-            v.reshape(r * kv, s, h),
-            start_idx=None if window is None else jnp.repeat(jnp.maximum(lengths - window, 0), kv),
-            kv_seq_len=jnp.repeat(lengths, kv),
-            block_h=bucket(m, smallest=FEWEST_QUERIES, most=MOST_QUERIES),
-            block_k=KEYS,
-            k_splits=parts_of(s),
-            num_warps=WARPS,
-            return_residuals=True,
-            interpret=interpret,
-        )
+    tile = tile_of(m, h)
+    assert tile is not None, "`kernels.why_no_step_kernel` says where there is no kernel"
+    n = parts_of(s, r * kv)
+    size = s // n
+    by_part = r * kv, n, m
+
+    def within_parts(positions: jax.Array) -> jax.Array:
+        """Counts the positions of a part that are before `positions` [R]; [R*KV*n]."""
+        before = jnp.clip(positions[:, None] - size * jnp.arange(n, dtype=jnp.int32)[None], 0, size)
+        return jnp.repeat(before, kv, 0).reshape(-1)
+
+    out, (mass, top) = decode_attention.mqa(
+        jnp.broadcast_to(q.reshape(r * kv, 1, m, h), (*by_part, h)).reshape(-1, m, h),
+        k.reshape(-1, size, h),  # the layout of the cache stays as it is
+        v.reshape(-1, size, h),
+        start_idx=None if window is None else within_parts(jnp.maximum(lengths - window, 0)),
+        kv_seq_len=within_parts(lengths),
+        block_h=tile[0],
+        block_k=tile[1],
+        k_splits=1,
+        num_warps=WARPS,
+        return_residuals=True,
+        normalize_output=False,
+        interpret=interpret,
     )
-    normaliser = jnp.where(mass > 0, jnp.log(mass) + top, LOWEST)
-    return out.astype(jnp.float32).reshape(q.shape), normaliser.reshape(r, kv, m)
+    some = jnp.where(mass > 0, mass, 1)
+    read = out.astype(jnp.float32) / some[..., None]
+    total = jnp.where(mass > 0, jnp.log(some) + top, LOWEST)
+    read, total = join((read.reshape(*by_part, h), total.reshape(by_part)), 1)
+    return read.reshape(q.shape), total.reshape(r, kv, m)
+
+
+def join(terms: Term, axis: int) -> Term:
+    """Joins the terms along an axis to one."""
+    read, total = terms
+    top = total.max(axis, keepdims=True)
+    shares = jnp.exp(total - top)
+    mass = shares.sum(axis)
+    joined = (shares[..., None] * read).sum(axis) / mass[..., None]
+    return joined, jnp.log(mass) + top.squeeze(axis)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from jaxrl.models.kernels import Kernel
 from jaxrl.models.layer_kind import Layer, LayerKind
 from jaxrl.models.layers import Rope, by_rows, layer_angles, rms_norm
 from jaxrl.models.parameters import Params, at_blocks, blocks_of, layout_of
-from jaxrl.sharding.axes import AxisName
+from jaxrl.sharding.axes import ROWS, WEIGHTS, AxisName
 from jaxrl.types import Array, Tree
 
 X = TypeVar("X")
@@ -47,18 +47,18 @@ def embed(
         split: the axis of a stream's tokens.
     """
     table: Array = params["embed"]["embedding"]
-    sharding: NamedSharding | None = None
-    if mesh is not None:
-        vocab = "tensor" if config.vocab_size % mesh.shape["tensor"] == 0 else None
-        sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
+    vocab: AxisName | None = None
+    if mesh is not None and config.vocab_size % mesh.shape["tensor"] == 0:
+        vocab = "tensor"
     dtype = table.dtype if dtype is None else jnp.dtype(dtype)
-    x = by_rows(_look_up(table, tokens, dtype, sharding), mesh, *split)
+    how = dtype, mesh, vocab, split
+    x = by_rows(_look_up(table, tokens, *how), mesh, *split)
     if FAMILIES[config.family].scaled_embedding:
         x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
     inputs = None
     if config.layer_inputs:
         given, width = params["layer_inputs"], config.layer_inputs
-        rows = by_rows(_look_up(given["embedding"], tokens, dtype, sharding), mesh, *split)
+        rows = by_rows(_look_up(given["embedding"], tokens, *how), mesh, *split)
         by_layer = (*x.shape[:2], config.n_layers, width)
         read = jnp.einsum("btd,ed->bte", x, given["projection"].astype(x.dtype))
         read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
@@ -68,33 +68,76 @@ def embed(
     return x, at_blocks(config, params, inputs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None) -> Array:
-    """Computes table[tokens] in `dtype`, cast before the table is gathered. Whatever the dtype, the
-    gradient is summed in float32: in bfloat16 the sum of a frequent token stops at 256 times a
-    term."""
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _look_up(
+    table: Array,
+    tokens: Array,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    vocab: AxisName | None,
+    split: tuple[AxisName, ...],
+) -> Array:
+    """Computes table[tokens] in `dtype`, cast before the table is gathered.
+
+    Whatever the dtype, the gradient is summed in float32: in bfloat16 the sum of a frequent token
+    stops at 256 times a term. Each device sums its own tokens, and gets the sum of all of them for
+    the columns that it holds of the table: left to XLA, every device would get all columns where
+    `data` or `expert` divides the tokens.
+
+    Args:
+        vocab: the axis that divides the rows of the table.
+        split: the axis of a stream's tokens.
+    """
     table = table.astype(dtype)
-    table = table if sharding is None else jax.lax.with_sharding_constraint(table, sharding)
+    if mesh is not None:
+        sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
+        table = jax.lax.with_sharding_constraint(table, sharding)
     return table[tokens]
 
 
 def _look_up_forward(
-    table: Array, tokens: Array, dtype: np.dtype, sharding: NamedSharding | None
+    table: Array, tokens: Array, *how: Hashable
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(table, tokens, dtype, sharding), (table, tokens)  # of the table: its shape
+    return _look_up(table, tokens, *how), (table, tokens)  # of the table: its shape
 
 
 def _look_up_backward(
-    dtype: np.dtype, sharding: NamedSharding | None, kept: tuple[Array, Array], d_rows: Array
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    vocab: AxisName | None,
+    split: tuple[AxisName, ...],
+    kept: tuple[Array, Array],
+    d_rows: Array,
 ) -> tuple[Array, None]:
-    table, tokens = kept
+    (table, tokens), (n, width) = kept, kept[0].shape
     # The sum is as large as the table in float32: XLA may not write its zeros before the loss,
     # while what the layers keep is there.
     zero, d_rows = jax.lax.optimization_barrier((jnp.float32(0), d_rows.astype(jnp.float32)))
-    zeros = jnp.broadcast_to(zero, table.shape)
-    summed = zeros.at[tokens].add(d_rows)
-    if sharding is not None:
-        summed = jax.lax.with_sharding_constraint(summed, sharding)
+    if mesh is None or mesh.size == 1:
+        summed = jnp.broadcast_to(zero, table.shape).at[tokens].add(d_rows)
+        return summed.astype(table.dtype), None
+    over = *ROWS, *split
+    columns = tuple(axis for axis in WEIGHTS if axis in over)
+    columns = columns if width % math.prod(mesh.shape[axis] for axis in columns) == 0 else ()
+    others = tuple(axis for axis in over if axis not in columns)
+
+    def local(zero: Array, tokens: Array, d_rows: Array) -> Array:
+        rows = n if vocab is None else n // mesh.shape[vocab]
+        at = tokens if vocab is None else tokens - rows * jax.lax.axis_index(vocab)
+        at = jnp.where((at < 0) | (at >= rows), rows, at)  # another device's
+        summed = jnp.broadcast_to(zero, (rows, width)).at[at].add(d_rows, mode="drop")
+        if columns:
+            summed = jax.lax.psum_scatter(summed, columns, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(summed, others)
+
+    by_token = PartitionSpec(ROWS, *split or (None,))
+    summed = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), by_token, PartitionSpec(*by_token, None)),
+        out_specs=PartitionSpec(vocab, columns or None),
+        check_vma=False,
+    )(zero, tokens, d_rows)
     return summed.astype(table.dtype), None
 
 

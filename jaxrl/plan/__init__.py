@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.errors import UserError, user_path
+from jaxrl.errors import UserError, counted, user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.hub_names import gguf_parts
 from jaxrl.formats.places import WEIGHTS, find_folder
@@ -320,10 +320,10 @@ def mapped_bytes(config: Config) -> int:
 
 
 def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
-    needed = host.needed([pool.bytes for pool in pools])
+    needed, devices = host.needed([pool.bytes for pool in pools]), sum(host.devices)
     return (
-        f"{host.name}: {sum(host.devices)} emulated devices share its free memory of"
-        f" {host.limit / GB:.1f} GB; the run needs {needed / GB:.1f} GB of it,"
+        f"{host.name}: {counted(devices, 'emulated device')} share{'s' if devices == 1 else ''} its"
+        f" free memory of {host.limit / GB:.1f} GB; the run needs {needed / GB:.1f} GB of it,"
         f" {host.beside / GB:.1f} GB of that for processes and mapped files. A limit in the table"
         " is what the others leave"
     )

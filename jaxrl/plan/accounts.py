@@ -199,7 +199,7 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
     cache = cache_bytes(model, axes, *of.own, dtype)
     shared = cache_bytes(model, axes, of.rows, width, dtype)
     held = cache_bytes(model, axes, prompts, width, dtype)
-    run = m.run(role, model, -(-prompts // axes.rows), width)
+    run = m.run(role, model, prompts, width)
     heads, seats = split(model.n_heads, axes.tensor), of.rows * of.seats
     scores = 2 * heads * (of.slots * of.positions + seats * width) * F32
     if all(m.step_kernel(role, dim) for dim in model.head_dims):  # a part of each row at a time
@@ -233,10 +233,10 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
         work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
     if of.pages or "answers" in work:
         del work["longer cache"]
+    yield Entry("cache", "keys and values of prompts", held, "prefill")
     for phase, size in work.items():
         yield Entry("cache", "KV cache", cache, phase)
         yield Entry("cache", "prompts that slots share", shared, phase)
-        yield Entry("cache", "keys and values of prompts", held, phase)
         yield Entry("activations", phase, size, phase)
 
 

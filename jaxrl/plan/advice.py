@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, counted
 from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import GB, PlanInputs
@@ -186,7 +186,7 @@ def _all_of_them(config: Config, inputs: PlanInputs, index: int, changes: list[C
     pool, limit = inputs.placement.pools[index], inputs.limits[index]
     size = _peak(config, inputs, index, changes) if changes else None
     n = len(pool.devices)
-    more = f"give {pool.name} more than its {n} device{'s' if n > 1 else ''} in the mesh"
+    more = f"give {pool.name} more than its {counted(n, 'device')} in the mesh"
     if size is None or limit is None:
         return f"{pool.name}: {more}"
     if size <= limit:

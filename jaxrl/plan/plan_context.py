@@ -251,17 +251,21 @@ class Setting:
         return step_kernel_of(self.inputs.target, dim, self.config.roles[role].compute_dtype)
 
     def prefill_rows(self, role: str) -> int:
-        """Returns the number of prompts in the largest prefill of a role, over its whole mesh."""
-        c, width, shards = self.config, self.prompts(role), self.axes[role].rows
-        slots = c.rollout.slots or self.sequences
-        return max(prefill_batch(slots, *way, width, shards) for way in asked(c, role))
+        """Returns the number of prompts of each data shard in the largest prefill of a role."""
+        width, slots = self.prompts(role), self.sampling_slots(role)
+        return max(prefill_batch(slots, *way, width) for way in asked(self.config, role))
+
+    def sampling_slots(self, role: str) -> int:
+        """Returns the number of slots of each data shard of a role that samples."""
+        slots, axes = self.config.rollout.slots or self.sequences, self.axes[role]
+        return -(-slots // axes.size) * axes.size // axes.rows
 
     def slots(self, role: str) -> CacheSizes:
         """Returns the slots of the sampling engine of a role: the larger of those of training and
         of evaluations."""
         c, axes = self.config, self.axes[role]
         width, multiple = self.prompts(role), self.inputs.target.width_multiple
-        count = -(-(c.rollout.slots or self.sequences) // axes.size) * axes.size // axes.rows
+        count = self.sampling_slots(role)
         most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
         if c.data.eval is not None:
             most = max(most, c.eval.max_new_tokens or 0)

@@ -1,4 +1,5 @@
-"""How many programs this process has compiled, so that a step that compiles again is seen."""
+"""Which programs this process compiles, and how many it has compiled, so that nobody takes a
+compilation for a hang and a step that compiles again is seen."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 """What JAX records for each program that it compiles, or reads from the compilation cache."""
+LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+"""What it records before that, while it writes the program for the compiler."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Compilations:
 
 _lock = threading.Lock()
 _so_far = Compilations()
+_running: dict[int, list[str]] = {}
+"""Thread -> the programs that it is compiling, the innermost last."""
 
 
 def compilations() -> Compilations:
@@ -36,11 +41,38 @@ def compilations() -> Compilations:
     return _so_far
 
 
-def _record(event: str, duration_secs: float, **_: object) -> None:
+def compiling(thread: int | None) -> str:
+    """Returns the name of the program that a thread compiles now, as jitted; "" where it compiles
+    none. Any thread may ask.
+
+    Args:
+        thread: its `ident`.
+    """
+    programs = _running.get(thread or -1)
+    return programs[0] if programs else ""
+
+
+def _begin(event: str, value: float, **details: object) -> None:
+    """Takes the beginning of a compilation, which JAX records in the thread that compiles."""
+    if event in (LOWERING, EVENT):
+        name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+        name = name.strip("_<>") or "a program"
+        thread = threading.get_ident()
+        _running[thread] = [*_running.get(thread, ()), name]
+
+
+def _end(event: str, duration_secs: float, **_: object) -> None:
+    """Takes the end of a compilation, also of one that failed."""
     global _so_far
+    if event in (LOWERING, EVENT):
+        thread = threading.get_ident()
+        _running[thread] = _running.get(thread, [])[:-1]
+        if not _running[thread]:
+            del _running[thread]
     if event == EVENT:
         with _lock:  # roles compile side by side
             _so_far += Compilations(1, duration_secs)
 
 
-jax.monitoring.register_event_duration_secs_listener(_record)
+jax.monitoring.register_scalar_listener(_begin)
+jax.monitoring.register_event_duration_secs_listener(_end)

@@ -14,6 +14,9 @@ from typing import Any
 
 from jaxrl.errors import UserError, near, user_path
 
+PYTHON = "python:"
+"""Begins the name that a config has for an object of a Python program."""
+
 
 def is_plugin(text: str) -> bool:
     """Returns whether `text` names an object of a module, and not an entry of a table."""

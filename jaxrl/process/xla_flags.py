@@ -62,6 +62,12 @@ def ignore_absent_accelerators() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def value_of(flag: str) -> str | None:
+    """Returns what the environment sets a flag such as `--xla_x` to; None where it does not."""
+    values = dict(each.partition("=")[::2] for each in os.environ.get(VARIABLE, "").split())
+    return values.get(flag)
+
+
 def add_flag(flag: str) -> bool:
     """Returns whether XLA has the flag, or another of its name, when jax starts."""
     flags = os.environ.get(VARIABLE, "").split()

@@ -79,14 +79,32 @@ class RunSetup:
         return SCHEDULES[self.config.schedule]
 
 
-def run_advice(run_dir: Path) -> list[str]:
-    """Returns what the times of a run say, in lines; none where there is nothing to say.
+@dataclass(frozen=True)
+class Advice:
+    """What the times of a run say, in lines; empty where there is nothing to say."""
 
-    Reads `config.yaml`, `plan.json` and `timeline.json` of the run.
-    """
+    faster: tuple[str, ...] = ()
+    """Splits and schedules that would be faster, the fastest first."""
+    waits: tuple[str, ...] = ()
+    """What each pool did in a step, and which pool it waited for."""
+    emulated: bool = False
+    """Whether `faster` is about devices of their own, which this run did not have."""
+
+    @property
+    def headings(self) -> dict[str, tuple[str, ...]]:
+        """Returns heading -> lines, for what there is to say."""
+        only = " on real devices (emulated ones share the cores of this host)"
+        faster = f"What would be faster{only if self.emulated else ''}"
+        found = {faster: self.faster, "Where the time of a step went": self.waits}
+        return {heading: lines for heading, lines in found.items() if lines}
+
+
+def run_advice(run_dir: Path) -> Advice:
+    """Returns what the times of a run say, from its `config.yaml`, `plan.json` and
+    `timeline.json`."""
     found = measured_run(run_dir)
     if found is None or len(found[1].pools) < 2:
-        return []
+        return Advice()
     setup, measured = found
     waits = []  # such as `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`
     for pool in measured.pools:
@@ -94,13 +112,14 @@ def run_advice(run_dir: Path) -> list[str]:
         waited = ", ".join(f"{s:.2f} s for {name}" for name, s in longest if s >= 0.005)
         busy = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
         waits.append(f"{busy}; waited {waited}" if waited else busy)
-    lines = []  # the best split under the run's schedule, and what another schedule would do
+    lines: list[
+        tuple[float, str]
+    ] = []  # the best split under the run's schedule, and what another schedule would do
     top = max(measured.pools, key=lambda pool: pool.busy)
     split, best = best_split(setup, measured, setup.staleness)
     if split is not None:
-        lines.append(
-            f"{top.pool} is {top.busy:.0%} of the step; {split} would be {best:.1f}x faster"
-        )
+        part = f"{top.pool} is {top.busy:.0%} of the step"
+        lines.append((best, f"{part}; {split} would be {best:.1f}x faster"))
     for name, staleness in SCHEDULES.items():
         if staleness <= setup.staleness or setup.config.dynamic_sampling == "refill":
             continue
@@ -110,13 +129,12 @@ def run_advice(run_dir: Path) -> list[str]:
             continue
         best = max(now, faster)
         if split is not None and now < WORTH:
-            lines.append(f"schedule={name} with {split} would be {faster:.1f}x faster")
+            lines.append((best, f"schedule={name} with {split} would be {faster:.1f}x faster"))
         else:
             more = "" if split is None else f", and with {split} {faster:.1f}x"
-            lines.append(f"schedule={name} would be {now:.1f}x faster{more}")
-    if lines and setup.emulated:
-        lines.append("computed as for separate devices: emulated ones share the cores of this host")
-    return waits + lines
+            lines.append((best, f"schedule={name} would be {now:.1f}x faster{more}"))
+    fastest_first = (line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+    return Advice(tuple(fastest_first), tuple(waits), setup.emulated)
 
 
 def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import resources
+from types import MappingProxyType
 from typing import get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,7 +22,17 @@ from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import charts, evaluated_steps
 from jaxrl.report.read import RunFiles
-from jaxrl.report.summary import changed_keys, differing_keys, facts, memory_pools, samples
+from jaxrl.report.summary import (
+    HEADLINED,
+    about,
+    changed_keys,
+    differing_keys,
+    facts,
+    headline,
+    memory_pools,
+    sample_columns,
+    samples,
+)
 from jaxrl.report.timeline_lanes import lanes, reason, understand, waited
 from jaxrl.telemetry.plot import labels
 
@@ -29,11 +40,13 @@ SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
+def page(
+    runs: Sequence[RunFiles], advice: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str:
     """Renders the whole file. Timeline, memory and samples are shown where there is one run.
 
     Args:
-        advice: lines about the run's split of devices.
+        advice: heading -> lines about the run's split of devices (`Advice.headings`).
     """
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
@@ -69,6 +82,10 @@ def page(runs: Sequence[RunFiles], advice: Sequence[str] = ()) -> str:
             "step_at": lambda at: next((str(n) for end, n in activity.steps if end >= at), "–"),
             "columns": get_args(Column),
             "pools": memory_pools(run),
+            "about": about(run),
+            "figures": headline(run, activity),
+            "headlined": HEADLINED,
+            "sample_columns": sample_columns(run),
             "changed": changed_keys(run),
         }
         n, shown = len(run.samples), data["samples"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from statistics import fmean, median
@@ -29,7 +30,71 @@ SAMPLES = 600
 """Most samples on a page."""
 TEXT = 2000
 """Most characters of a prompt or a completion: its beginning and its end."""
+HEADLINED = ("state", "wall time", "held-out accuracy")
+"""Facts that the headline of a run has."""
 FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the numbers that a reader wants first."""
+
+    label: str
+    value: str
+    note: str = ""
+    alarm: bool = False
+    """Whether the note is about something that went wrong."""
+
+
+def about(run: RunFiles) -> list[str]:
+    """Returns when and where the run began, with which jaxrl, how often it was resumed, and at last
+    the newest command; what its files do not tell is left out."""
+    first, newest = (*run.sessions[:1], {})[0], (*run.sessions[-1:], {})[0]
+    at, host, version, command = (
+        str(one[key]) if isinstance(one.get(key), str) else ""
+        for one, key in ((first, "at"), *((newest, key) for key in ("host", "version", "command")))
+    )
+    resumed = len(run.sessions) - 1
+    times = f"resumed {resumed} time{'s' if resumed > 1 else ''}" if resumed > 0 else ""
+    texts = at[:16].replace("T", " "), host, f"jaxrl {version}" if version else "", times, command
+    return [text for text in texts if text]
+
+
+def headline(run: RunFiles, activity: Activity) -> list[Figure]:
+    """Returns what the run reached, what it was trained on, and its time."""
+    evaluated = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    ends = evaluated[:1] + evaluated[1:][-1:]
+    figures = []
+    if ends:
+        value = " → ".join(f"{row['eval/accuracy']:.1%}" for row in ends)
+        teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
+        intervals = " and ".join(filter(None, map(_interval, ends)))
+        note = "; ".join((*teacher, *([f"95% interval {intervals}"] if intervals else [])))
+        figures.append(Figure("accuracy on held-out prompts", value, note))
+    else:
+        measured = next((name for name in NOISY if _values(run.rows, name)), None)
+        if measured is not None:
+            value, _, note = _first_and_last(run.rows, measured).partition(", ")
+            figures.append(Figure(measured, value, note))
+    if tokens := _values(run.rows, "actor/tokens"):
+        rates = _values(run.rows, "tokens/per_second")
+        speed = f"{median(rates):,.0f} a second (median)" if rates else ""
+        figures.append(Figure("tokens trained on", f"{sum(tokens):,.0f}", speed))
+    state = _state(run)
+    cut = not run.running and run.steps != run.wanted
+    return [*figures, Figure("time", _wall_time(run, activity) or "–", state, alarm=cut)]
+
+
+def _wall_time(run: RunFiles, activity: Activity) -> str:
+    """Returns the time from the first call to the last, by the timeline; else of the steps
+    alone."""
+    if activity.pools:
+        parts = len(activity.sessions)
+        return _clock(activity.pools[0].window / 1e6) + (
+            "" if parts < 2 else f" in {parts} sessions"
+        )
+    steps = _values(run.rows, "time/step_s")
+    return f"{_clock(sum(steps))} of steps" if steps else ""
 
 
 def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
@@ -38,14 +103,9 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
     sources = config.get("data.train")
     batch = tuple(map(config.get, ("batch_size", "group_size", "max_new_tokens")))
     steps, tokens = (_values(run.rows, name) for name in ("time/step_s", "tokens/per_second"))
-    # From the first call to the last, by the timeline; else the steps alone.
-    wall_time = f"{_clock(sum(steps))} of steps" if steps else ""
-    if activity.pools:
-        wall_time, parts = _clock(activity.pools[0].window / 1e6), len(activity.sessions)
-        wall_time += "" if parts < 2 else f" in {parts} sessions"
     texts = {
         "state": _state(run),
-        "wall time": wall_time,
+        "wall time": _wall_time(run, activity),
         "algorithm": config.get("algorithm"),
         "schedule": config.get("schedule"),
         "mesh": meshes(run.sessions) or config.get("mesh"),
@@ -101,11 +161,16 @@ def _accuracy(rows: Sequence[Row]) -> str:
     evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     texts = []
     for row in evaluated[:1] + evaluated[1:][-1:]:
-        low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
-        interval = "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
+        interval = f" ({text})" if (text := _interval(row)) else ""
         texts.append(f"{row['eval/accuracy']:.1%}{interval} at step {row['step']}")
     teacher = "".join(f"; the teacher {v:.1%}" for v in _values(rows, "teacher/accuracy")[:1])
     return " → ".join(texts) + teacher
+
+
+def _interval(row: Row) -> str:
+    """Returns the 95% interval of a row's accuracy, `7.0% to 15.0%`; "" where it has none."""
+    low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
 
 
 def _first_and_last(rows: Sequence[Row], name: str) -> str:
@@ -141,6 +206,9 @@ def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[object]]:
     """Maps each key to the value of each run, where they differ."""
     names = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {name: [run.config.get(name) for run in runs] for name in names}
+    if "mesh" in values:  # a resumed run's config has the last one only
+        last = values["mesh"]
+        values["mesh"] = [meshes(run.sessions) or last[i] for i, run in enumerate(runs)]
     return {name: each for name, each in values.items() if any(v != each[0] for v in each)}
 
 
@@ -206,17 +274,21 @@ def samples(run: RunFiles) -> list[JsonObject]:
     return shown
 
 
+def sample_columns(run: RunFiles) -> list[str]:
+    """Returns the columns of the table of samples: those in which any sample has something."""
+    of_step = any(row.get("distill/top1_agreement") is not None for row in run.rows)
+    optional = [
+        name
+        for name in ("answer", "score", "reward", "agreement")
+        if any(sample.get(name) is not None for sample in run.samples)
+        or (name == "agreement" and of_step)
+    ]
+    return ["step", "prompt", "completion", *optional, "tokens"]
+
+
 def _cut(text: str) -> str:
     """Cuts the middle out of a long text."""
     left_out = len(text) - TEXT
     if left_out <= 0:
         return text
     return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
-
-
-def chosen(run: RunFiles, shown: Sequence[JsonObject]) -> str:
-    """Says how many samples there are, and which of them are on the page."""
-    if len(shown) == len(run.samples):
-        return f"{len(shown)} samples"
-    steps = len({sample["step"] for sample in shown})
-    return f"{len(shown)} of {len(run.samples)} samples: those of {steps} steps, evenly chosen"

@@ -184,11 +184,10 @@ def lanes(activity: Activity) -> JsonObject:
             "name": [names.setdefault(span.name, len(names)) for span in spans],
         }
 
-    def lanes_of(tracks: Iterable[str]) -> list[JsonObject]:
+    def lanes_of(tracks: Iterable[str], pool: str = "") -> list[JsonObject]:
         return [
-            lane(
-                f"{track}, in parallel" if aside else track, _merged(drawn[track, aside], merged_us)
-            )
+            lane(_label(track, aside, pool), _merged(drawn[track, aside], merged_us))
+            | {"phases": track.startswith(WORKER)}
             for track in tracks
             for aside in (False, True)
             if (track, aside) in drawn
@@ -203,7 +202,7 @@ def lanes(activity: Activity) -> JsonObject:
         "pools": [
             {
                 "name": pool.name,
-                "lanes": lanes_of(pool.tracks),
+                "lanes": lanes_of(pool.tracks, pool.name),
                 "gaps": sorted(map(gap, pool.counted[:GAPS])),
             }
             for pool in activity.pools
@@ -214,6 +213,19 @@ def lanes(activity: Activity) -> JsonObject:
         "resumed": [at - zero for at in activity.sessions[1:]],
         "names": list(names),
     }
+
+
+def _label(track: str, aside: bool, pool: str) -> str:
+    """Returns what a lane shows, under the name of its pool: `calls`, `phases`, `in background`;
+    with the role where the pool has several, and the number of a process after the first."""
+    if track.startswith(WORKER):
+        process = track.removeprefix(WORKER + pool).removeprefix(".")
+        return f"phases, process {process}" if process else "phases"
+    if not pool:
+        return track
+    role, offload = track.removeprefix("offload "), track.startswith("offload ")
+    kind = "host transfers" if offload else "in background" if aside else "calls"
+    return kind if role == pool else f"{role}: {kind}"
 
 
 def _plain(span: Span) -> Span:

@@ -14,7 +14,7 @@ from jaxrl.config.roles import RewardConfig
 from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import UserError, near
 from jaxrl.rewards.combine import combine_rewards, soft_overlong
-from jaxrl.rewards.functions import KEY, find
+from jaxrl.rewards.functions import KEY, OF_COMPLETIONS, TEXTS, find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool, Scores
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.types import Completion, Prompt, Rollout
@@ -97,7 +97,8 @@ class RewardFunctions:
             prompts: some, for their columns.
 
         Returns:
-            For each verifier that cannot judge some of the prompts, how many and why.
+            Which functions get messages; for each verifier that cannot judge some of the prompts,
+            how many and why.
 
         Raises:
             UserError: a function cannot be imported or called; the rows lack a column that it
@@ -106,7 +107,7 @@ class RewardFunctions:
         if not self.sources:
             return []
         columns = {name for prompt in prompts for name in prompt.columns}
-        for name in sorted(columns & {"prompts", "completions", *ADDED}):
+        for name in sorted(columns & {*OF_COMPLETIONS, *ADDED}):
             raise UserError(
                 f"{KEY}: the data has a column `{name}`, which functions get from the run: rename"
                 " the column"
@@ -121,8 +122,17 @@ class RewardFunctions:
                         f" `{needed}`{near(needed, columns)}; the data has {known} (a parameter"
                         " with a default value may be missing)"
                     )
-        # Each verifier judges an empty completion for each prompt, before hours of sampling.
         notes = []
+        if any(prompt.conversational for prompt in prompts):
+            pairs = zip(self.sources, self.pool.facts(), strict=True)
+            names = [s.text for s, asks in pairs if asks.kind != "each" and TEXTS not in asks.takes]
+            if names:
+                notes.append(
+                    f"{KEY}: {', '.join(names)}: `prompts` and `completions` are lists of messages"
+                    f" where the data has prompts as messages; `{TEXTS}` has the completions as"
+                    " text"
+                )
+        # Each verifier judges an empty completion for each prompt, before hours of sampling.
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty, self.opening) for prompt in prompts]
         for i, source in enumerate(self.sources):
@@ -269,7 +279,8 @@ def _item(prompt: Prompt, completion: Completion, opening: str) -> Item:
     if completion.turns:
         run["turns"] = [asdict(turn) for turn in completion.turns]
     columns = {**prompt.columns, **run}
-    return Item(prompt.text, completion.text, prompt.answer, columns, opening)
+    chat = prompt.conversational
+    return Item(prompt.text, completion.text, prompt.answer, columns, opening, chat)
 
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:

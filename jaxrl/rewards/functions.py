@@ -1,11 +1,13 @@
 """Reward functions by their names: found and checked in the run, loaded and called in a process.
 
 A reward function is `f(prompts, completions, **columns) -> list[float | None]`, sync or async. It
-gets keyword arguments: `prompts` and `completions`, lists of text, and of the columns those that
-its signature names (`**columns` takes all), each as a list as long as `completions`. It returns a
-number for each completion, None where it cannot judge; or a pair of that and a message about the
-completion, for a teacher that gets feedback. What a completion gets must not depend on the others
-in its list.
+gets keyword arguments: `prompts` and `completions`, and of the columns those that its signature
+names (`**columns` takes all), each as a list as long as `completions`. A prompt that the data has
+as text is text, and so is its completion; one that it has as messages is a list of messages, and
+its completion `[{"role": "assistant", "content": TEXT}]`, as TRL gives them. A parameter
+`completion_texts` gets the texts in any case. It returns a number for each completion, None where
+it cannot judge; or a pair of that and a message about the completion, for a teacher that gets
+feedback. What a completion gets must not depend on the others in its list.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ from jaxrl.rewards.verifiers import VERIFIERS
 
 KEY = "reward.functions"
 SHAPE = "f(prompts, completions, **columns)"
+TEXTS = "completion_texts"
+OF_COMPLETIONS = ("prompts", "completions", TEXTS)
+"""Parameters that say what was sampled: no column of the data may have such a name."""
+_MISREAD = (AttributeError, IndexError, KeyError, TypeError)
+"""What code raises that takes messages for text, or text for messages."""
 PLAIN = (*VERIFIERS, "format")
 """What is named by one word."""
 FORMAT = re.compile(
@@ -136,11 +143,11 @@ class Function:
             raise UserError(f"{KEY}: {source.text} has no signature: write {SHAPE}") from error
         kinds, every = inspect.Parameter, signature.parameters.values()
         fixed = [p.name for p in every if p.kind == kinds.POSITIONAL_ONLY]
-        if "completions" not in signature.parameters or fixed:
+        if not {"completions", TEXTS} & signature.parameters.keys() or fixed:
             why = f"{fixed[0]} cannot be named" if fixed else "it has no parameter `completions`"
             raise UserError(f"{KEY}: {source.text}: {source.name}{signature}: {why}; write {SHAPE}")
         named = [p for p in every if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-        takes = {"prompts", "completions", *(p.name for p in named if p.default is not kinds.empty)}
+        takes = {*OF_COMPLETIONS, *(p.name for p in named if p.default is not kinds.empty)}
         waits = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
             getattr(call, "__call__", None)  # noqa: B004 (an object that is called like a function)
         )
@@ -168,6 +175,8 @@ class Function:
                 failure: tuple[str, str] = (failed.kind, str(failed))
                 if isinstance(failed.error, UserError):
                     failure = ("user", str(failed.error))
+                elif isinstance(failed.error, _MISREAD) and self.signature.kind != "each":
+                    failure = (failed.kind, f"{failed}\n{_form_of(part)}")
                 call.say({"items": indices, "failure": failure})
             except TooLong as error:
                 text = f"{self.source.text} returned {error}: let its messages be shorter"
@@ -184,13 +193,11 @@ class Function:
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Returns keyword arguments; a column that a row lacks is None there."""
-        rows = [
-            {**i.columns, "answer": i.answer, "prompts": i.prompt, "completions": i.completion}
-            for i in items
-        ]
+        rows = [{**i.columns, "answer": i.answer, **_as_in_the_data(i)} for i in items]
         s = self.signature
         present = dict.fromkeys(name for row in rows for name in row)
-        names = dict.fromkeys([*s.needs, *(n for n in present if s.takes_all or n in s.takes)])
+        unasked = present.keys() - {TEXTS} if s.takes_all else set[str]()
+        names = dict.fromkeys([*s.needs, *(n for n in present if n in s.takes or n in unasked)])
         return {name: [row.get(name) for row in rows] for name in names}
 
     def _found(self, result: Any, n: int) -> JsonObject:
@@ -218,6 +225,30 @@ class Function:
             values.append(None if score is None else finite(score))
             messages.append(message)
         return {"values": values} | ({"messages": messages} if any(messages) else {})
+
+
+def _as_in_the_data(item: Item) -> dict[str, object]:
+    """Returns the arguments `OF_COMPLETIONS`, in the form that the data has the prompt in."""
+    prompt: object = item.prompt
+    completion: object = item.completion
+    if item.conversational:
+        messages = item.columns["messages"]
+        assert isinstance(messages, Sequence)
+        prompt = [dict(message) for message in messages]
+        completion = [{"role": "assistant", "content": item.completion}]
+    return dict(zip(OF_COMPLETIONS, (prompt, completion, item.completion), strict=True))
+
+
+def _form_of(items: Sequence[Item]) -> str:
+    """Returns a line that says in which form a function got prompts and completions."""
+    forms = {item.conversational for item in items}
+    if forms == {False}:
+        return "(`prompts` and `completions` were text, as the prompts in the data are)"
+    which = "" if forms == {True} else " of some rows"
+    return (
+        f"(`prompts` and `completions`{which} were lists of messages, as the prompts in the data"
+        f" are; `{TEXTS}` has the completions as text)"
+    )
 
 
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:

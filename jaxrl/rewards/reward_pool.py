@@ -47,6 +47,8 @@ class Item:
     `n_tokens`."""
     opening: str = ""
     """What opened thoughts at the end of the prompt, so that the completion begins in them."""
+    conversational: bool = False
+    """Whether functions get prompt and completion as messages (`Prompt.conversational`)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Signature:
     needs: Sequence[str] = ()
     """Columns without which it cannot be called."""
     takes: Sequence[str] = ()
-    """Parameters that it may be called without: those with defaults; `prompts`, `completions`."""
+    """Parameters that it may be called without: those with defaults, and those that do not come
+    from the data (`functions.OF_COMPLETIONS`)."""
     takes_all: bool = False
     """Whether it takes every column (`**columns`)."""
 

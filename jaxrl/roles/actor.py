@@ -20,6 +20,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats import peft
 from jaxrl.formats.hf import save_hf
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.token_spans import span_baseline
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import join
@@ -38,7 +39,7 @@ from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, TrainState
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.ledger import attribute, buffer, current
 from jaxrl.sharding.mesh import is_primary
-from jaxrl.sharding.reshard import nbytes, put, reshard, to_host
+from jaxrl.sharding.reshard import checksums, nbytes, put, reshard, to_host
 from jaxrl.types import (
     AlignedSignal,
     Array,
@@ -286,9 +287,14 @@ class Actor:
             old = self.programs.differing(given, *form)
             params = given | (self.programs.convert(old, *form) if old else {})
             current().put(to.sent, params)
+            kept = leaves_by_path(params)
             if to.shardings is not None:
                 params = reshard(params, to.shardings)
                 current().put(to.sent, params)
+                arrived = leaves_by_path(params)
+                kept = {path: x for path, x in kept.items() if arrived[path] is not x}
+            sums = dict(zip(kept, checksums(list(kept.values())), strict=True))
+            del kept
             jax.block_until_ready(params)
         there = set() if to.shardings is None else jax.tree.leaves(to.shardings)[0].device_set
         if there.isdisjoint(self.mesh.devices.flat):
@@ -298,7 +304,7 @@ class Actor:
             for leaf in jax.tree.leaves(params)
             if to.shardings is None or buffer(leaf) not in own
         ]
-        return Weights(version, params, nbytes(moved))
+        return Weights(version, params, nbytes(moved), sums)
 
     def save(self, folder: Path, step: int) -> int:
         """Starts to write a checkpoint; `step` must be the actor's version.

@@ -39,6 +39,7 @@ from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Calls, Loop, Resumed, evaluates
 from jaxrl.run.names import fetch_models, with_commits
+from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.run.reporting import Notifier, OnStep, Reporter, Run, ScorerMetrics
 from jaxrl.run.run_dir import (
     SESSIONS_FILE,
@@ -76,7 +77,7 @@ def plan_run(config: Config, dry: bool = False) -> Plan:
     return replace(plan, notes=(*notes, *plan.notes))
 
 
-def checks(config: Config, given: Mapping[str, bytes]) -> tuple[list[str], tuple[str, ...]]:
+def checks(config: Config, given: PythonObjects) -> tuple[list[str], tuple[str, ...]]:
     """Returns the notes on the run's data, and the errors that would stop the run before it reads a
     weight: in data, tokenizers, rewards, trackers or the run directory. Each check reports only its
     first error.
@@ -98,7 +99,7 @@ def checks(config: Config, given: Mapping[str, bytes]) -> tuple[list[str], tuple
     return notes, tuple(found)
 
 
-def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:
+def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:
     """Checks everything that can be checked before a weight is read."""
     check_trackers(config.logging)
     if config.deterministic:
@@ -123,14 +124,14 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
 
 def run_config(
     config: Config,
-    given: Mapping[str, bytes],
+    given: PythonObjects,
     on_step: OnStep | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
     """Does the work of `jaxrl.train`. Returns the run directory.
 
     Args:
-        given: pickled reward functions by their entries in `reward.functions`.
+        given: what the config names of a Python program.
         on_step: as in `jaxrl.train`.
         notes: lines for the reader, printed first.
     """
@@ -341,7 +342,10 @@ def _attempt(run: Run) -> None:
                 f" ({free_gb(path):.1f} GB are free there);"
                 f" {'no checkpoint could be written' if saved is None else whole}"
             )
-        for line in (*_summary(run, reporter), *run_advice(path)):
+        run.console.close()  # the result stands below the live display, and last
+        for heading, lines in reversed(run_advice(path).headings.items()):
+            notify("\n  ".join((f"{heading}:", *lines)))
+        for line in _summary(run, reporter):
             notify(line)
 
 

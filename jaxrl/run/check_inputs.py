@@ -4,7 +4,7 @@ its tokenizer, its end tokens, its held-out prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
@@ -13,7 +13,7 @@ from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, has_template
 from jaxrl.data.feedback import PLACES
 from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt, few_shot
-from jaxrl.data.source import Example, Keys, Source, open_source
+from jaxrl.data.source import Example, Keys, Rows, Source, open_source
 from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -186,13 +186,19 @@ def tools_note(config: Config, train: PromptStream, tokenizer: Tokenizer) -> str
     return None
 
 
-def held_out_sets(config: Config, encode: PromptEncoder) -> tuple[EvalSet, ...]:
-    """Opens the sets of `data.eval`; returns none if it is null."""
+def held_out_sets(
+    config: Config, encode: PromptEncoder, given: Mapping[str, Rows]
+) -> tuple[EvalSet, ...]:
+    """Opens the sets of `data.eval`; returns none if it is null.
+
+    Args:
+        given: as in `open_source`.
+    """
     if config.data.eval is None:
         return ()
 
     def open_one(sources: Sequence[str], label: str) -> Source:
-        return open_source(sources, config.seed, "eval", keys(config), label)
+        return open_source(sources, config.seed, "eval", keys(config), label, given)
 
     return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
 

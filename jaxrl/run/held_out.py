@@ -25,6 +25,7 @@ from jaxrl.checkpoint import store
 from jaxrl.checkpoint.model_source import FINAL, ModelSource
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.schema import Config, Overrides, read_keys
 from jaxrl.config.settings import (
     EVALUATED,
@@ -33,10 +34,11 @@ from jaxrl.config.settings import (
     PLACEMENT,
     SLOTS,
 )
+from jaxrl.data.source import Rows
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError, user_path
+from jaxrl.errors import UserError
 from jaxrl.models.kernels import CPU, default_dtype, target_of
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -46,6 +48,7 @@ from jaxrl.roles.rollout import Sampler
 from jaxrl.run import check_inputs
 from jaxrl.run.evaluation import Judge, Scores, judged, pass_ks, row_of_scores, split
 from jaxrl.run.job import episodes
+from jaxrl.run.python_objects import GivenEnvironment, entries
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.axes import row_shards
@@ -72,6 +75,8 @@ class Evaluation:
     judge: Judge
     notes: tuple[str, ...]
     """What a reader should know."""
+    given: Mapping[str, bytes]
+    """The environment of a Python program, as in `Setup`."""
 
     def run(self) -> tuple[JsonObject, list[str]]:
         """Runs the evaluation; returns the result of `jaxrl.evaluate`, and every completion as a
@@ -100,12 +105,18 @@ class Evaluation:
 
 
 def prepare(
-    source: ModelSource, given: PathLike | Config | None, overrides: Overrides, mesh: str | None
+    source: ModelSource,
+    given: PathLike | Config | Mapping[str, object] | None,
+    overrides: Overrides,
+    mesh: str | None,
+    eval_data: Rows = None,
+    environment: GivenEnvironment = None,
 ) -> Evaluation:
     """Prepares an evaluation, with every check that is possible before a weight is read.
 
     Args:
         given: the config whose keys about evaluation count; None for that of the model's run.
+        eval_data, environment: of a Python program.
 
     Raises:
         UserError: a key is wrong, or model, tokenizer and data do not fit together.
@@ -113,16 +124,21 @@ def prepare(
     base: JsonObject = {}  # the keys that the overrides are applied on top of
     if isinstance(given, Config):
         base = given.model_dump(mode="json")
-    elif (path := source.run_config if given is None else user_path(given)) is not None:
+    elif isinstance(given, Mapping):
+        flat = dict(yaml_text.assignments(given, config_keys.mappings(Config)))
+        base = yaml_text.assign({}, flat)
+        config_keys.refuse_unknown(Config, base)
+    elif (path := source.run_config if given is None else config_file(given)) is not None:
         base = read_keys(path)
         config_keys.refuse_unknown(Config, base)
-    config = _config(source, base, overrides, mesh)
+    keys, objects = entries(None, eval_data, environment)
+    config = _config(source, base, overrides, mesh, keys)
     tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
     ends = check_inputs.end_ids(source, tokenizer)
     check_inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
     source = source.for_length(check_inputs.longest_sequence(config))
     encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
-    sets = check_inputs.held_out_sets(config, encode)
+    sets = check_inputs.held_out_sets(config, encode, objects.rows)
     opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
     judge = verifier(config.data.verifier, opening)
     enable_compile_cache(config.compile_cache)
@@ -150,13 +166,22 @@ def prepare(
         # A run that was given more steps, and did not reach them, still has its earlier model.
         newest = int(saved[0].name)
         step = newest if newest == base.get("steps") else None
-    return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes)
+    code = objects.code
+    return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes, code)
 
 
 def _config(
-    source: ModelSource, base: JsonObject, overrides: Overrides, mesh: str | None
+    source: ModelSource,
+    base: JsonObject,
+    overrides: Overrides,
+    mesh: str | None,
+    objects: Mapping[str, object],
 ) -> Config:
-    """Returns the config of an evaluation: what only training reads keeps its defaults."""
+    """Returns the config of an evaluation: what only training reads keeps its defaults.
+
+    Args:
+        objects: keys that objects of a Python program stand for.
+    """
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
     given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
@@ -170,6 +195,7 @@ def _config(
     # `data.train` is a required key, which nothing here opens.
     values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
     values |= _values(base, [k for k in known if _reads(k) and not _within(k, PLACEMENT)])
+    given |= objects
     mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
     if mesh is not None:
         mapping["mesh"] = mesh
@@ -225,7 +251,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
-        episodes=partial(episodes, config, job.tokenizer),
+        episodes=partial(episodes, config, job.tokenizer, given=job.given),
     )
     working = Phase()
     enter(working, lambda: False)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import cloudpickle
 
@@ -32,8 +33,8 @@ from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import without_weights
+from jaxrl.process.plugin import PYTHON
 from jaxrl.rewards.batch_rewards import RewardFunctions
-from jaxrl.rewards.callables import PREFIX
 from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.grouper import tokenizer_of_encoder
@@ -51,6 +52,7 @@ from jaxrl.run.check_inputs import (
     tokenizer_of,
     tools_note,
 )
+from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.run.run_teachers import find_teachers
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import MANIFEST, ScoreCache
@@ -87,7 +89,7 @@ class Setup:
     aligner: Aligner | bytes | None = None
     """Likewise; pickled for another process."""
     given: Mapping[str, bytes] = field(default_factory=dict)
-    """Reward functions from Python, pickled, by their entries in `reward.functions`."""
+    """Reward functions and environment from Python, pickled, by their entries in the config."""
     row_multiple: int = 1
     """Rows of a batch are a multiple of this: every mesh divides them."""
     run_dir: Path = Path()
@@ -181,18 +183,18 @@ class Job(Setup):
         return [first, *held_out, *self.train.noted.values(), *self.notes]
 
 
-def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
+def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     """Reads configs, tokenizers and data. Raises UserError for what does not fit together.
 
     Args:
-        given: reward functions from Python (`rewards.callables.bind`).
+        given: what the config names of a Python program.
     """
     student, tokenizer, eos_ids, token_note = _student(config)
     teachers = find_teachers(config, student, tokenizer, eos_ids)
     d = config.data
     vocabulary = student.config.vocab_size
     encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teachers.prompt_tokenizer)
-    source = open_source(d.train, config.seed, "train", keys(config))
+    source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
@@ -210,7 +212,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     # where they are about attempts, it is evaluated with the student's.
     evaluated = config.eval.teacher and not config.teacher_gets_feedback
     read = encode if evaluated else replace(encode, teacher=None)
-    held_out = held_out_sets(config, read)
+    held_out = held_out_sets(config, read, given.rows)
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
@@ -219,14 +221,14 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
             configured_correction(config)
             if config.spec.loss is not None:
                 notes += objective_notes(config)
-        with contextlib.closing(reward_functions(config, given or {})) as rewards:
+        with contextlib.closing(reward_functions(config, given.code)) as rewards:
             notes += rewards.check(train.batch(0))
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
         if config.grouper.model is not None and config.policy.advantages == "similarity":
             tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
     if config.environment.name is not None:
-        with pool_of(config, workers=1) as pool:
+        with pool_of(config, 1, given.code) as pool:
             facts = pool.facts()
         teachers.check_environment(facts)
     notes += teachers.check_data(tokenizer, prompts, train)
@@ -247,7 +249,7 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
         outcomes=None if teachers.aligner is None else teachers.aligner.outcomes,
         aligner=teachers.aligner,
         opening=opening,
-        given=given or {},
+        given=given.code,
         train=train,
         long_completions=long_completions,
         held_out=held_out,
@@ -269,7 +271,7 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
     return student, tokenizer, eos_ids, notes
 
 
-def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
+def check_job(config: Config, given: PythonObjects) -> list[str]:
     """Returns the notes on the run's data, or raises the UserError that `make_job` would raise.
 
     Of models that have no weights here, as in a plan for another machine, only `config.json` is
@@ -285,11 +287,11 @@ def check_job(config: Config, given: Mapping[str, bytes]) -> list[str]:
         find_teachers(config, student, tokenizer, eos_ids)
     for label, _, split in _data_sources(config):
         if here[label]:
-            open_source(here[label], config.seed, split, keys(config), label)
+            open_source(here[label], config.seed, split, keys(config), label, given.rows)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
-        with contextlib.closing(reward_functions(config, given)) as rewards:
+        with contextlib.closing(reward_functions(config, given.code)) as rewards:
             rewards.pool.facts()
     return []
 
@@ -314,15 +316,17 @@ def episodes(
     notify: Callable[[str], None],
     *,
     run_dir: Path | None = None,
+    given: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Episodes | None:
     """Returns the environments of the run, or None if completions are single turns.
 
     Args:
+        given: as in `Setup`.
         run_dir: where their answers are recorded; None: nowhere.
     """
     if config.environment.name is None:
         return None
-    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify)
+    return Episodes(config, tokenizer, run_dir=run_dir, notify=notify, given=given)
 
 
 def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
@@ -372,15 +376,16 @@ def dependencies(job: Job) -> dict[str, str]:
         prompts = repr([(prompt.text, prompt.answer) for prompt in one.prompts])
         name = f"data.eval.{one.name}" if one.name else "data.eval"
         found[name] = hashlib.sha256(prompts.encode()).hexdigest()
-    if config.environment.name is not None:
-        environment = environments.find(config.environment.name)
+    asked = config.environment.name
+    if asked is not None and not asked.startswith(PYTHON):
+        environment = environments.find(asked)
         path = Path(environment.place) if environment.digest else _module_file(environment.place)
         if path is not None:
-            found[f"environment.name={config.environment.name}"] = digest_file(path)
+            found[f"environment.name={asked}"] = digest_file(path)
     if not config.learns_from_rewards:
         return found
     for text in config.reward.functions:
-        if text.startswith(PREFIX):  # of a Python program: the config has its digest
+        if text.startswith(PYTHON):  # of a Python program: the config has its digest
             continue
         source = find_reward(text)
         path = Path(source.place) if source.option == "file" else _module_file(source.place)

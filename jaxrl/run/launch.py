@@ -322,7 +322,7 @@ def _sampler(
     aligner = setup.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
-    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
+    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir, given=setup.given)
     return Sampler(
         config,
         source.config,

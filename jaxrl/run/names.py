@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
@@ -120,6 +121,8 @@ def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]
 
 
 def _on_hub(key: str, text: str) -> HubName | None:
+    if how_to_make(text):  # a run of ours, which is not here yet
+        return None
     return model_name(text) if key in MODELS else data_name(text)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -166,6 +166,7 @@ class Reporter:
         agreement = trained.by_row.get(AGREEMENT)  # both are [B], NaN where a sequence has none
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
+        split: Literal["train", "data"] = "train" if _sampled(rollout) else "data"
         samples = []
         for i in range(0, len(rollout.completions), stride)[:count]:
             reward, agreed = (
@@ -178,9 +179,9 @@ class Reporter:
                     prompt,
                     completion,
                     step=step,
-                    split="train",
+                    split=split,
                     policy_version=rollout.policy_version,
-                    score=self.job.judge(completion.text, prompt),
+                    score=self.job.judge(completion.text, prompt) if split == "train" else None,
                     reward=reward,
                     agreement=agreed,
                 )
@@ -215,7 +216,7 @@ class Reporter:
         """Computes the metrics of sampling and scoring, with the times of the calls."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
-        sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # by policy or teacher
+        sampled = _sampled(rollout)
         row = {
             "policy_version": float(rollout.policy_version),
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
@@ -337,6 +338,11 @@ class Reporter:
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
+
+
+def _sampled(rollout: Rollout) -> bool:
+    """Returns whether the policy or a teacher sampled the completions; else the data has them."""
+    return rollout.policy_version >= 0 or rollout.decode_steps > 0
 
 
 def _scored_by(key: str) -> str | None:

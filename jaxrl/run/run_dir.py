@@ -5,10 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +31,8 @@ from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.metrics import METRICS_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
-"""A line for each start of the run whose steps are kept: the step that it began after, its mesh."""
+"""A line for each start of the run whose steps are kept: the step that it began after, its mesh,
+and `provenance`."""
 LOCK = "lock"
 
 
@@ -64,13 +69,36 @@ class RunDir:
         """Returns the text of `SESSIONS_FILE` that says what the steps from here on are trained
         on."""
         kept = [one for one in sessions(self.path) if one["step"] < self.step]
-        lines = [json.dumps(one) + "\n" for one in (*kept, {"step": self.step, "mesh": mesh})]
-        return "".join(lines)
+        begun = {"step": self.step, "mesh": mesh, **provenance()}
+        return "".join(json.dumps(one) + "\n" for one in (*kept, begun))
 
     def finished(self, steps: int) -> bool:
         """Returns whether the run has been trained to its end, and exported."""
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
         return self.step == steps and any(file.is_file() for file in described)
+
+
+def provenance() -> dict[str, str]:
+    """Returns the time, the host, the version of jaxrl, with the commit where it is a checkout, and
+    the command of this process."""
+    version, root = versions()["jaxrl"], Path(__file__).parents[2]
+    about = [] if version == "unknown" else [version]
+    if (root / ".git").exists():
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):  # no git, or a checkout of someone else
+            commit = subprocess.check_output(
+                describe, stderr=subprocess.DEVNULL, timeout=5, text=True
+            )
+            about.append(f"commit {commit.strip()}")
+    program, *arguments = sys.orig_argv or ["python"]
+    if arguments and Path(arguments[0]).name == "jaxrl":
+        program, *arguments = arguments
+    return {
+        "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "version": ", ".join(about),
+        "command": shlex.join([Path(program).name, *arguments]),
+    }
 
 
 def sessions(path: Path) -> list[JsonObject]:

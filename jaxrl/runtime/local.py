@@ -21,7 +21,7 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.compilations import Compilations, compilations
+from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
 from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import (
@@ -350,7 +350,12 @@ class LocalWorker:
             self.phase.detail,
             self.phase.since,
             time.monotonic(),
+            compiling=self.compiling(),
         )
+
+    def compiling(self) -> str:
+        """Returns the program that its thread compiles now, "" where it compiles none."""
+        return compiling(self.thread.ident)
 
     def stack(self) -> str:
         """Returns the Python stack of the worker's thread, as text."""
@@ -361,6 +366,7 @@ class LocalWorker:
         """Tells what the worker does, for the error of a missed deadline."""
         in_phase = time.monotonic() - self.phase.since
         reported = f", {self.phase.detail}" if self.phase.detail else ""
+        reported += f", compiling {program}" if (program := self.compiling()) else ""
         return (
             f"worker {self.name} ({socket.gethostname()}, pid {os.getpid()}) "
             f"in phase '{self.phase.name}' for {in_phase:.1f} s{reported}\n"

@@ -106,6 +106,8 @@ class ProcessStatus:
     memory: str
     peak: int | None
     compiled: Compilations
+    compiling: str
+    """As in `WorkerState`."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ class WorkerServer:
             device_memory(worker.devices),
             worker.peak(),
             compilations(),
+            worker.compiling(),
         )
 
     def state(self) -> WorkerState:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.sharding.shards import Box, Piece, Shards, held_pieces
@@ -62,21 +64,28 @@ def pack(value: object, store: Store | None = None) -> Parcel:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
-    pickler.arrays = []
+    pickler.arrays, pickler.left_out = [], {}
     pickler.dump(value)
+    held = [held_pieces(array) for array in pickler.arrays]
+    waiting = deque(piece for pieces in held for _, piece in pieces)
     sent: list[Sent] = []
     buckets: list[object] = []
     bucket: list[np.ndarray] = []
-    filled = 0
-    for array in pickler.arrays:
+    filled, ahead = 0, 0
+    for array, pieces in zip(pickler.arrays, held, strict=True):
         places = []
-        for box, values in held_pieces(array):
-            if bucket and filled + values.nbytes > BUCKET_BYTES:
+        for box, piece in pieces:
+            if bucket and filled + piece.nbytes > BUCKET_BYTES:
                 buckets.append(bucket if store is None else store(bucket))
                 bucket, filled = [], 0
+            # The copies of the next bucket are on their way while this one is stored.
+            while waiting and ahead <= 2 * BUCKET_BYTES:
+                ahead += waiting[0].nbytes
+                waiting.popleft().copy_to_host_async()
             places.append((box, len(buckets), len(bucket)))
-            bucket.append(_plain(values))
-            filled += values.nbytes
+            bucket.append(_plain(np.asarray(piece)))
+            filled += piece.nbytes
+            ahead -= piece.nbytes
         sent.append(Sent(array.shape, array.dtype, tuple(places)))
     if bucket:
         buckets.append(bucket if store is None else store(bucket))
@@ -116,15 +125,20 @@ class _Pickler(pickle.Pickler):
     """Leaves `jax.Array`s out, and lists them."""
 
     arrays: list[jax.Array]
+    left_out: dict[type, bool]
+    """By type: whether it is one. To ask jax takes longer than all else of a small object."""
 
-    def persistent_id(self, value: object) -> int | None:
-        if not isinstance(value, jax.Array):
+    def persistent_id(self, value: Any) -> int | None:
+        left_out = self.left_out.get(type(value))
+        if left_out is None:
+            left_out = self.left_out[type(value)] = isinstance(value, jax.Array)
+        if not left_out:
             return None
         self.arrays.append(value)
         return len(self.arrays) - 1
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, np.ndarray) and str(value.dtype) == "bfloat16":
+        if isinstance(value, np.ndarray) and value.dtype == jnp.bfloat16:
             return _view, (value.view(np.uint16), value.dtype)
         return NotImplemented
 

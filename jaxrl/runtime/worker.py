@@ -83,6 +83,8 @@ class WorkerState:
     """When it last answered; `time.monotonic` seconds of this process."""
     restarts: int = 0
     """How many times it was restarted."""
+    compiling: str = ""
+    """The program that it compiles now; "" where it compiles none."""
 
 
 _here = threading.local()

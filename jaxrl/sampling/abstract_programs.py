@@ -52,7 +52,7 @@ def abstract_programs(
 
     Args:
         params: abstract, unstacked, with their shardings.
-        prefilled: prompts in one prefill; None: those of this `generate`.
+        prefilled: prompts of each data shard in one prefill; None: those of this `generate`.
         width: of the arrays of prompts; None: for prompts of `max_prompt_tokens`.
     """
     config, mesh, shards, dtype = (
@@ -70,11 +70,11 @@ def abstract_programs(
     def rows(*shape: int) -> jax.ShapeDtypeStruct:
         return array(shape, jnp.int32, PartitionSpec(ROWS))
 
-    def cache(n: int, length: int, split: Any = ROWS) -> Cache:
+    def cache(n: int, length: int) -> Cache:
         made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, dtype))
         if mesh is None:
             return made
-        specs = decode.cache_specs(config, mesh, split, made)
+        specs = decode.cache_specs(config, mesh, ROWS, made)
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
 
     def program(
@@ -84,25 +84,25 @@ def abstract_programs(
 
     # The caches of prefilled prompts, of rows that slots share, and of slots or pages.
     width = width or engine.prompt_width(engine.max_prompt_tokens)
-    batch = prefilled or prefill_batch(engine.slots, prompts, samples, width, shards)
+    batch = prefilled or prefill_batch(engine.slots // shards, prompts, samples, width)
     count = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
     size = (engine.slots, engine.length) if engine.pages is None else (engine.pages * shards, PAGE)
-    held, shared, slots = cache(batch, width, None), cache(count, width), cache(*size)
+    shared, slots = cache(count, width), cache(*size)
 
-    fills = -(-prompts // batch)
-    prompt = whole(batch, width), whole(batch)
+    fills = -(-prompts // (batch * shards))
+    prompt = whole(batch * shards, width), whole(batch * shards)
     beside: Any = shared, slots
     yield program(
         "prefill", decode.prefill, params, *prompt, beside=beside, calls=fills, record=record
     )
-    copies: Any = shared, held, whole(count)
+    copies: Any = shared, cache(batch * shards, width), whole(count)
     yield program("insert", decode.insert, *copies, beside=(params, slots), calls=fills)
 
     # The start of the cache, and its largest layer as it grows and as slots are given up.
     layers = [entry for entry in slots if entry]
     pairs = [entry for entry in layers if not isinstance(entry, Recurrent)]
     keys, values = largest = max(pairs, key=lambda pair: pair[0].size)
-    start, beside = (size[0], size[1], dtype), (params, held, shared)
+    start, beside = (size[0], size[1], dtype), (params, shared)
     yield program("new cache", decode.new_cache, *start, beside=beside, calls=1)
     others = *beside, [layer for layer in slots if layer is not largest]
     lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
@@ -127,14 +127,12 @@ def abstract_programs(
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
         arrays = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
         arrays = params, slots, shared, *arrays
-        yield program("answers of environments", decode.extend, *arrays, beside=held, calls=calls)
+        yield program("answers of environments", decode.extend, *arrays, beside=(), calls=calls)
     if engine.pages is not None:
         longest = engine.read_again_width(engine.max_prompt_tokens + engine.max_new_tokens)
-        arrays, beside = (whole(shards, longest), whole(shards)), (held, shared, slots)
-        yield program(
-            "read again", decode.prefill, params, *arrays, beside=beside, calls=0, apart=True
-        )
-        copies, beside = (slots, shared, cache(shards, longest)), (held, params)
+        arrays, beside = (whole(shards, longest), whole(shards)), (shared, slots)
+        yield program("read again", decode.prefill, params, *arrays, beside=beside, calls=0)
+        copies, beside = (slots, shared, cache(shards, longest)), params
         targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
         name = "insert again"
         yield program(name, decode.insert_again, *copies, *targets, beside=beside, calls=0)
@@ -150,9 +148,9 @@ def abstract_programs(
     launches = -(-sampling.max_new_tokens // engine.launch_tokens)
     yield program(
         "decode",
-        decode.launch,
+        decode.launch_on(mesh),
         *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
-        beside=held,
+        beside=(),
         calls=launches * -(-prompts * samples // engine.slots),
         n_tokens=engine.launch_tokens,
         check_every=engine.check_every,

@@ -7,24 +7,27 @@ arguments, so that engines of equal shapes share programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jaxrl.models import cached, decoder
 from jaxrl.models.cached import Cache, Shared
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
+from jaxrl.models.kernels import GPU, OLDEST, Target, target_on
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Pages, Seats
 from jaxrl.models.stack import delta_of
+from jaxrl.process import xla_flags
 from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
-from jaxrl.sharding.axes import ROWS
+from jaxrl.sharding.axes import EXPERTS, ROWS
 from jaxrl.types import Array, Tree
 
 TOKEN, POSITION, COUNT, LIMIT, PROMPT, SAMPLE = range(6)
@@ -75,7 +78,7 @@ def new_cache(
         return nothing_read(delta_of(config), slots, dtype)
 
     cache = [entry(config.kinds[i % config.cycle]) for i in range(config.n_layers)]
-    return _constrain(config, mesh, cache, ROWS)
+    return _constrain(config, mesh, cache)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "length"))
@@ -101,7 +104,7 @@ def resize(
             more = max(0, length - entry[0].shape[POSITIONS])
             pad = (0, 0), (0, 0), (0, more), (0, 0)
             layer[i] = jax.tree.map(lambda x, pad=pad: jnp.pad(x, pad)[..., :length, :], entry)
-    return _constrain(config, mesh, layer, ROWS)
+    return _constrain(config, mesh, layer)
 
 
 def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
@@ -119,18 +122,16 @@ def _on_each_device(
     mesh: Mesh | None,
     caches: Sequence[Cache],
     *arrays: jax.Array,
-    whole: Sequence[Cache] = (),
     results: int = 1,
 ) -> Tree:
-    """Runs `local` on each device's rows of caches, on other caches that each data shard has as a
-    `whole`, and on arrays [X*b, ...]. It returns the first cache or, as a tuple, the first ones."""
+    """Runs `local` on each device's rows of caches, and on arrays [X*b, ...]. It returns the first
+    cache or, as a tuple, the first ones."""
     if mesh is None:
-        return local(*caches, *whole, *arrays)
+        return local(*caches, *arrays)
     parts = [cache_specs(config, mesh, ROWS, cache) for cache in caches]
-    every = [cache_specs(config, mesh, None, cache) for cache in whole]
-    given = (*parts, *every, *[PartitionSpec(ROWS)] * len(arrays))
+    specs = (*parts, *[PartitionSpec(ROWS)] * len(arrays))
     out = parts[0] if results == 1 else tuple(parts[:results])
-    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=out)(*caches, *whole, *arrays)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)(*caches, *arrays)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -170,16 +171,16 @@ def extend(
     chosen = cached.extend(
         config, params, chosen, shared, tokens, positions, starts, lengths, mesh=mesh
     )
-    chosen = _constrain(config, mesh, chosen, ROWS)
+    chosen = _constrain(config, mesh, chosen)
 
     def put(cache: Cache, chosen: Cache, slots: jax.Array) -> Cache:
         return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, chosen)
 
     cache = _on_each_device(put, config, mesh, [cache, chosen], slots)
-    return _constrain(config, mesh, cache, ROWS)
+    return _constrain(config, mesh, cache)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "record", "apart"))
+@partial(jax.jit, static_argnames=("config", "mesh", "record"))
 def prefill(
     config: DecoderConfig,
     mesh: Mesh | None,
@@ -188,22 +189,22 @@ def prefill(
     lengths: jax.Array,
     *,
     record: bool = False,
-    apart: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
-    """Computes the keys and values of right-padded prompts [b, P] of `lengths` [b], whole on every
-    data shard, or `apart`, each shard's own; and, to `record`, the experts [b, P, L, k] that each
-    token passes.
+    """Computes the keys and values of right-padded prompts [X*b, P] of `lengths` [X*b], of which
+    each data shard computes and keeps its own b; and, to `record`, the experts [X*b, P, L, k] that
+    each token passes.
 
     The hidden states are not needed: a slot starts by feeding the last prompt token again, so that
     the first token of a completion is sampled by the same program as the others. States are those
     before that token, which they would else read twice.
     """
+    tokens, lengths = _rows(tokens, mesh), _rows(lengths, mesh)
     read = lengths if config.n_recurrent == 0 else lengths - 1
     mask = jnp.arange(tokens.shape[1])[None] < read[:, None]
     routed: list[Routed] = []
     _, cache = cached.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
-    return _constrain(config, mesh, cache, ROWS if apart else None), _readable(chosen, mesh)
+    return _constrain(config, mesh, cache), _readable(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -214,12 +215,12 @@ def insert(
     prompts: Cache,
     source: jax.Array,
 ) -> Cache:
-    """Copies row source[i] of `prompts` into row i of `cache`, where that is not -1.
+    """Copies row source[i] of a device's `prompts` into row i of its `cache`, where that is not -1.
 
     Args:
         cache: of B rows, which slots share, and S positions; donated.
-        prompts: of b rows and P positions; those from S on, if any, are left out.
-        source: [B] int32.
+        prompts: of a `prefill`, of X*b rows and P positions; those from S on, if any, are left out.
+        source: [B] int32: rows of `prompts`, counted among the device's own.
     """
 
     def copy(source: jax.Array, ours: jax.Array, theirs: jax.Array) -> jax.Array:
@@ -231,8 +232,7 @@ def insert(
 
     return _on_each_device(
         lambda cache, prompts, source: jax.tree.map(partial(copy, source), cache, prompts),
-        *(config, mesh, [cache], source),
-        whole=[prompts],
+        *(config, mesh, [cache, prompts], source),
     )
 
 
@@ -253,7 +253,7 @@ def insert_again(
     Args:
         cache: a pool of pages of P positions, donated.
         prompts: those that slots share, donated.
-        read: of a `prefill` of X rows that stay apart.
+        read: of a `prefill` of X rows.
         rows: [X] int32: the row of `prompts`, counted among the shard's own; -1: it is there.
         starts: [X] int32: the position that is the first one of the pages.
         pages: [X, n] int32: the pages, counted likewise; -1: none.
@@ -287,11 +287,10 @@ def insert_again(
     return _on_each_device(local, config, mesh, caches, *arrays, results=2)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "mesh", "n_tokens", "check_every", "record"),
-    donate_argnames=("cache",),
-)
+LAUNCH_STATIC = ("config", "mesh", "n_tokens", "check_every", "record")
+
+
+@partial(jax.jit, static_argnames=LAUNCH_STATIC, donate_argnames=("cache",))
 def launch(
     config: DecoderConfig,
     mesh: Mesh | None,
@@ -383,7 +382,45 @@ def launch(
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
     out = {name: _readable(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
-    return _constrain(config, mesh, cache, ROWS), out["drawn"], out.get("experts")
+    return _constrain(config, mesh, cache), out["drawn"], out.get("experts")
+
+
+GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+"""What XLA may put into a CUDA graph: by default all of these but collectives."""
+
+
+def launch_on(mesh: Mesh | None) -> Wrapped:
+    """Returns `launch` with `launch_options` of the devices of a mesh."""
+    options = launch_options(target_on(mesh), {} if mesh is None else mesh.shape)
+    return _launch_with(tuple(options.items())) if options else launch
+
+
+def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | int]:
+    """Returns the compiler options of a launch on a mesh of such devices and axes; none for what
+    the user's own `XLA_FLAGS` decide."""
+    if target.platform not in GPU or target.capability is None:
+        return {}
+    options: dict[str, str | int] = {}
+    triton = xla_flags.value_of("--xla_gpu_enable_triton_gemm") not in ("false", "0")
+    if target.capability < OLDEST or not triton:
+        # XLA makes one product of those that read the same rows, and concatenates their weights in
+        # each step: only Triton reads these where they are.
+        options["xla_gpu_dot_merger_threshold_mb"] = 0
+    if axes.get("tensor", 1) * axes.get(EXPERTS, 1) > 1:
+        # A collective would end a graph, several times in each layer.
+        options["xla_gpu_enable_command_buffer"] = GRAPHED
+    return {name: x for name, x in options.items() if xla_flags.value_of(f"--{name}") is None}
+
+
+@lru_cache
+def _launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
+    """Returns one function for the same options: programs are compiled once a function."""
+    return jax.jit(
+        launch.__wrapped__,
+        static_argnames=LAUNCH_STATIC,
+        donate_argnames=("cache",),
+        compiler_options=dict(options),
+    )
 
 
 def _begin_states(
@@ -421,15 +458,14 @@ def _readable(x: Array, mesh: Mesh | None) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def _constrain(
-    config: DecoderConfig, mesh: Mesh | None, cache: Cache, rows: tuple[str, ...] | None
-) -> Cache:
+def _constrain(config: DecoderConfig, mesh: Mesh | None, cache: Cache) -> Cache:
+    """Divides the rows of a cache over (data, fsdp)."""
     if mesh is None:
         return cache
 
     return jax.tree.map(
         lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
-        *(cache, cache_specs(config, mesh, rows, cache)),
+        *(cache, cache_specs(config, mesh, ROWS, cache)),
     )
 
 

@@ -4,11 +4,11 @@ their tokens. `sampling.decode` has the device side.
 A slot holds one sequence that is being decoded. A launch runs up to `launch_tokens` decode steps
 over all slots, and returns early once enough slots are free. The host then reads the tokens,
 searches for stop strings and fills the free slots with waiting samples. Once no sample is waiting,
-it shrinks the cache to fewer slots. Each prompt is prefilled once, in batches just large enough to
-fill the slots, and copied into a row that the slots of its n samples share
-(`sampling.prompt_rows`). What follows is in the slots, or in pages of a pool
-(`sampling.slots`). The sampled tokens depend on (seed, step, attempt, prompt id, sample id,
-position), never on slots, launches or timing.
+it shrinks the cache to fewer slots. A prompt is prefilled in each data shard whose slots have some
+of its n samples, and copied into a row that these share (`sampling.prompt_rows`): no shard holds
+the prompts of others. What follows is in the slots, or in pages of a pool (`sampling.slots`). The
+sampled tokens depend on (seed, step, attempt, prompt id, sample id, position), never on slots,
+launches or timing.
 
 In an episode an environment answers each turn of the model (`sampling.environment_protocol`). Its
 slot keeps its keys and values and decodes nothing until the answer is there, whose tokens are then
@@ -36,9 +36,10 @@ from jaxrl.models.buckets import bucket, round_up
 from jaxrl.models.cached import Cache, keys_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent
-from jaxrl.models.kernels import target_of
+from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats, why_not_paged
+from jaxrl.process.compilations import compilations
 from jaxrl.sampling import decode
 from jaxrl.sampling.environment_protocol import Partner
 from jaxrl.sampling.partial_completion import (
@@ -64,8 +65,9 @@ CACHE_STEPS = 4
 """Number of cache lengths per doubling while all slots are in use. A decode step reads the whole
 cache, so finer lengths save time. With fewer slots there is one length per doubling, which limits
 the number of compiled programs."""
-PREFILL_TOKENS = 4096
-"""Most prompt tokens per data shard in one prefill; limits its activation memory."""
+PREFILL_TOKENS = 256, 4096
+"""About the fewest prompt tokens per data shard in one prefill, fewer of which take no less time,
+and the most, which limits its activation memory."""
 ANSWER_ROWS, ANSWER_TOKENS = 4, (16, 256)
 """Environments' answers that are prefilled at once in each data shard, and the smallest and largest
 width of one: a longer answer is prefilled in parts."""
@@ -86,7 +88,7 @@ class EngineStats:
     decode_steps: int = 0
     launches: int = 0
     prefill_rows: int = 0
-    """Prompts prefilled, without padding rows."""
+    """Prompts prefilled, without padding rows; counted in each data shard that has samples."""
     sent_back: int = 0
     """Preemptions: how often a sample lost its slot because the cache had no page left."""
     read_again: int = 0
@@ -98,6 +100,11 @@ class EngineStats:
     """Time for prefill and copies into slots, including the wait for the device."""
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
+    compiled_tokens: int = 0
+    """Tokens of the launches during which nothing was compiled: the speed of decoding alone is
+    theirs."""
+    compiled_seconds: float = 0.0
+    """Time for those launches."""
     turns: int = 0
     """Turns of the model in episodes."""
     waiting_seconds: float = 0.0
@@ -171,7 +178,7 @@ class Engine:
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
         self.min_free = max(1, self.slots // 8) if min_free is None else min_free
-        target = target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
+        target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
         self.episodes = episodes
         beyond = ANSWER_TOKENS[1] if episodes else 0  # a part's padding may lie there
@@ -347,8 +354,6 @@ class _Generation:
         if mesh is not None:
             self.knobs = put(knobs, NamedSharding(mesh, PartitionSpec()))
         self.on, self.params = (engine.config, mesh), params
-        self.prefilled_cache: Cache = []
-        """Of the prompts that were prefilled last, a row each."""
         self.prompt_cache: Cache = []
         """Of the rows that slots share."""
         self.cache: Cache = []
@@ -358,13 +363,13 @@ class _Generation:
         # The rows of episodes' prompts are all there from the start: so are the shapes of programs.
         sizes = shards, engine.slots // shards, n, len(prompts)
         self.rows = PromptRows(*sizes, fixed=engine.episodes)
+        self.prompt_keys = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
+        """Of each prompt: the keys that its slots read, all but that of the last token."""
         self.width = engine.prompt_width(max(map(len, prompts)))
-        self.prefill_batch = prefill_batch(engine.slots, len(prompts), n, self.width, shards)
-        self.prefilled = range(0)
-        """Indices of the prompts that were prefilled last. Samples wait in the order of their
-        prompts, so one prefilled batch is enough."""
-        self.prompt_experts: np.ndarray | None = None
-        """[b, P, L, k] of these prompts, where experts are recorded."""
+        self.prefill_batch = prefill_batch(sizes[1], len(prompts), n, self.width)
+        self.prompt_experts: dict[int, np.ndarray] = {}
+        """[len(prompt) - 1, L, k] of the prompts whose samples are being seated, where experts are
+        recorded."""
         self.unsearched: list[tuple[PartialCompletion, int]] = []
         """Samples with tokens not yet searched for stop strings, each with its number of tokens
         before these."""
@@ -406,70 +411,84 @@ class _Generation:
         finally:
             for sample in list(slots.seated.values()):
                 self._free(sample)
-            self.cache, self.prefilled_cache, self.prompt_cache = [], [], []
+            self.cache, self.prompt_cache = [], []
             self.ledger.drop(CACHE)
         self.ledger.nearly_done()
 
     def _refill(self) -> None:
-        """Puts waiting samples into free slots, and prefills their prompts first where needed."""
+        """Puts waiting samples into free slots, and their prompts into rows of the same shards."""
         started = time.perf_counter()
-        slots, refilled = self.slots, False
+        slots, shards = self.slots, self.engine.row_shards
+        fresh: list[PartialCompletion] = []
+        preempted: list[PartialCompletion] = []
         while (slot := slots.vacant()) is not None:
-            first = slots.queue[0]
-            if not first.tokens and first.prompt not in self.prefilled:
-                self._prefill(first.prompt)
-            # Seat samples as long as their prompts are there; preempted ones are read again.
-            preempted: list[PartialCompletion] = []
-            while slot is not None:
-                sample = slots.queue[0]
-                if sample.tokens:
-                    preempted.append(sample)
-                elif sample.prompt not in self.prefilled:
-                    break
-                elif self.prompt_experts is not None and not sample.experts:
-                    row, length = sample.prompt - self.prefilled.start, self._start(sample)
-                    sample.experts.append(self.prompt_experts[row, :length])
-                slots.seat_next(slot, self.prompts[sample.prompt])
-                slot = slots.vacant()
-            # Give each prompt a row, and copy those that were prefilled into theirs.
-            unfilled = self.rows.admit(slots.seated)
-            count = self.rows.count
-            self._resize(self.prompt_cache, count * self.engine.row_shards, self.width)
-            source = np.full(count * self.engine.row_shards, -1, np.int32)
-            for row in [row for row, prompt in unfilled.items() if prompt in self.prefilled]:
-                source[row] = unfilled.pop(row) - self.prefilled.start
-            if (source >= 0).any():
-                caches = self.prompt_cache, self.prefilled_cache
-                self.prompt_cache = decode.insert(*self.on, *caches, source)
-            if preempted:
-                rows = {(row // count, prompt): row % count for row, prompt in unfilled.items()}
-                self._read_again(preempted, rows)
-            refilled = True
-        if not slots.queue and self.prefilled_cache:  # no sample waits for them any longer
-            self.prefilled, self.prefilled_cache = range(0), []
-            self._record()
-        if refilled:
-            jax.block_until_ready(self.prompt_cache)
-            self.stats.prefill_seconds += time.perf_counter() - started
+            sample = slots.seat_next(slot, self.prompts[slots.queue[0].prompt])
+            (preempted if len(sample.tokens) else fresh).append(sample)
+        if not fresh and not preempted:
+            return
+        unfilled = self.rows.admit(slots.prompts)
+        count = self.rows.count
+        self._resize(self.prompt_cache, count * shards, self.width)
+        # What a preempted sample reads again begins with its prompt.
+        again = {(x.slot // slots.per_shard, x.prompt) for x in preempted if x.slot is not None}
+        rows: dict[tuple[int, int], int] = {}
+        waiting: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
+        for number, prompt in unfilled.items():
+            shard, row = divmod(number, count)
+            if (shard, prompt) in again:
+                rows[shard, prompt] = row
+            else:
+                waiting[shard].append((row, prompt))
+        while any(waiting):
+            self._prefill(waiting)
+        if self.record:
+            for sample in fresh:
+                sample.experts.append(self.prompt_experts[sample.prompt])
+            # Samples wait in the order of their prompts.
+            first = slots.queue[0].prompt if slots.queue else len(self.prompts)
+            old = self.prompt_experts
+            self.prompt_experts = {prompt: old[prompt] for prompt in old if prompt >= first}
+        if preempted:
+            self._read_again(preempted, rows)
+        jax.block_until_ready(self.prompt_cache)
+        self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _prefill(self, first: int) -> None:
-        """Prefills the batch of prompts that begins with prompt `first`."""
-        self.prefilled = range(first, min(first + self.prefill_batch, len(self.prompts)))
-        chosen = [self.prompts[i] for i in self.prefilled]
-        width = self.engine.prompt_width(max(map(len, chosen)))
-        tokens = np.zeros((self.prefill_batch, width), np.int32)
-        lengths = np.ones(self.prefill_batch, np.int32)
-        for row, prompt in enumerate(chosen):
-            tokens[row, : len(prompt)] = prompt
-            lengths[row] = len(prompt)
-        self.prefilled_cache = []
-        arguments = (*self.on, self.params, tokens, lengths)
+    def _prefill(self, waiting: list[list[tuple[int, int]]]) -> None:
+        """Prefills prompts and copies them into their rows, in each data shard as many of its own
+        as one program takes.
+
+        Args:
+            waiting: of each shard: rows, counted among its own, and their prompts. Those that are
+                prefilled are taken out.
+        """
+        least = max(1, PREFILL_TOKENS[0] // self.width)
+        batch = min(max(least, bucket(max(map(len, waiting)))), self.prefill_batch)
+        chosen = [rows[:batch] for rows in waiting]
+        longest = max(len(self.prompts[prompt]) for rows in chosen for _, prompt in rows)
+        shards, width = len(waiting), self.engine.prompt_width(longest)
+        tokens = np.zeros((shards, batch, width), np.int32)
+        lengths = np.ones((shards, batch), np.int32)
+        source = np.full((shards, self.rows.count), -1, np.int32)
+        for shard, rows in enumerate(chosen):
+            del waiting[shard][:batch]
+            for i, (row, prompt) in enumerate(rows):
+                read = self.prompts[prompt]
+                tokens[shard, i, : len(read)], lengths[shard, i] = read, len(read)
+                source[shard, row] = i
+        arguments = (*self.on, self.params, tokens.reshape(-1, width), lengths.reshape(-1))
         with self.ledger.running(decode.prefill, *arguments, record=self.record):
-            self.prefilled_cache, experts = decode.prefill(*arguments, record=self.record)
-            jax.block_until_ready(self.prefilled_cache)
+            prefilled, experts = decode.prefill(*arguments, record=self.record)
+            jax.block_until_ready(prefilled)
+        self._record(prefilled)
+        caches = self.prompt_cache, prefilled
+        self.prompt_cache = decode.insert(*self.on, *caches, source.reshape(-1))
         self._record()
-        self.prompt_experts = None if experts is None else np.asarray(experts)
-        self.stats.prefill_rows += len(chosen)
+        if experts is not None:
+            each = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
+            for shard, rows in enumerate(chosen):
+                for i, (_, prompt) in enumerate(rows):
+                    self.prompt_experts[prompt] = each[shard, i, : self.prompt_keys[prompt]]
+        self.stats.prefill_rows += sum(map(len, chosen))
 
     def _read_again(
         self, preempted: list[PartialCompletion], rows: dict[tuple[int, int], int]
@@ -497,15 +516,15 @@ class _Generation:
                 if pages[shard, 0] >= 0:
                     others.append(sample)
                     continue
-                read = [*prompt, *sample.tokens[:-1]]
+                read = np.concatenate([prompt, sample.tokens[:-1]])
                 tokens[shard, : len(read)], lengths[shard] = read, len(read)
                 starts[shard] = len(prompt) - 1
                 filled = self.pool.of(sample)[: pages_of(len(sample.tokens))]
                 pages[shard, : len(filled)] = filled
                 where[shard] = rows.pop((shard, sample.prompt), -1)
             arguments = (*self.on, self.params, tokens, lengths)
-            with self.ledger.running(decode.prefill, *arguments, apart=True):
-                again, _ = decode.prefill(*arguments, apart=True)
+            with self.ledger.running(decode.prefill, *arguments):
+                again, _ = decode.prefill(*arguments)
             self._record(again)
             caches = self.cache, self.prompt_cache, again
             self.cache, self.prompt_cache = decode.insert_again(
@@ -518,7 +537,7 @@ class _Generation:
     def _launch(self) -> int:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
         ones. Returns the number of tokens."""
-        started = time.perf_counter()
+        started, programs = time.perf_counter(), compilations().programs
         engine, slots = self.engine, self.slots
         seats, pages = self._fit()
         # The launch ends early once so many slots are free that to fill them again pays.
@@ -533,35 +552,33 @@ class _Generation:
         static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         static |= {"record": self.record}
         more = self.knobs, prompts, pages
-        with self.ledger.running(decode.launch, *arguments, *more, **static):
-            self.cache, drawn, routed = decode.launch(*arguments, *more, **static)
+        launch = decode.launch_on(self.on[1])
+        with self.ledger.running(launch, *arguments, *more, **static):
+            self.cache, drawn, routed = launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         experts = None if routed is None else np.asarray(routed)
         self.stats.launches += 1
         self.stats.decode_steps += int((out[:, 0, 0] != decode.NOT_RUN).sum())
-        self.stats.decode_seconds += time.perf_counter() - started
-        # Append each slot's tokens to its sample. An EOS or the limit ends a completion, which
-        # frees its slot, or the turn of an episode, whose slot then decodes nothing.
-        counts = (out[:, :, 0] >= 0).sum(0)
-        for slot, sample in list(slots.seated.items()):
-            count = counts[slot]
-            if not count:
-                continue
-            self.unsearched.append((sample, len(sample.tokens)))
-            sample.tokens += out[:count, slot, 0].tolist()
-            sample.logprobs.append(out[:count, slot, 1:].copy().view(np.float32))
+        seconds = time.perf_counter() - started
+        self.stats.decode_seconds += seconds
+        if compilations().programs == programs:
+            self.stats.compiled_tokens += int((out[:, :, 0] >= 0).sum())
+            self.stats.compiled_seconds += seconds
+        # An EOS or the limit ends a completion, which frees its slot, or the turn of an episode,
+        # whose slot then decodes nothing.
+        for sample, before, count, over in slots.append(out, self.sampling.eos_ids):
             if experts is not None:
-                sample.experts.append(experts[:count, slot])
-            if self.partner is None and self._is_over(sample):
+                sample.experts.append(experts[:count, sample.slot])
+            if over or self.sampling.stop:
+                self.unsearched.append((sample, before))
+            if over and self.partner is None:
                 ended = sample.tokens[-1] in self.sampling.eos_ids
                 sample.finish_reason = "stop" if ended else "length"
                 self._free(sample)
-            else:
-                self._update_slot(sample)
         if self.partner is not None or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
-        return int(counts.sum())
+        return int((out[:, :, 0] >= 0).sum())
 
     def _fit(self) -> tuple[Seats, Pages | None]:
         """Makes the caches as large as the next launch needs them. Returns which prompts and pages
@@ -576,7 +593,7 @@ class _Generation:
         if ending and (pool is None or slots.most_pages() <= pool.pages):
             kept = slots.shrink(engine.fewer_slots)
         if kept is not None:
-            kept_rows = rows.shrink(slots.seated, slots.per_shard)
+            kept_rows = rows.shrink(slots.prompts, slots.per_shard)
             self._resize(self.prompt_cache, len(kept_rows), self.width, kept_rows)
         left = slots.table[:, decode.LIMIT] - slots.table[:, decode.COUNT]
         ahead = np.minimum(left, engine.launch_tokens)
@@ -589,8 +606,7 @@ class _Generation:
             kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
             self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
             pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
-        lengths = {x.prompt: self._start(x) for x in slots.seated.values()}
-        return rows.table(slots.seated, lengths), pages
+        return rows.table(slots.prompts, self.prompt_keys), pages
 
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
         """Gives one of the caches, in place, so many rows and positions. A decode step reads all
@@ -616,7 +632,7 @@ class _Generation:
 
     def _record(self, *more: Cache) -> None:
         """Enters the caches in the ledger."""
-        self.ledger.put(CACHE, (self.cache, self.prefilled_cache, self.prompt_cache, *more))
+        self.ledger.put(CACHE, (self.cache, self.prompt_cache, *more))
 
     def _start(self, sample: PartialCompletion) -> int:
         """Returns the position of the first token that a sample's slot reads: the last one of the
@@ -645,7 +661,8 @@ class _Generation:
         tokenizer, stop = self.engine.tokenizer, self.sampling.stop
         for sample, before in self.unsearched:
             start = sample.turn_start
-            eos = sample.tokens[-1] if sample.tokens[-1] in self.sampling.eos_ids else None
+            last = int(sample.tokens[-1])
+            eos = last if last in self.sampling.eos_ids else None
             turn = sample.tokens[start : None if eos is None else -1]
             stopped = find_stop(tokenizer, turn, before - start, stop)
             if stopped is not None:
@@ -736,7 +753,7 @@ class _Generation:
             tokens[at][: len(ids)], lengths[at] = ids, len(ids)
             starts[at] = self._start(sample)
             positions[at] = starts[at] + position
-            slots[at], rows[at] = slot, self.rows.row(sample.slot, sample)
+            slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1
         each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
         caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
@@ -752,9 +769,8 @@ class _Generation:
                 self.partner.end(sample.prompt, sample.sample_id)
 
 
-def prefill_batch(slots: int, prompts: int, n: int, width: int, shards: int) -> int:
-    """Returns how many prompts of `width` tokens one prefill has, over `shards` parts of the rows:
-    enough to fill the slots with the n samples of each, within `PREFILL_TOKENS`."""
+def prefill_batch(slots: int, prompts: int, n: int, width: int) -> int:
+    """Returns how many prompts of `width` tokens each data shard has in one prefill, at most:
+    enough to fill its slots with the n samples of each, within `PREFILL_TOKENS`."""
     wanted = min(-(-slots // n), prompts)
-    allowed = max(1, PREFILL_TOKENS * shards // width)
-    return round_up(min(bucket(wanted), bucket(allowed)), shards)
+    return min(bucket(wanted), bucket(max(1, PREFILL_TOKENS[1] // width)))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.sampling.environment_protocol import Reply
-from jaxrl.types import Completion, FinishReason, Turn
+from jaxrl.types import Completion, FinishReason, TokenIds, Turn
 
 
 @dataclass
@@ -25,10 +25,10 @@ class PartialCompletion:
     """Most tokens of the completion."""
     turn_limit: int
     """Most tokens of one turn."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    """[k, 2] float32 for each launch and each observation: log-probs of the full and of the
-    truncated distribution."""
+    drawn: list[np.ndarray] = field(default_factory=list)
+    """[k, 3] int32 of each launch and each observation, as `decode.launch` returns them: tokens,
+    and the bits of their log-probs under the full and the truncated distribution. They are views,
+    joined only when they are read: each launch adds to all samples."""
     finish_reason: FinishReason | None = None
     text: str = ""
     slot: int | None = None
@@ -54,11 +54,20 @@ class PartialCompletion:
         """Returns the number of tokens at which that turn is cut."""
         return min(self.limit, self.turn_start + self.turn_limit)
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """Returns the tokens so far, [n] int32."""
+        return self._joined()[:, 0]
+
+    def _joined(self) -> np.ndarray:
+        if len(self.drawn) != 1:
+            self.drawn = [np.concatenate([np.empty((0, 3), np.int32), *self.drawn])]
+        return self.drawn[0]
+
     def cut(self, length: int) -> None:
         """Drops all tokens but the first ones."""
         self.was_cut |= len(self.tokens) > length
-        del self.tokens[length:]
-        self.logprobs = [np.concatenate(self.logprobs)[:length]]
+        self.drawn = [self._joined()[:length]]
         if self.experts:
             self.experts[1:] = [np.concatenate(self.experts[1:])[:length]]
 
@@ -72,8 +81,9 @@ class PartialCompletion:
         elif len(self.tokens) + len(reply.tokens) >= self.limit:
             self.finish_reason = "length"
         else:
-            self.tokens += reply.tokens
-            self.logprobs.append(np.zeros((len(reply.tokens), 2), np.float32))
+            observed = np.zeros((len(reply.tokens), 3), np.int32)
+            observed[:, 0] = reply.tokens
+            self.drawn.append(observed)
             self.turns.append(Turn("environment", len(reply.tokens), reply.text))
             if self.experts:  # the router chooses again for what was not decoded
                 shape = len(reply.tokens), *self.experts[0].shape[1:]
@@ -83,12 +93,12 @@ class PartialCompletion:
     def completion(self) -> Completion:
         """Returns the completion, which has ended."""
         assert self.finish_reason is not None
-        logprobs = np.concatenate(self.logprobs)[: len(self.tokens)]
+        tokens, logprobs = TokenIds(self.tokens), self._joined()[:, 1:].view(np.float32)
         experts = None
         if self.experts:
-            experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(self.tokens)]
+            experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(tokens)]
         return Completion(
-            tokens=tuple(self.tokens),
+            tokens=tokens,
             logprobs=np.ascontiguousarray(logprobs[:, 0]),
             sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
             finish_reason=self.finish_reason,
@@ -106,17 +116,20 @@ class TextTokenizer(Protocol):
 
 
 def decode_text(
-    tokenizer: TextTokenizer | None, tokens: Sequence[int], special: bool = False
+    tokenizer: TextTokenizer | None, tokens: Sequence[int] | np.ndarray, special: bool = False
 ) -> str:
     """Returns the text of tokens, special ones left out unless asked for; empty without a
     tokenizer."""
     if tokenizer is None:
         return ""
-    return tokenizer.decode(list(tokens), skip_special_tokens=not special)
+    return tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special)
 
 
 def find_stop(
-    tokenizer: TextTokenizer | None, tokens: Sequence[int], before: int, stop: Sequence[str]
+    tokenizer: TextTokenizer | None,
+    tokens: Sequence[int] | np.ndarray,
+    before: int,
+    stop: Sequence[str],
 ) -> tuple[int, str] | None:
     """Finds where one of the tokens from `before` on completes a stop string.
 

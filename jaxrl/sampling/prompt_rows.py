@@ -11,13 +11,10 @@ of slots with a copy of their prompt each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from jaxrl.models.buckets import bucket
 from jaxrl.models.shared_prompts import Seats
-from jaxrl.sampling.partial_completion import PartialCompletion
 
 
 def rows_at_first(slots: int, samples: int, prompts: int) -> int:
@@ -41,7 +38,11 @@ def seats_of_row(slots: int, samples: int) -> int:
 
 
 class PromptRows:
-    """The rows of one call of `Engine.generate`."""
+    """The rows of one call of `Engine.generate`.
+
+    Slots are told by the index of the prompt of each, [slots] int32, and -1 where one is free
+    (`Slots.prompts`).
+    """
 
     def __init__(self, shards: int, slots: int, samples: int, prompts: int, *, fixed: bool = False):
         """Makes the rows for `prompts` prompts of `samples` samples each; `slots` is the number of
@@ -57,33 +58,32 @@ class PromptRows:
         """Rows of each shard."""
         self.seats = seats_of_row(slots, samples)
         """Most slots that read one row."""
-        self._most = min(slots, bucket(prompts))
-        self._rows: list[dict[int, int]] = [{} for _ in range(shards)]
-        """Of each shard: prompt -> row."""
+        self._most, self._prompts = min(slots, bucket(prompts)), prompts
+        self._held = np.full((shards, self.count), -1)
+        """The prompt in each row; -1: none."""
 
-    def admit(self, seated: Mapping[int, PartialCompletion]) -> dict[int, int]:
+    def admit(self, prompts: np.ndarray) -> dict[int, int]:
         """Takes back the rows that no slot reads, and gives one to each prompt that has none.
 
         Returns:
             Row, counted through all shards -> the prompt to copy there. `count` may have grown.
         """
-        wanted = self._wanted(seated)
-        for rows, prompts in zip(self._rows, wanted, strict=True):
-            for gone in rows.keys() - prompts.keys():
-                del rows[gone]
-        needed = max(map(len, wanted))
+        wanted = self._wanted(prompts)
+        shards, keys = len(self._held), self._keys()
+        self._held[~np.isin(keys, wanted)] = -1
+        wanted = wanted[~np.isin(wanted, keys)]
+        shard, prompt = np.divmod(wanted, self._prompts)
+        needed = int(((self._held >= 0).sum(1) + np.bincount(shard, minlength=shards)).max())
         if needed > self.count:
             self.count = min(max(needed, 2 * self.count), self._most)
-        new = {}
-        for shard, (rows, prompts) in enumerate(zip(self._rows, wanted, strict=True)):
-            free = sorted(set(range(self.count)) - set(rows.values()), reverse=True)
-            for prompt in prompts:
-                if prompt not in rows:
-                    rows[prompt] = free.pop()
-                    new[shard * self.count + rows[prompt]] = prompt
-        return new
+            more = self.count - self._held.shape[1]
+            self._held = np.pad(self._held, ((0, 0), (0, more)), constant_values=-1)
+        free = np.argsort(self._held >= 0, axis=1, kind="stable")  # free rows first, in order
+        row = free[shard, _ranks(shard)]
+        self._held[shard, row] = prompt
+        return dict(zip((shard * self.count + row).tolist(), prompt.tolist(), strict=True))
 
-    def shrink(self, seated: Mapping[int, PartialCompletion], slots: int) -> np.ndarray:
+    def shrink(self, prompts: np.ndarray, slots: int) -> np.ndarray:
         """Keeps what the samples of fewer slots may need: whichever are left, rows and seats follow
         from the number of slots, so that each of these sizes is one program.
 
@@ -91,42 +91,59 @@ class PromptRows:
             [rows left] int32: for each shard, the rows to keep, counted among its own.
         """
         self.slots = slots
-        wanted = self._wanted(seated)
+        wanted = self._wanted(prompts)
+        shard, prompt = np.divmod(wanted, self._prompts)
+        rows, at = self._rows(wanted) % self.count, (shard, _ranks(shard))
         self.count, self.seats = min(self.count, slots), min(self.seats, slots)
-        kept = np.zeros((len(wanted), self.count), np.int32)
-        for shard, prompts in enumerate(wanted):
-            kept[shard, : len(prompts)] = [self._rows[shard][prompt] for prompt in prompts]
-            self._rows[shard] = {prompt: row for row, prompt in enumerate(prompts)}
+        shape = len(self._held), self.count
+        kept, self._held = np.zeros(shape, np.int32), np.full(shape, -1)
+        kept[at], self._held[at] = rows, prompt
         return kept.reshape(-1)
 
-    def row(self, slot: int, sample: PartialCompletion) -> int:
-        """Returns the row of a seated sample, counted among those of its shard."""
-        return self._rows[slot // self.slots][sample.prompt]
+    def row(self, slot: int, prompt: int) -> int:
+        """Returns the row of the prompt of a slot, counted among those of its shard."""
+        return int(np.flatnonzero(self._held[slot // self.slots] == prompt)[0])
 
-    def table(self, seated: Mapping[int, PartialCompletion], lengths: Mapping[int, int]) -> Seats:
+    def table(self, prompts: np.ndarray, lengths: np.ndarray) -> Seats:
         """Makes the seats of all slots.
 
         Args:
-            lengths: prompt -> its keys.
+            lengths: [all prompts] int32: their keys.
         """
-        shards = len(self._rows)
-        slots = np.full((shards, self.count, self.seats), -1, np.int32)
-        keys = np.zeros((shards, self.count), np.int32)
+        shards, taken = len(self._held), np.flatnonzero(prompts >= 0)
+        shard, own = np.divmod(taken, self.slots)
+        prompt = prompts[taken]
+        row = self._rows(shard * self._prompts + prompt)
+        order = np.argsort(row, kind="stable")
+        seat = np.empty_like(row)
+        seat[order] = _ranks(row[order])
+        slots = np.full((shards * self.count, self.seats), -1, np.int32)
+        keys = np.zeros(shards * self.count, np.int32)
         places = np.zeros(shards * self.slots, np.int32)
-        taken = np.zeros((shards, self.count), np.int32)
-        for slot, sample in seated.items():
-            shard, own = divmod(slot, self.slots)
-            row = self._rows[shard][sample.prompt]
-            seat = taken[shard, row]
-            taken[shard, row] += 1
-            slots[shard, row, seat], keys[shard, row] = own, lengths[sample.prompt]
-            places[slot] = row * self.seats + seat
-        return Seats(slots.reshape(-1, self.seats), keys.reshape(-1), places)
+        slots[row, seat], keys[row] = own, lengths[prompt]
+        places[taken] = row % self.count * self.seats + seat
+        return Seats(slots, keys, places)
 
-    def _wanted(self, seated: Mapping[int, PartialCompletion]) -> list[dict[int, int]]:
-        """Counts, for each shard, prompt -> its samples there."""
-        found: list[dict[int, int]] = [{} for _ in self._rows]
-        for slot, sample in sorted(seated.items()):
-            of = found[slot // self.slots]
-            of[sample.prompt] = of.get(sample.prompt, 0) + 1
-        return found
+    def _keys(self) -> np.ndarray:
+        """Returns a number for shard and prompt of each row, [shards, rows]; -1: it holds none."""
+        shards = np.arange(len(self._held))[:, None]
+        return np.where(self._held >= 0, shards * self._prompts + self._held, -1)
+
+    def _wanted(self, prompts: np.ndarray) -> np.ndarray:
+        """Returns these numbers of the prompts that slots read, in the order of slots."""
+        taken = np.flatnonzero(prompts >= 0)
+        keys, first = np.unique(
+            taken // self.slots * self._prompts + prompts[taken], return_index=True
+        )
+        return keys[np.argsort(first)]
+
+    def _rows(self, keys: np.ndarray) -> np.ndarray:
+        """Returns the rows of such numbers, counted through all shards."""
+        held = self._keys().reshape(-1)
+        order = np.argsort(held)
+        return order[np.searchsorted(held, keys, sorter=order)]
+
+
+def _ranks(groups: np.ndarray) -> np.ndarray:
+    """Counts, for each entry of sorted numbers, those before it that are equal."""
+    return np.arange(len(groups)) - np.searchsorted(groups, groups)

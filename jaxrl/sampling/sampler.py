@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -269,7 +270,12 @@ def _smallest_kept(weights: Array, goal: Array, counted: bool) -> Array:
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     low = jnp.zeros_like(goal, jnp.int32)
-    return jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, ONE_BITS + 1)))[0]
+    bounds = low, jnp.full_like(low, ONE_BITS + 1)
+    search = partial(jax.lax.fori_loop, 0, 31, halve)
+    # The host launches each kernel in a loop of a GPU program; without the loop they are part of
+    # one CUDA graph. Elsewhere it would only take longer to compile.
+    unrolled = partial(search, unroll=True)
+    return jax.lax.platform_dependent(bounds, cuda=unrolled, default=search)[0]
 
 
 def _bits(weights: Array) -> Array:

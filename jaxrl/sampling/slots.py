@@ -4,12 +4,19 @@
 The older a sample, in the order of prompts and samples, the less it waits: where the pages of a
 device do not suffice for the next launch, the youngest sample there gives all of its own back, and
 waits with its tokens. The oldest one always goes on, since a pool holds the longest completion.
+
+There may be tens of thousands of slots. What is asked of all of them before and after each launch
+is therefore in arrays with an entry for each slot; Python walks over those that change.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,9 +24,11 @@ from jaxrl.models.shared_prompts import PAGE, Pages
 from jaxrl.sampling import decode
 from jaxrl.sampling.partial_completion import PartialCompletion
 
+N = TypeVar("N", int, np.ndarray)
 
-def pages_of(positions: int) -> int:
-    """Counts the pages that hold so many positions of one slot."""
+
+def pages_of(positions: N) -> N:
+    """Counts the pages that hold so many positions of one slot, or of each of several."""
     return -(-positions // PAGE)
 
 
@@ -34,6 +43,8 @@ class PagePool:
     def __init__(self, shards: int, pages: int):
         """Starts with all pages free; `pages` is the number of pages of each shard."""
         self.pages = pages
+        self.free = np.full(shards, pages)
+        """[shards]: how many pages nobody has."""
         self._free = [list(range(pages))[::-1] for _ in range(shards)]
         self._held: dict[tuple[int, int], tuple[int, list[int]]] = {}
         """(prompt, sample) -> shard, and pages in order."""
@@ -42,10 +53,6 @@ class PagePool:
         """Counts the pages that the sample lacks to have so many positions."""
         _, held = self._held.get((sample.prompt, sample.sample_id), (0, []))
         return max(pages_of(positions) - len(held), 0)
-
-    def free(self, shard: int) -> int:
-        """Counts the pages that nobody has."""
-        return len(self._free[shard])
 
     def of(self, sample: PartialCompletion) -> list[int]:
         """Returns the pages of a sample, counted among those of its shard."""
@@ -56,11 +63,13 @@ class PagePool:
         missing = self.missing(sample, positions)
         _, held = self._held.setdefault((sample.prompt, sample.sample_id), (shard, []))
         held += [self._free[shard].pop() for _ in range(missing)]
+        self.free[shard] -= missing
 
     def take_back(self, sample: PartialCompletion) -> None:
         """Frees the pages of a sample."""
         shard, held = self._held.pop((sample.prompt, sample.sample_id))
         self._free[shard] += held
+        self.free[shard] += len(held)
 
     def shrink(self, pages: int) -> np.ndarray:
         """Keeps fewer pages, all of those that samples have among them, which get new numbers.
@@ -71,16 +80,13 @@ class PagePool:
         Returns:
             [shards * pages] int32: the pages to keep, counted among those of their shard.
         """
-        kept = [
-            [page for k, held in self._held.values() if k == shard for page in held]
-            for shard in range(len(self._free))
-        ]
-        for shard, old in enumerate(kept):
-            new = iter(range(len(old)))
-            for k, held in self._held.values():
-                if k == shard:
-                    held[:] = [next(new) for _ in held]
-            self._free[shard] = list(range(len(old), pages))[::-1]
+        kept: list[list[int]] = [[] for _ in self._free]
+        for shard, held in self._held.values():
+            first = len(kept[shard])
+            kept[shard] += held
+            held[:] = range(first, len(kept[shard]))
+        self._free = [list(range(len(old), pages))[::-1] for old in kept]
+        self.free = np.array([len(free) for free in self._free])
         self.pages = pages
         return np.array([old + [0] * (pages - len(old)) for old in kept], np.int32).reshape(-1)
 
@@ -92,17 +98,18 @@ class PagePool:
             width: most pages of a slot.
         """
         shards = len(self._free)
-        owners, firsts = (
-            np.full((shards, self.pages), -1, np.int32),
-            np.zeros((shards, self.pages), np.int32),
-        )
+        owners = np.full(shards * self.pages, -1, np.int32)
+        firsts = np.zeros(shards * self.pages, np.int32)
         table = np.full((shards * slots, width), -1, np.int32)
-        for slot, sample in seated.items():
-            shard, held = self._held[sample.prompt, sample.sample_id]
-            owners[shard, held] = slot % slots
-            firsts[shard, held] = PAGE * np.arange(len(held), dtype=np.int32)
-            table[slot, : len(held)] = held
-        return Pages(owners.reshape(-1), firsts.reshape(-1), table)
+        held = [self._held[x.prompt, x.sample_id][1] for x in seated.values()]
+        counts = np.array([len(pages) for pages in held], int)
+        pages = np.fromiter(chain.from_iterable(held), np.int32, counts.sum())
+        slot = np.repeat(np.fromiter(seated, int, len(seated)), counts)
+        # Each page's number among those of its slot.
+        order = np.arange(len(pages)) - np.repeat(counts.cumsum() - counts, counts)
+        at = slot // slots * self.pages + pages
+        owners[at], firsts[at], table[slot, order] = slot % slots, PAGE * order, pages
+        return Pages(owners, firsts, table)
 
 
 def _age(sample: PartialCompletion) -> tuple[int, int]:
@@ -131,7 +138,13 @@ class Slots:
         self.seated: dict[int, PartialCompletion] = {}
         self.table = np.zeros((slots, 6), np.int32)
         """As of `decode.launch`."""
+        self.prompts = np.full(slots, -1, np.int32)
+        """[slots]: the prompt of the sample in each slot (`PartialCompletion.prompt`); -1: it is
+        free."""
+        self._pages = np.zeros(slots, np.int32)
+        """[slots]: how many pages its sample has."""
         self._shards, self._launch_tokens, self._pool = shards, launch_tokens, pool
+        self._list_vacant()
 
     @property
     def per_shard(self) -> int:
@@ -145,49 +158,97 @@ class Slots:
 
     def vacant(self) -> int | None:
         """Returns a free slot for the first sample that waits, if there is one, where that sample
-        would also have pages."""
-        if not self.queue or len(self.seated) == len(self.table):
+        would also have pages: the first such slot of the first such shard."""
+        if not self.queue:
             return None
-        for shard in range(self._shards):
-            slots = range(shard * self.per_shard, (shard + 1) * self.per_shard)
-            slot = next((slot for slot in slots if slot not in self.seated), None)
-            if slot is None:
-                continue
-            if self._pool is None:
-                return slot
+        fits = self._vacancies > 0
+        if self._pool is not None:
             # A page to spare for each of the others, lest the sample be preempted soon and all of
             # its tokens read again. With log-normal lengths and too few pages, a twentieth as many
             # are preempted as without, for 4% more launches.
-            others = sum(slot in self.seated for slot in slots)
-            if self._missing(self.queue[0]) + others <= self._pool.free(shard):
-                return slot
-        return None
+            others = self.per_shard - self._vacancies
+            fits &= self._missing(self.queue[0]) + others <= self._pool.free
+        shard = int(fits.argmax())
+        return self._vacant[shard][0] if fits[shard] else None
 
     def seat_next(self, slot: int, prompt: Sequence[int]) -> PartialCompletion:
-        """Seats the first sample that waits, of this prompt, in a slot that is `vacant`."""
-        sample = self.queue.popleft()
+        """Seats the first sample that waits, of this prompt, in the slot that is `vacant`."""
+        sample, shard = self.queue.popleft(), slot // self.per_shard
+        self._vacancies[shard] -= 1
+        taken = heappop(self._vacant[shard])
+        assert taken == slot
         count = len(sample.tokens)
-        token = sample.tokens[-1] if sample.tokens else prompt[-1]
+        token = sample.tokens[-1] if count else prompt[-1]
         row = token, len(prompt) + count - 1, count, sample.turn_end
-        sample.slot, self.seated[slot] = slot, sample
+        sample.slot, self.seated[slot], self.prompts[slot] = slot, sample, sample.prompt
         self.table[slot] = (*row, sample.prompt_id, sample.sample_id)
         if self._pool is not None:
-            self._pool.give(slot // self.per_shard, sample, self._positions(sample))
+            self._give(shard, sample)
         return sample
+
+    def append(
+        self, drawn: np.ndarray, eos_ids: Collection[int]
+    ) -> list[tuple[PartialCompletion, int, int, bool]]:
+        """Appends the tokens of a launch to their samples, whose slots then continue after the last
+        one, or decode nothing more where their turn is over.
+
+        Args:
+            drawn: [n, slots, 3] int32, as of `decode.launch`.
+            eos_ids: tokens that end a turn.
+
+        Returns:
+            For each sample with new tokens: the sample, how many tokens it had, how many are new,
+            and whether its turn is over.
+        """
+        counts = (drawn[:, :, 0] >= 0).sum(0)
+        counts[self.prompts < 0] = 0  # freed while the launch was running
+        rows = np.ascontiguousarray(drawn[: counts.max(initial=0)].swapaxes(0, 1))
+        live = np.flatnonzero(counts)
+        tokens = rows[live, counts[live] - 1, 0]
+        before = self.table[live, decode.COUNT]
+        after = before + counts[live]
+        over = np.isin(tokens, list(eos_ids)) | (after == self.table[live, decode.LIMIT])
+        self.table[live, decode.TOKEN] = tokens
+        self.table[live, decode.POSITION] += after - before
+        self.table[live, decode.COUNT] = after
+        self.table[live[over], decode.LIMIT] = after[over]
+        added = []
+        columns = (live, before, counts[live], over)
+        for slot, had, count, ended in zip(*(x.tolist() for x in columns), strict=True):
+            sample = self.seated[slot]
+            sample.drawn.append(rows[slot, :count])
+            added.append((sample, had, count, ended))
+        return added
 
     def free(self, sample: PartialCompletion) -> None:
         """Frees the slot of a sample, and its pages."""
-        assert sample.slot is not None
-        self.table[sample.slot] = 0
-        del self.seated[sample.slot]
+        slot = sample.slot
+        assert slot is not None
+        self.table[slot], self.prompts[slot], self._pages[slot] = 0, -1, 0
+        heappush(self._vacant[slot // self.per_shard], slot)
+        self._vacancies[slot // self.per_shard] += 1
+        del self.seated[slot]
         sample.slot = None
         if self._pool is not None:
             self._pool.take_back(sample)
 
+    def _list_vacant(self) -> None:
+        """Lists the free slots of each shard."""
+        per_shard = self.prompts.reshape(self._shards, -1)
+        self._vacancies = (per_shard < 0).sum(1)
+        """[shards]: how many are free."""
+        firsts = range(0, len(self.prompts), self.per_shard)
+        self._vacant = [
+            (np.flatnonzero(prompts < 0) + first).tolist()
+            for prompts, first in zip(per_shard, firsts, strict=True)
+        ]
+        """Those of each shard, as a heap: the first one is used next."""
+
     def _in_shard(self, shard: int) -> list[PartialCompletion]:
         """Returns the samples in the slots of a data shard, the oldest first."""
-        samples = (x for slot, x in self.seated.items() if slot // self.per_shard == shard)
-        return sorted(samples, key=_age)
+        first = shard * self.per_shard
+        taken = np.flatnonzero(self.prompts[first : first + self.per_shard] >= 0) + first
+        return sorted((self.seated[slot] for slot in taken.tolist()), key=_age)
 
     def _positions(self, sample: PartialCompletion) -> int:
         """Counts its positions behind its prompt, up to the end of the next launch."""
@@ -197,11 +258,22 @@ class Slots:
         assert self._pool is not None
         return self._pool.missing(sample, self._positions(sample))
 
+    def _give(self, shard: int, sample: PartialCompletion) -> None:
+        """Gives a seated sample the pages of its next launch, which are free."""
+        assert self._pool is not None
+        self._pool.give(shard, sample, self._positions(sample))
+        self._pages[sample.slot] = len(self._pool.of(sample))
+
+    def _missing_pages(self) -> np.ndarray:
+        """Counts the pages that each slot lacks for the next launch, [shards, slots of each]."""
+        ahead = self.table[:, decode.COUNT] + self._launch_tokens
+        needed = pages_of(np.minimum(self.table[:, decode.LIMIT], ahead))
+        return np.maximum(needed - self._pages, 0).reshape(self._shards, -1)
+
     def is_short_of_pages(self) -> bool:
         """Returns whether there are too few pages for the next launch of all that are seated."""
         assert self._pool is not None
-        needed = [sum(map(self._missing, self._in_shard(shard))) for shard in range(self._shards)]
-        return any(n > self._pool.free(shard) for shard, n in enumerate(needed))
+        return bool((self._missing_pages().sum(1) > self._pool.free).any())
 
     def give_pages(self) -> int:
         """Gives all that are seated the pages of their next launch.
@@ -212,23 +284,22 @@ class Slots:
         """
         assert self._pool is not None
         preempted = 0
-        for shard in range(self._shards):
+        for shard in np.flatnonzero(self._missing_pages().any(1)).tolist():
             samples = deque(self._in_shard(shard))
             while samples:
-                if self._missing(samples[0]) <= self._pool.free(shard):
-                    sample = samples.popleft()
-                    self._pool.give(shard, sample, self._positions(sample))
+                if self._missing(samples[0]) <= self._pool.free[shard]:
+                    self._give(shard, samples.popleft())
                 else:
                     sample = samples.pop()
                     self.free(sample)
-                    self.queue = deque(sorted([sample, *self.queue], key=_age))
+                    insort(self.queue, sample, key=_age)
                     preempted += 1
         return preempted
 
     def most_pages(self) -> int:
         """Counts the pages of a data shard's samples if all become as long as they may."""
-        shards = map(self._in_shard, range(self._shards))
-        return max(sum(pages_of(x.turn_end) for x in samples) for samples in shards)
+        pages = pages_of(self.table[:, decode.LIMIT])
+        return int(pages.reshape(self._shards, -1).sum(1).max())
 
     def shrink(self, fewer: Callable[[int, int], int | None]) -> np.ndarray | None:
         """Renumbers the samples in fewer slots. No slot moves between devices.
@@ -241,15 +312,18 @@ class Slots:
             None if all slots stay.
         """
         shards, before = self._shards, self.per_shard
-        taken = [[s for s in sorted(self.seated) if s // before == k] for k in range(shards)]
-        left = fewer(max(map(len, taken)), before)
+        left = fewer(before - int(self._vacancies.min()), before)
         if left is None:
             return None
-        kept, table = np.zeros((shards, left), np.int32), self.table
-        self.table = np.zeros((shards * left, table.shape[1]), np.int32)
-        for shard, slots in enumerate(taken):
-            for i, slot in enumerate(slots):
-                kept[shard, i] = slot - shard * before
-                sample, new = self.seated.pop(slot), shard * left + i
-                sample.slot, self.seated[new], self.table[new] = new, sample, table[slot]
-        return kept.reshape(-1)
+        # Slots in use first, in their order; those behind them are free, and kept to fill up.
+        kept = np.argsort(self.prompts.reshape(shards, -1) < 0, axis=1, kind="stable")[:, :left]
+        old = (kept + before * np.arange(shards)[:, None]).reshape(-1)
+        seated, self.seated = self.seated, {}
+        for new in np.flatnonzero(self.prompts[old] >= 0).tolist():
+            sample = self.seated[new] = seated[int(old[new])]
+            sample.slot = new
+        self.table, self.prompts, self._pages = (
+            column[old] for column in (self.table, self.prompts, self._pages)
+        )
+        self._list_vacant()
+        return kept.reshape(-1).astype(np.int32)

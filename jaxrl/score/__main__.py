@@ -93,7 +93,7 @@ def _parser() -> cli.Parser:
         help="data with completions, or prompts for --samples (data.train); may be repeated",
     )
     add("--out", metavar="DIR", required=True, help="folder to write, or to continue")
-    add("--config", metavar="FILE.yaml", help="the run that will read the scores")
+    add("--config", metavar="FILE.yaml", help="the run that will read the scores, or builtin:NAME")
     add("--signal", choices=SIGNALS, help="what is stored of each token (default hidden)")
     add("--dtype", choices=DTYPES, help="of hidden states (default: the dtype of the teacher)")
     add(

@@ -16,7 +16,7 @@ import psutil
 from jax._src import hardware_utils  # no public function counts chips
 from jax.sharding import AxisType, Mesh
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, counted
 from jaxrl.process.compile_cache import compile_unordered_programs_again
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.xla_flags import ignore_absent_accelerators, wait_for_slow_devices
@@ -89,12 +89,13 @@ def ensure_devices(needed: int) -> Visible:
         raise UserError(_too_few(devices, needed, asked, late))
     if devices[0].platform != "cpu":
         return Visible(devices, None)
-    note = f"no accelerator: emulating {len(devices)} CPU devices"
+    emulating = f"emulating {counted(len(devices), 'CPU device')}"
+    note = f"no accelerator: {emulating}"
     if gpus := min(accelerators_here(), len(list(DEV.glob("nvidia[0-9]*")))):
         note = (
-            f"WARNING: this host has {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}, and jax sees none:"
+            f"WARNING: this host has {counted(gpus, 'NVIDIA GPU')}, and jax sees none:"
             " pip install 'jaxrl[cuda]' (driver 525 or later) or 'jaxrl[cuda13]' (580 or later),"
-            f" then check with `jaxrl devices`; emulating {len(devices)} CPU devices"
+            f" then check with `jaxrl devices`; {emulating}"
         )
     return Visible(devices, note)
 

@@ -100,6 +100,29 @@ def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(x)
 
 
+def checksums(arrays: Sequence[jax.Array]) -> list[int]:
+    """Computes a checksum of each array on its devices, which is the same in any sharding: the sum
+    modulo 2^32 of a hash of each element's bits and place. All processes of their mesh must call it
+    together."""
+    return [int(x) for x in jax.device_get([_checksum(x) for x in arrays])]
+
+
+@jax.jit
+def _checksum(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(_hash(bits.astype(jnp.uint32) ^ _hash(place)), dtype=jnp.uint32)
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Mixes the bits of uint32, each value to another (MurmurHash3's finaliser)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * np.uint32(factor)
+    return x ^ (x >> 16)
+
+
 def nbytes(tree: Tree) -> int:
     """Counts the bytes of the arrays of `tree`, each array once however it is replicated."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

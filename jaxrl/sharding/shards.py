@@ -96,11 +96,11 @@ def concat_rows(parts: Sequence[Shards]) -> Shards:
     return Shards((start, *first.shape[1:]), first.dtype, tuple(pieces))
 
 
-def held_pieces(x: jax.Array) -> list[tuple[Box, np.ndarray]]:
-    """Copies to the host the boxes of `x` that this process answers for: together the processes of
-    its mesh give each box once."""
+def held_pieces(x: jax.Array) -> list[tuple[Box, jax.Array]]:
+    """Returns the boxes of `x` that this process answers for, on their devices: together the
+    processes of its mesh give each box once."""
     return [
-        (box_of(shard.index, x.shape), np.asarray(shard.data))
+        (box_of(shard.index, x.shape), shard.data)
         for shard in x.addressable_shards
         if shard.replica_id == 0
     ]

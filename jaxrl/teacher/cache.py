@@ -163,8 +163,8 @@ def shapes_of(manifest: ScoreManifest, width: int) -> Shapes:
 class ScoredRow:
     """A completion with its scores, on the way to the disk."""
 
-    prompt: tuple[int, ...]
-    completion: tuple[int, ...]
+    prompt: Sequence[int]
+    completion: Sequence[int]
     tensors: Mapping[str, np.ndarray]
     """Those of `shapes_of`, of the completion's tokens [n, ...]."""
     stopped: bool = True

@@ -2,8 +2,8 @@
 anywhere else.
 
 One lock stands around every output: messages from worker threads never mix with the display. A
-thread keeps the workers' states on the display fresh, or prints them when no step has come for
-long.
+thread keeps the workers' states on the display fresh; where there is none it prints them when no
+step has come for long, and at once which programs they compile.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ ETA_WINDOW = 20
 """Steps whose mean duration predicts the time left."""
 SAMPLE_WIDTH = 60
 """Characters of a prompt or completion in a plain line."""
+LEAST_WIDTH = 18
+"""Characters that a prompt and a completion have in the table of samples: where the screen is
+narrower, other columns are left out."""
+CELL_WIDTH = 100
+"""Characters of the display in a notebook."""
 TICK_S = 1.0
 """Seconds between two looks at the workers."""
 SILENT_S = 60.0
@@ -152,6 +157,10 @@ class Console:
         self._latest = f"step {start}/{steps}" if start else "the start"
         self._due = True
         self._printed_at = self._stepped_at = clock()
+        self._compiling: set[str] = set()
+        """Lines about what was compiled at the last look."""
+        self._said: set[str] = set()
+        """Those that were printed."""
         # The display: step and time left, the latest numbers, samples and workers.
         self._done, self._time_left = start, "-:--"
         self._row: JsonObject = {}
@@ -175,7 +184,8 @@ class Console:
             self._ticker = Ticker("console", TICK_S, self.tick)
 
     def tick(self) -> None:
-        """Takes a look at the workers: the display, or a plain line after a long silence."""
+        """Takes a look at the workers: the display, or a plain line about a program that compiles
+        longer than from one look to the next, and one after a long silence."""
         if self._states is None:
             return
         # Asked for outside the lock: who answers may hold a lock of its own and want to write
@@ -187,7 +197,13 @@ class Console:
             if self._screen is not None:
                 self._workers = _worker_table(states, now)
                 self._draw(self._screen)
-            elif now - max(self._printed_at, self._stepped_at) >= SILENT_S:
+                return
+            before = self._compiling
+            self._compiling = {_compiling(state) for state in states if state.compiling}
+            for line in sorted(before & self._compiling - self._said):
+                self._said.add(line)
+                self._show(line)
+            if now - max(self._printed_at, self._stepped_at) >= SILENT_S:
                 since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
                 self._show("; ".join([since, *(worker_line(state, now) for state in states)]))
 
@@ -230,7 +246,9 @@ class Console:
                 self._show(f"  {sample.split} {prompt!r} -> {completion!r} ({ended})")
 
     def close(self) -> None:
-        """Leaves the last state of the live display on the screen."""
+        """Leaves the last state of the live display on the screen; later messages come below."""
+        if self._closed:
+            return
         self._closed = True
         if self._ticker is not None:
             self._ticker.close()
@@ -264,12 +282,12 @@ class Console:
         if self._workers is not None:
             display.add_row(self._workers)
         if self._samples:
-            display.add_row(_sample_table(self._samples))
+            display.add_row(_sample_table(self._samples, screen.width))
         screen.show(display)
 
 
 class Terminal:
-    """Messages scroll by above the display."""
+    """Messages scroll by above the display, and below it once it is closed."""
 
     def __init__(self, out: Output) -> None:
         file = cast(IO[str], out)
@@ -278,6 +296,11 @@ class Terminal:
         )
         # Drawn when something changed: no refresh thread of rich's.
         self._live = Live(console=self._console, auto_refresh=False)
+
+    @property
+    def width(self) -> int:
+        """Returns its columns."""
+        return self._console.width
 
     def message(self, text: str) -> None:
         self._console.print(Text(text))
@@ -294,6 +317,8 @@ class Terminal:
 
 class Cell:
     """Messages are printed; the display stays where it was first shown."""
+
+    width = CELL_WIDTH
 
     def __init__(self, out: Output) -> None:
         self._out = out
@@ -344,8 +369,14 @@ def worker_name(state: WorkerState) -> str:
     return state.name if here else f"{state.name} ({state.host}:{state.pid})"
 
 
+def _compiling(state: WorkerState) -> str:
+    """Returns a line about the program that a worker compiles, and the call that needs it."""
+    call = state.phase.partition(":")[0]
+    return f"{worker_name(state)}: compiling {state.compiling} for {call} (later calls reuse it)"
+
+
 def _oddities(state: WorkerState, now: float) -> list[str]:
-    found = []
+    found = [f"compiling {state.compiling}"] if state.compiling else []
     if now - state.heard > DEAF_S:
         found.append(f"no answer for {now - state.heard:.0f} s")
     if state.restarts:
@@ -374,19 +405,31 @@ def _worker_table(states: Sequence[WorkerState], now: float) -> Table:
     return table
 
 
-def _sample_table(samples: Sequence[Sample]) -> Table:
-    table = Table(expand=True, title=f"samples of step {samples[0].step}", title_justify="left")
+def _sample_table(samples: Sequence[Sample], width: int) -> Table:
+    """Draws samples on a screen of ``width`` characters: prompt, completion, and as many of the
+    other columns, the most needed first, as leave them room."""
+    columns = [
+        ("judged", [sample.judged for sample in samples]),
+        ("tokens", [str(sample.tokens) for sample in samples]),
+        ("answer", [_cut(sample.answer or "", SAMPLE_WIDTH) for sample in samples]),
+        ("ended by", [sample.finish_reason for sample in samples]),
+    ]
+    columns = [(heading, cells) for heading, cells in columns if any(cells)]
+    sizes = [3 + max(map(len, (heading, *cells))) for heading, cells in columns]
+    while columns and width - 1 - sum(sizes) < 2 * (LEAST_WIDTH + 3):
+        columns.pop(), sizes.pop()
+    title = f"samples of step {samples[0].step}" + (
+        ", from the data" if samples[0].split == "data" else ""
+    )
+    table = Table(expand=True, title=title, title_justify="left")
     for heading in ("prompt", "completion"):
         table.add_column(heading, ratio=1, overflow="ellipsis")
-    for heading in ("answer", "judged", "tokens", "ended by"):
+    for heading, _ in columns:
         table.add_column(heading, no_wrap=True)
-    for sample in samples:
+    for i, sample in enumerate(samples):
         table.add_row(
             Text(_cut(sample.prompt, 2 * SAMPLE_WIDTH, keep_end=True)),
             Text(_cut(sample.completion, 2 * SAMPLE_WIDTH)),
-            Text(_cut(sample.answer or "", SAMPLE_WIDTH)),
-            sample.judged,
-            str(sample.tokens),
-            sample.finish_reason,
+            *(Text(cells[i]) for _, cells in columns),
         )
     return table

@@ -239,6 +239,9 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "evaluation"),
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
+    "weights/damaged_arrays": Metric(
+        "count", "arrays that arrived with another checksum and were sent again"
+    ),
     "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
     "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
@@ -432,7 +435,9 @@ class Sample:
 
     step: int
     """Batches trained when it was shown; 0 is before training."""
-    split: Literal["train", "eval"]
+    split: Literal["train", "data", "eval"]
+    """`data`: trained on as the data or a store of samples has it; the policy or a teacher sampled
+    it nowhere in this run."""
     prompt: str
     completion: str
     finish_reason: str
@@ -469,7 +474,7 @@ class Sample:
         completion: Completion,
         *,
         step: int,
-        split: Literal["train", "eval"],
+        split: Literal["train", "data", "eval"],
         policy_version: int,
         score: float | None,
         reward: float | None = None,

@@ -44,8 +44,12 @@ PANELS = (
 """One panel each, in this order; a metric that no run has gets none."""
 MORE = re.compile(r"eval/([^/]+/accuracy|pass@\d+)")
 """Further panels, after those: named held-out sets, and pass@k."""
-COLUMNS = 4
-"""Most panels side by side."""
+COLUMNS = 2
+"""Most panels side by side: a page shows a picture about 800 pixels wide, in which more would have
+letters too small to read."""
+PANEL_INCHES = (4.2, 2.7)
+"""Width and height of a panel, with letters of 10 points."""
+DPI = 200
 DECADES = 20.0
 """Ratio of the 98th to the 2nd percentile from which positive values, but no fractions, have a log
 scale."""
@@ -74,7 +78,8 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
         raise UserError(f"nothing to draw: no run has any of {', '.join(PANELS)}")
     columns = min(len(panels), COLUMNS)
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
     FigureCanvasAgg(figure)
     for number, name in enumerate(panels, start=1):
         _draw_panel(figure.add_subplot(lines, columns, number), name, runs)
@@ -84,8 +89,9 @@ def draw(runs: Mapping[str, Rows]) -> Figure:
 def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
     metric = describe(name)
     assert metric is not None, f"{name} stands in no table"
-    axes.set_title(f"{name} ({metric.unit})", fontsize=10)
-    axes.set_xlabel("step")
+    axes.set_title(f"{name} ({metric.unit})", fontsize=11)
+    axes.set_xlabel("step", fontsize=10)
+    axes.tick_params(labelsize=10)
     axes.grid(alpha=0.3)
     drawn: list[float] = []
     for index, (label, rows) in enumerate(runs.items()):
@@ -96,15 +102,14 @@ def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
         (at, low), (also_at, high) = (series(rows, f"{name}_{end}") for end in ("low", "high"))
         if at and at == also_at:
             axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
+            drawn += low + high
         _, teacher = series(rows, "teacher/accuracy")
         if name == "eval/accuracy" and teacher:
             axes.axhline(teacher[0], color=color, linestyle="--", label=f"{label}: teacher")
+            drawn += teacher[:1]
     if len(runs) > 1 or name == "eval/accuracy":
-        axes.legend(fontsize=8)
-    if name == "eval/accuracy" or MORE.fullmatch(name):
-        axes.set_ylim(0, 1.02)
-    else:
-        _fit(axes, drawn, may_be_log=metric.unit != "fraction")
+        axes.legend(fontsize=9)
+    _fit(axes, drawn, may_be_log=metric.unit != "fraction")
 
 
 def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
@@ -142,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"-o {output}: no folder {output.parent}")
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(labels(paths), map(read_metrics, paths), strict=True))
-    draw(runs).savefig(output, dpi=120)
+    draw(runs).savefig(output, dpi=DPI)
     print(output)
 
 

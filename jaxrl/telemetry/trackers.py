@@ -214,6 +214,7 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder = run.folder / "tensorboard"
+        run.notify(f"tensorboard: {folder}")
         folder.mkdir(exist_ok=True)
         # Readers take the files in the order of their names, which start with the second.
         self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
@@ -277,8 +278,8 @@ class Wandb:
         )
         # Our own axis: wandb's counter would refuse the steps that a resumed run takes again.
         self._run.define_metric("*", step_metric="step")
-        here = f"offline, in {run.folder / 'wandb'}"
-        run.notify(f"wandb: {here if self._run.offline else self._run.url}")
+        offline = f"offline, in {run.folder / 'wandb'}"
+        run.notify(f"wandb: {offline if self._run.offline else self._run.url or 'disabled'}")
 
     def write(self, row: Row) -> None:
         self._run.log(dict(row))
@@ -297,11 +298,13 @@ class MLflow:
     """A run of the mlflow experiment ``experiment``, on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: RunFacts, experiment: str) -> None:
+        import mlflow
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
         self._client = MlflowClient()
+        run.notify(f"mlflow: {mlflow.get_tracking_uri()}, experiment {experiment}")
         kept = run.kept_id("mlflow")
         if kept is not None:
             self._id = kept

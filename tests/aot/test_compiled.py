@@ -5,6 +5,7 @@ Models of real widths. Each law names what it costs where it is broken.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from compiled_runs import (
     NEEDS_COMPILERS,
     NEW,
     PROMPT,
+    STUDENT,
     TEACHER,
     UPDATES,
     Compiling,
@@ -295,6 +297,30 @@ def test_the_layers_of_a_decode_step_are_one_cuda_graph(made):
     assert graphs.outside <= 10
 
 
+def test_a_graph_holds_the_collectives_of_a_tensor_parallel_rollout(pool, tmp_path):
+    run = config(
+        tmp_path,
+        mesh="actor+rollout+teacher=2",
+        rollout={"parallel": {"tensor": 2}},
+        batch_size=2 * BATCH,
+    )
+    (decode,) = compiling(pool, run, "h200x2", "decode")
+    assert "all-reduce" in decode.text
+    assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
+
+
+def test_a_graph_holds_what_drops_improbable_tokens(pool, tmp_path):
+    """The search for the smallest probability that is kept would be 248 launches a token."""
+    run = config(
+        tmp_path,
+        mesh="actor+rollout+teacher=1",
+        sampling={"top_p": 0.95, "top_k": 50},
+        batch_size=2 * BATCH,
+    )
+    (decode,) = compiling(pool, run, "h200x1", "decode")
+    assert decode.graphs.graphs == 1 and decode.graphs.outside <= 10
+
+
 MIXTURE = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -419,6 +445,15 @@ NOTEBOOKS = {
     ],
 }
 """Notebook -> role and name of its run's programs."""
+
+
+def test_a_decode_step_concatenates_no_weights_without_triton(pool, tmp_path):
+    """XLA would join the kernels of q, k and v, and of gate and up, once a token."""
+    run = config(tmp_path, mesh="actor+rollout+teacher=1", batch_size=2 * BATCH)
+    (decode,) = compiling(pool, run, "t4x1", "decode")
+    joined = re.findall(r"= \w+\[([\d,]+)\]\S* concatenate\(", decode.text)
+    width = STUDENT["hidden_size"] * STUDENT["intermediate_size"]
+    assert all(math.prod(map(int, shape.split(","))) < width for shape in joined)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

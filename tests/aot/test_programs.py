@@ -35,7 +35,7 @@ Form = tuple[str, frozenset[str]]
 
 def own_functions() -> set[str]:
     """Names of jaxrl's functions, as jax names the programs that are made of them; without one that
-    jax.numpy has too, and the one whose program makes a key of a few numbers."""
+    jax.numpy has too, and those whose programs make a key or a checksum: a few numbers."""
     found = {"<lambda>"}
     for path in Path(jaxrl.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -43,7 +43,7 @@ def own_functions() -> set[str]:
                 found |= {
                     x.name for x in ast.iter_child_nodes(node) if isinstance(x, ast.FunctionDef)
                 }
-    return found - {"_where", "_key_of"}
+    return found - {"_where", "_key_of", "_checksum"}
 
 
 def form(program: Any, args: object, kwargs: object) -> Form:

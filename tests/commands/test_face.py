@@ -18,9 +18,9 @@ from jaxrl.config import cli
 from jaxrl.config.roles import RewardConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.batch_rewards import RewardFunctions
-from jaxrl.rewards.callables import bind
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item
+from jaxrl.run.python_objects import NOTHING, bind
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train
 from jaxrl.types import Prompt
@@ -165,15 +165,16 @@ def gspo(*overrides):
 
 
 def test_bound_functions_have_a_name_a_digest_and_a_place():
-    config, given = bind(gspo(), [length, functools.partial(vowels, a=1)])
+    config, given = bind(gspo(), rewards=[length, functools.partial(vowels, a=1)])
     math, *texts = config.reward.functions
-    assert math == "math" and list(given) == texts
+    assert math == "math" and list(given.code) == texts
     assert [text.partition("@")[0] for text in texts] == ["python:length", "python:vowels"]
-    assert bind(config, [vowels, length])[0] == config  # what is bound is bound again in its place
-    (first,) = bind(gspo(), [lambda completions: 1])[1]
-    (second,) = bind(gspo(), [lambda prompts, completions: 1])[1]
+    # What is bound is bound again in its place.
+    assert bind(config, rewards=[vowels, length])[0] == config
+    (first,) = bind(gspo(), rewards=[lambda completions: 1])[1].code
+    (second,) = bind(gspo(), rewards=[lambda prompts, completions: 1])[1].code
     assert first.startswith("python:lambda@") and first != second
-    assert bind(gspo(), []) == (gspo(), {})
+    assert bind(gspo()) == (gspo(), NOTHING)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_bound_functions_have_a_name_a_digest_and_a_place():
 )
 def test_functions_that_do_not_fit_are_refused(rewards, overrides, told):
     with pytest.raises(UserError, match=told):
-        bind(gspo(*overrides), rewards)
+        bind(gspo(*overrides), rewards=rewards)
 
 
 def test_what_cannot_be_sent_to_a_process_is_refused():
@@ -200,7 +201,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused():
             return [0.0 for _ in completions]
 
     with pytest.raises(UserError, match="locked cannot be sent to a process.*path.py:function"):
-        bind(gspo(), [locked])
+        bind(gspo(), rewards=[locked])
     with pytest.raises(UserError, match=r"train\(config, rewards=\[length\]\)"):
         find("python:length")
 
@@ -217,16 +218,16 @@ def test_their_signature_is_that_of_a_function_in_a_file():
     def wants(completions, no_such_column):
         return [0.0 for _ in completions]
 
-    config, given = bind(gspo("reward.functions=[python:judge]"), [judge, later])
-    given = pickle.loads(pickle.dumps(given))  # as they travel to another host
+    config, given = bind(gspo("reward.functions=[python:judge]"), rewards=[judge, later])
+    given = pickle.loads(pickle.dumps(given.code))  # as they travel to another host
     with closing(RewardFunctions(config.reward, 8, 60.0, given)) as functions:
         items = [Item("p", "1", "1", {}), Item("p", "2", "3", {})]
         assert functions.pool.judge(0, items).result().values == [1.0, 0.0]
         assert functions.pool.judge(1, items).result().values == [1.0, 1.0]
-    config, given = bind(gspo(), [wants])
+    config, objects = bind(gspo(), rewards=[wants])
     reward = RewardConfig(functions=config.reward.functions[1:])
     asks = pytest.raises(UserError, match="asks for the column `no_such_column`")
-    with closing(RewardFunctions(reward, 8, 60.0, given)) as functions, asks:
+    with closing(RewardFunctions(reward, 8, 60.0, objects.code)) as functions, asks:
         functions.check([Prompt(0, (1,), "p", answer="1")])
 
 
@@ -251,6 +252,6 @@ def test_a_run_may_be_given_as_a_file_or_as_its_keys(tmp_path):
         assert jaxrl.dry_run(given).config.steps == 3
     nested = Config.of({"steps": 3, "optimizer": {"learning_rate": 0.5}, "actor.remat": "full"})
     assert (nested.optimizer.learning_rate, nested.actor.remat) == (0.5, "full")
-    for given in (None, 3, ["steps=3"]):
+    for given in (3, ["steps=3"]):
         with pytest.raises(UserError, match="a Config, a YAML file or a mapping of keys, not"):
             train(given)

@@ -19,10 +19,13 @@ from jaxrl.checkpoint.model_source import Model, load_model
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
-from jaxrl.generate import generate, main
+from jaxrl.generate import _took, generate, main
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
+from jaxrl.process.compilations import compilations
+from jaxrl.run.generation import sample
 from jaxrl.sampling import decode
+from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
@@ -171,7 +174,24 @@ def test_command_shows_completions(folder: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert out.count("prompt:     ab") == out.count("prompt:     cd") == 2
     assert out.count("[length, ") + out.count("[stop, ") == 4
-    assert "tokens/s" in out
+    last = out.splitlines()[-1]
+    assert " tokens in " in last and "tokens/s" not in last  # too few to tell a speed
+
+
+def test_the_speed_is_of_launches_that_compile_nothing(model: Model) -> None:
+    params = SamplingParams(max_new_tokens=64, eos_ids=())
+    for turn in range(2):
+        before = compilations()
+        _, stats = sample(model, ["ab"], n=3, sampling=params, seed=turn)
+        compiled = compilations().since(before)
+        said = _took(stats, compiled)
+        assert stats.generated_tokens == 192
+        # Two launches of 32 tokens for each of three samples; the first compiles, if any does.
+        assert stats.compiled_tokens in ((192,) if turn else (0, 96, 192))
+        assert ("compilation of" in said) == (compiled.programs > 0)
+    assert compiled.programs == 0
+    assert f"{192 / stats.compiled_seconds:,.0f} tokens/s in {stats.slots} slots" in said
+    assert "tokens/s" not in _took(replace(stats, compiled_tokens=49), compiled)
 
 
 def test_command_writes_what_python_gives(folder: Path, model: Model, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,6 @@ import run_notebooks  # noqa: E402
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 300_000
 """Of a notebook with its outputs: what a code host still draws."""
-WRITES = re.compile(r"%%writefile (\S+)\n")
 
 
 def name_of(path: Path) -> str:
@@ -44,16 +44,9 @@ def code_cells(path: Path) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def files_of(path: Path) -> dict[str, str]:
-    """The files that the notebook writes."""
-    written = [(WRITES.match(cell.source), cell.source) for cell in code_cells(path)]
-    return {match[1]: source[match.end() :] for match, source in written if match}
-
-
 def trees(path: Path) -> list[ast.Module]:
-    """The Python of the cells and of the files that they write."""
+    """The Python of the cells."""
     sources = [TransformerManager().transform_cell(cell.source) for cell in code_cells(path)]
-    sources += [text for name, text in files_of(path).items() if name.endswith(".py")]
     return [ast.parse(source) for source in sources]
 
 
@@ -87,10 +80,10 @@ ADDRESS = "git+https://host.example/owner/jaxrl"
 def test_its_first_cell_installs_the_package_in_one_line(
     path: Path, place: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder above the notebook's, or from the address in its first variable."""
+    """From the checkout that it is in, or from the address in its first variable."""
     source = code_cells(path)[0].source
     if place is not None:
-        source, changed = re.subn('REPOSITORY = "[^"]*"', f'REPOSITORY = "{place}"', source)
+        source, changed = re.subn('ADDRESS = ""', f'ADDRESS = "{place}"', source)
         assert changed == 1
     ran: list[tuple[str, str]] = []
     names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(run_line_magic=note)}
@@ -112,16 +105,52 @@ def test_its_first_cell_installs_the_package_in_one_line(
 
 
 @each
-def test_without_a_checkout_it_says_what_to_set(
+def test_without_a_checkout_the_package_index_has_it(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on Colab, where pip would say that a folder is no package."""
+    """As on Colab, or in a folder of another project."""
     (tmp_path / "below").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
     monkeypatch.chdir(tmp_path / "below")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code = TransformerManager().transform_cell(code_cells(path)[0].source)
-    with pytest.raises(SystemExit, match=r"set REPOSITORY to jaxrl's address, as in git\+https"):
-        exec(code, {})
+    requirement = installed(code_cells(path)[0].source)
+    assert (requirement.name, requirement.url) == ("jaxrl", None)
+    assert "notebook" in requirement.extras
+
+
+def installed(source: str) -> Requirement:
+    """What the cell gives pip to install."""
+    ran: list[str] = []
+    names: dict[str, Any] = {}
+
+    def note(magic: str, line: str) -> None:
+        ran.append(line.format(**names))  # as IPython fills the braces in
+
+    names["get_ipython"] = lambda: SimpleNamespace(run_line_magic=note)
+    exec(TransformerManager().transform_cell(source), names)
+    return Requirement(ran[0].partition("--quiet ")[2].strip('"'))
+
+
+@each
+@pytest.mark.parametrize(("room", "size"), [(1000, None), (32, 32), (1, 8)])
+def test_it_halves_its_batch_until_the_plan_fits(path: Path, room: int, size: int | None) -> None:
+    """On devices with memory for `room` prompts: sizes come from the plan, not from a table."""
+    (cell,) = (cell for cell in code_cells(path) if ".fits" in cell.source)
+    setup = [cell.source for cell in code_cells(path) if cell.source.startswith("run = {")]
+    planned: list[int] = []
+
+    def dry_run(config: Any, **objects: Any) -> SimpleNamespace:
+        planned.append(
+            Config.of(config).batch_size if path.stem == "quickstart" else config["batch_size"]
+        )
+        return SimpleNamespace(fits=planned[-1] <= room, text=lambda: "the plan")
+
+    names: dict[str, Any] = {"steps": 1, "mesh": "actor+rollout+teacher=1", "nearness": len}
+    _, source = cell.source.split("\n", 1)  # below its import
+    names |= {"dry_run": dry_run, "Config": Config}
+    exec("\n".join([*setup, source]), names)
+    run = names["run"] if setup else {"batch_size": names["batch_size"]}
+    assert run["batch_size"] == planned[-1] == (size or planned[0])
 
 
 @pytest.mark.parametrize(
@@ -155,16 +184,8 @@ def test_it_installs_what_drives_the_accelerator(
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == there else None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == there else None)
-    ran: list[str] = []
-    names: dict[str, Any] = {}
-
-    def note(magic: str, line: str) -> None:
-        ran.append(line.format(**names))
-
-    names["get_ipython"] = lambda: SimpleNamespace(run_line_magic=note)
     monkeypatch.chdir(path.parent)
-    exec(TransformerManager().transform_cell(code_cells(path)[0].source), names)
-    assert Requirement(ran[0].partition("--quiet ")[2].strip('"')).extras == extras
+    assert installed(code_cells(path)[0].source).extras == extras
 
 
 @each
@@ -176,11 +197,11 @@ def test_it_uses_public_names_alone(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxrl"):
             assert node.module == "jaxrl"
             names |= {alias.name for alias in node.names}
-    assert {"Config", "generate", "load_model", "train"} <= names <= set(jaxrl.__all__)
+    assert {"dry_run", "generate", "load_model", "train"} <= names <= set(jaxrl.__all__)
 
 
 @each
-def test_the_keys_that_it_sets_exist(path: Path, tmp_path: Path) -> None:
+def test_the_keys_that_it_sets_exist(path: Path) -> None:
     known = {key.path for key in keys(Config)}
     texts = [
         node.value
@@ -190,11 +211,22 @@ def test_the_keys_that_it_sets_exist(path: Path, tmp_path: Path) -> None:
     ]
     found = [re.match(r"([a-z_]+(?:\.[a-z_]+)*)=", text) for text in texts]
     asked = {match[1] for match in found if match} - set(ROLES)  # a mesh begins with a role
+    mappings = [
+        node for tree in trees(path) for node in ast.walk(tree) if isinstance(node, ast.Dict)
+    ]
+    inner = {id(value) for node in mappings for value in node.values}
+    for node in mappings:
+        asked |= set() if id(node) in inner else set(keys_in(node))
     assert {"steps", "resume", "run_dir"} <= asked <= known
-    for name, text in files_of(path).items():
-        (tmp_path / name).write_text(text)
-        if name.endswith(".yaml"):
-            assert Config.load(tmp_path / name).learns_from_rewards
+
+
+def keys_in(mapping: ast.Dict) -> Iterator[str]:
+    """The dotted keys of a mapping, of its inner ones too."""
+    for name, value in zip(mapping.keys, mapping.values, strict=True):
+        if isinstance(name, ast.Constant) and isinstance(value, ast.Dict):
+            yield from (f"{name.value!s}.{key}" for key in keys_in(value))
+        elif isinstance(name, ast.Constant):
+            yield str(name.value)
 
 
 @each
@@ -246,7 +278,7 @@ def test_the_live_display_and_the_plan_in_a_cell(tmp_path: Path) -> None:
 @pytest.mark.slow
 @each
 def test_it_runs_from_end_to_end(path: Path, tmp_path: Path) -> None:
-    """With few steps; a file of the reward, a resumed run and the plots included."""
+    """With few steps; a resumed run and the plots included."""
     notebook = run_notebooks.execute(path, tmp_path, {"steps": 4})
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert "timeline.json" in outputs(cells[-1:], "stream") and outputs(cells, "image/png")

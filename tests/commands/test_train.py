@@ -119,17 +119,20 @@ def test_a_bound_holds_between_signals(reference, models, tmp_path):
 
 
 def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
-    """And of SFT, the data's completions are shown."""
+    """And of SFT, the data's completions are shown, as the data's: nobody scored them."""
     student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
     shown = ["steps=6", "optimizer.learning_rate=1e-2", "eval.every=3", "logging.samples=3"]
     result = run(tmp_path, student, *shown)
     assert result.metrics[-1]["sft/loss"] < result.metrics[1]["sft/loss"]
     lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
-    assert len(samples) == 18 and all(sample["score"] == 1.0 for sample in samples)
+    assert len(samples) == 18 and {sample["split"] for sample in samples} == {"data"}
+    assert all(sample["score"] is None for sample in samples)
     mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true", "data.eval=null", FEW]
     result = run(tmp_path, models, *mixed, name="seq_kd")
     assert [row["policy_version"] for row in result.metrics[1:]] == [-1, -1]
+    lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
+    assert {json.loads(line)["split"] for line in lines} == {"train"}  # the teacher sampled them
     assert result.metrics[1]["distill/divergence"] > 0
 
 

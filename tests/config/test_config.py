@@ -164,6 +164,27 @@ def test_dump_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]) -> No
     assert load(tmp_path, config.dump()) == config
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["steps=7"],
+        ["optimizer.learning_rate=1e-5", "student.model=a", "data.eval={b: c.jsonl}"],
+    ],
+)
+def test_the_repr_names_what_differs_from_the_defaults(overrides: list[str]) -> None:
+    config, texts = Config.load("builtin:quickstart", overrides), list[str]()
+    for key in config_keys.keys(Config):
+        value: object = config
+        for part in key.path.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+        if key.required or value != key.default:
+            texts.append(f"{key.path.rpartition('.')[2]}={value!r}")
+    assert all(text in repr(config) for text in texts) and len(texts) < 40
+    assert len(repr(config)) < 1200
+    assert "reward=" not in repr(config) and repr(config.sampling) == "SamplingConfig()"
+
+
 def test_dump_holds_every_key() -> None:
     mapping = yaml_text._parse(Config.load().dump())
     for key in config_keys.keys(Config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from jaxrl.data.chat_template import dated, render
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Source
+from jaxrl.data.source import Source, source_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.data.template_limits import program
 from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
@@ -182,6 +183,29 @@ def test_every_turn_is_learned_with_the_end_that_it_has_in_the_whole_chat(
     joined = spelt(tokenizer, prompt.tokens) + "".join(text for _, text in parts)
     assert joined == tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
     assert [t.text for t in prompt.turns if t.role == "environment"] == ["2+2?", "2+2?"]
+
+
+SAID = {"role": "assistant", "content": "4"}
+SPELLINGS = (
+    [{"prompt": [ASK], "completion": [SAID]}, {"prompt": [ASK]}],
+    [{"prompt": [ASK], "completion": "4"}, {"prompt": ASK}],
+    [{"messages": [ASK, SAID]}, {"messages": [ASK]}],
+    [{"messages": [ASK], "completion": [SAID]}, {"messages": json.dumps([ASK])}],
+    [{"prompt": ASK["content"], "completion": [SAID]}, {"prompt": ASK["content"]}],
+)
+"""Of a chat and of one without a completion: TRL's, ours, and text, which is another form."""
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKS, OPENS], ids=["chatml", "thinks", "opens"])
+def test_every_spelling_of_a_row_makes_the_same_batch(template: str) -> None:
+    """Without further keys; only whether the prompts are messages is the form of the data."""
+    encoder = PromptEncoder(tokenizer_of(template), 500, 500)
+    streams = [PromptStream(source_of(rows), encoder, 4, 3) for rows in SPELLINGS]
+    first, *others = (stream.batch(0) for stream in streams)
+    *chats, text = others
+    assert {len(prompt.completion or ()) > 1 for prompt in first} == {False, True}
+    assert all(prompt.conversational for prompt in first) and all(batch == first for batch in chats)
+    assert [replace(prompt, conversational=True) for prompt in text] == first
 
 
 def noted(

@@ -675,7 +675,11 @@ def test_a_dataset_s_own_order_and_rows_are_used() -> None:
         (pandas.Series(["a"]), "Series: row 0: a JSON object is needed, this is text"),
         ("train.jsonl", "is needed, this is text"),
         (3, "is needed, this is a number"),
-        (iter([]), "is needed, this is a list_iterator"),
+        (iter([]), "list_iterator: no rows"),
+        (
+            {"prompt": ["a"], "answer": ["b"]},
+            "make rows of its columns, as datasets.Dataset.from_d",
+        ),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list([])}), "take one of `train`"),
         (datasets.Dataset.from_list([{"q": "x"}]), "Dataset: neither `prompt` nor `messages`"),
         ([{"prompt": "a"}, {"promt": "b"}], "list: row 1: neither `prompt` nor `messages`"),

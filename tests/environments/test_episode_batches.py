@@ -95,6 +95,7 @@ def test_the_prompt_is_the_environments() -> None:
         (begun,), _ = episodes.begin(prompts("x"), n=1, step=0)
         assert begun.text == "begin x" and "user\nbegin x<|im_end|>" in spelt(begun.tokens)
         assert begun.columns["messages"] == ({"role": "user", "content": "begin x"},)
+        assert not begun.conversational  # `reset` returned a text
         long = prompts("y" * 60)
         with pytest.raises(UserError, match=r"prompt 10. has .* tokens, max_prompt_tokens=60"):
             episodes.begin(long, n=1, step=0)

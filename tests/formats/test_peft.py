@@ -104,6 +104,19 @@ def test_peft_loads_what_is_written(folders, fused, mixture, tmp_path, family):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
 
 
+def test_a_base_that_peft_cannot_load_is_said_with_what_to_do(folders, tmp_path, capfd):
+    """Of a folder, as peft's own, nothing is said."""
+    export(folders[1], tmp_path / "loads", adapters=True)
+    assert "base model" not in capfd.readouterr().err
+    source = resolve_model("builtin:student").with_lora(Lora(2, 4.0, ("q_proj",), "default"))
+    pairs = peft.pairs_of(source.config, source.load_adapters(None, np.float32, 0))
+    peft.write(tmp_path / "own", source.config, source.base_name, pairs)
+    export(tmp_path / "own", tmp_path / "out", adapters=True)
+    told = capfd.readouterr().err
+    assert "its base model builtin:student is none that PEFT can load" in told
+    assert "jaxrl export builtin:student BASE" in told and "base_model_name_or_path" in told
+
+
 def test_devices_read_the_same_adapters(folders):
     source = resolve_model(folders[1])
     trained = source.with_lora(source.adapter.lora)

@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import cli
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
@@ -33,7 +34,7 @@ from jaxrl.telemetry.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = [
     *sorted(DOCS.glob("add-*.md")),
     DOCS / "environments-of-packages.md",
@@ -108,24 +109,36 @@ def script(name: str) -> ModuleType:
 
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
-    assert drawn == script("draw_rooms").picture(), "python scripts/draw_rooms.py"
+    assert drawn == script("draw_rooms").picture(), "python -m jaxrl.scripts.draw_rooms"
 
 
 def test_the_scripts_that_pages_name_write_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, hints, teachers = (
-        script(name) for name in ("make_calls", "make_hints", "make_two_teachers")
+    calls, hints, teachers, students = (
+        script(f"make_{name}") for name in ("calls", "hints", "two_teachers", "byte_students")
     )
     for module in (calls, hints):
         monkeypatch.setattr(module, "COUNT", 3)
     monkeypatch.setattr(hints, "KNOWN", 2)
     monkeypatch.setattr(teachers, "ROWS", {"train": 3, "eval": 2})
-    monkeypatch.setattr(teachers, "train", lambda config: SimpleNamespace(final_eval=1.0))
-    calls.main(tmp_path / "calls.jsonl")
-    hints.main(tmp_path / "hints.jsonl", hints.solutions())
-    hints.main(tmp_path / "feedback.jsonl", hints.feedback())
-    teachers.make(tmp_path)
+    trained: list[Config] = []
+
+    def train(config: Config) -> SimpleNamespace:
+        trained.append(config)
+        return SimpleNamespace(final_eval=1.0)
+
+    for module in (teachers, students):
+        monkeypatch.setattr(module, "train", train)
+    calls.main([str(tmp_path / "calls.jsonl")])
+    hints.main([str(tmp_path / "hints.jsonl")])
+    hints.main([str(tmp_path / "feedback.jsonl"), "feedback"])
+    teachers.main([str(tmp_path)])
+    students.main([str(tmp_path)])
+    names = ["plus", "minus", "bytes", "pairs"]
+    assert [Path(config.run_dir or "").name for config in trained] == names
+    sizes = [resolve_model(config.student.model).config.vocab_size for config in trained[2:]]
+    assert sizes == [3 + 256, 3 + 256 + 100]
     lines = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")}
     assert lines == {
         **{"calls": 9, "hints": 3, "feedback": 5},
@@ -164,6 +177,15 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         for table, old in zip(TABLES, before, strict=True):
             table.clear()
             table.update(old)
+
+
+def test_the_rows_of_the_page_on_data_are_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(ROOT / "docs" / "data.md")
+    exec(compile(block, "data.md", "exec"), {"__name__": "example"})
+    assert (tmp_path / "runs" / "run" / "final" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -317,7 +339,7 @@ def test_papers_name_what_is_there() -> None:
 
 
 COMMAND_LINE = re.compile(
-    r"^    ((?:jaxrl|python -m jaxrl|python (?:scripts|benchmarks)/|pip install).*)$"
+    r"^    ((?:jaxrl|python -m jaxrl|python benchmarks/|pip install).*)$"
 )
 COMMAND_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 
@@ -342,7 +364,7 @@ def commands(page: Path) -> list[list[str]]:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns a folder like the one in which a reader types commands: the checkout with the
     README's `run.yaml`, but nothing that a run wrote."""
-    for name in ("configs", "scripts", "benchmarks"):
+    for name in ("configs", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(# run.yaml\n.*?)^```$", readme, re.DOTALL | re.MULTILINE)
@@ -382,6 +404,9 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config |
     if name == "train":
         argv = [word for word in argv if word != "..."]
         return cli.parse_run(argv, module="jaxrl.train", description="").config
+    if name.startswith("scripts."):
+        script(words[2].rpartition(".")[2])
+        return None
     module = {"telemetry.plot": "jaxrl.telemetry.plot"}.get(name) or COMMANDS[name][0]
     real = cli.Parser.parse
 
@@ -412,8 +437,8 @@ def test_the_commands_of_a_page_are_understood(
     for words in commands(page):
         config = check_command(words, monkeypatch)
         text = " ".join(words)
-        written |= set(re.findall(r"runs/\w+", text)) if "scripts/" in text else set()
-        if script := re.search(r"scripts/(\w+)\.py", text):
+        if script := re.search(r"jaxrl\.scripts\.(\w+)", text):
+            written |= set(re.findall(r"runs/\w+", text))
             source = (ROOT / "scripts" / f"{script[1]}.py").read_text(encoding="utf-8")
             written |= set(re.findall(r"runs/\w+", source))
         if config is None:
@@ -426,7 +451,7 @@ def test_the_commands_of_a_page_are_understood(
             assert re.search(r"\byour (own )?data\b", page_text), (
                 f"{text}: say whose data these are"
             )
-        if "configs/" in text:
+        if "builtin:" in text:
             read = set(re.findall(r"runs/\w+", config.dump())) - {f"runs/{config.name}"}
             assert read <= written, f"{text}: first write {read - written}"
         written.add(f"runs/{config.name}")
@@ -439,7 +464,7 @@ def test_the_commands_of_a_config_are_understood(
     """Those in the comments at its top, one of which runs the config itself."""
     lines = re.findall(r"^# +(python .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     words = [shlex.split(line) for line in lines]
-    assert any(f"configs/{path.name}" in line for line in words)
+    assert any(f"builtin:{path.stem}" in line for line in words)
     for line in words:
         check_command(line, monkeypatch)
 

@@ -63,9 +63,9 @@ from jaxrl import Config
 from jaxrl.__main__ import COMMANDS
 from jaxrl.config import cli
 
+modules = [module for module, _ in COMMANDS.values()] + sys.argv[1:]
 for module, *argv in [
-    *([module, "--help"] for module, _ in COMMANDS.values()),
-    *([module, "--no-such-option"] for module, _ in COMMANDS.values()),
+    *([module, option] for module in modules for option in ("--help", "--version", "--no-such")),
     ["jaxrl.train", "no.such=1"],
     ["jaxrl.train", "steps=-1"],
     ["jaxrl.train", "batch_size=8", "--mesh", "actor=1", "mesh=actor=2"],
@@ -290,12 +290,13 @@ def test_the_reader_finds_the_module_behind_a_name() -> None:
 
 
 def test_help_and_refusals_load_no_slow_package() -> None:
-    command = [sys.executable, "-c", ANSWERS]
+    scripts = [f"jaxrl.scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py")]
+    command = [sys.executable, "-c", ANSWERS, *scripts]
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) > 15
+    assert len(answers) > 3 * (9 + 8)
     for module, argv, code, loaded in answers:
-        assert code == (0 if argv == ["--help"] else 2), (module, argv)
+        assert code == (0 if argv in (["--help"], ["--version"]) else 2), (module, argv)
         assert set(SLOW).isdisjoint(loaded), (module, argv)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
@@ -29,13 +30,15 @@ from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.actor import Actor, Weights
+from jaxrl.roles.load_weights import DamagedWeights
 from jaxrl.roles.rollout import Sampler
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
-from jaxrl.sharding.reshard import reshard, to_host
+from jaxrl.sharding.reshard import checksums, reshard, to_host
 from jaxrl.sharding.shards import Piece, Shards
 from jaxrl.sharding.split_rows import join_parts
 from jaxrl.teacher.local_teacher import Scorer
@@ -307,6 +310,55 @@ def test_weights_that_do_not_fit_are_refused_and_old_ones_freed_first():
     told = samples.load(Weights(1, sent, 4))
     assert told["weights/sync_bytes"] == 4
     close(on_host(samples.params), expected, 0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_byte_that_changes_on_the_way_is_found(times):
+    """Between processes: the actor's weights packed there and unpacked here, on other devices. Once
+    is mended by a second transfer, twice ends the run."""
+    sender = role_mesh(jax.devices()[:2], Axes(1, 2))
+    receiver = role_mesh(jax.devices()[2:6], Axes(1, 1, 4))
+    params = tiny_model(STUDENT, sender, "unstacked")[1]
+    named = leaves_by_path(params)
+    sums = dict(zip(named, checksums(list(named.values())), strict=True))
+    parcel = serialization.pack(Weights(1, params, 4, sums))
+    fetched = []
+
+    def fetch(bucket):
+        fetched.append(bucket)
+        values = [np.array(x) for x in bucket]
+        if len(fetched) <= damaged:
+            values[3].reshape(-1).view(np.uint8)[5] ^= 16
+        return values
+
+    damaged = 0
+    samples = sampler(receiver, "hidden")
+    samples.load(serialization.unpack([parcel], fetch))
+    once = len(fetched)
+    close(on_host(samples.params), on_host(params), 0)
+    again = serialization.unpack([serialization.pack(Weights(2, params, 4, sums))], fetch)
+    fetched.clear()
+    damaged = once * times
+    if times == 1:
+        assert samples.load(again)["weights/damaged_arrays"] == 1
+        close(on_host(samples.params), on_host(params), 0)
+    else:
+        with pytest.raises(DamagedWeights, match=r"version 2 .* damaged, twice: 1 of \d+ arrays"):
+            samples.load(again)
+
+
+def test_checksums_are_those_of_the_values_in_any_sharding():
+    params = tiny_model(STUDENT, role_mesh(jax.devices()[:2], Axes(1, 2)), "unstacked")[1]
+    expected = checksums(jax.tree.leaves(params))
+    mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
+    moved = reshard(params, param_shardings(tiny_config(STUDENT), mesh, "unstacked"))
+    assert checksums(jax.tree.leaves(moved)) == expected
+    values = np.asarray(leaves_by_path(params)["embed/embedding"])
+    swapped, smaller = values.copy(), values.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    smaller.view(np.uint32)[7, 7] ^= 1
+    sums = checksums([jnp.asarray(x) for x in (values, swapped, smaller, values.astype("float16"))])
+    assert len(set(sums)) == 4
 
 
 def test_two_processes_are_one_program(tmp_path):

@@ -38,6 +38,7 @@ from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_s
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.shared_prompts import by_products
 from jaxrl.sampling.decode import cache_specs
 from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences
@@ -508,6 +509,55 @@ def test_a_decode_step_in_a_kernel_is_the_step_of_products(
     q, k, v = (x.astype(np.float32) for x in (q, k, v))
     expected = attention.attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen[:, None])
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, limit, limit)
+
+
+def test_parts_of_the_keys_are_put_together_in_float32() -> None:
+    """Each head's result is the right one times a factor that the sum of its weights makes."""
+    q, k, v = arrays((8, 2, 3, 64), *[(8, 2, 1024, 64)] * 2)
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v + 1))  # far from 0: the factor is seen
+    lengths = jnp.arange(8, dtype=jnp.int32) * 128 + 100
+    read, total = jax.jit(partial(split_k.attend, interpret=True))(q, k, v, lengths)
+    mask = (jnp.arange(1024)[None] < lengths[:, None])[:, None]
+    expected, of = by_products(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    factors = (read * expected).sum(-1) / (expected * expected).sum(-1)
+    assert jnp.std(factors - 1) < 3e-4  # of a sum in bfloat16: 1e-3
+    np.testing.assert_allclose(total, of, atol=1e-3)
+
+
+@pytest.mark.parametrize(("queries", "head_dim"), [(64, 256), (8, 512), (64, 512)])
+def test_wide_heads_are_read_in_smaller_tiles(queries: int, head_dim: int) -> None:
+    rows, keys = split_k.tile_of(queries, head_dim)
+    assert keys < split_k.KEYS
+    q, k, v = arrays((2, 1, queries, head_dim), *[(2, 1, 128, head_dim)] * 2)
+    lengths = jnp.array([128, 40], jnp.int32)
+    read, total = jax.jit(partial(split_k.attend, interpret=True))(q, k, v, lengths)
+    mask = (jnp.arange(128)[None] < lengths[:, None])[:, None]
+    expected, of = by_products(q, k, v, mask)
+    np.testing.assert_allclose(read, expected, 2e-5, 2e-5)
+    np.testing.assert_allclose(total, of, 2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512, 1024, 2048])
+def test_a_tile_fits_the_shared_memory_of_the_smallest_gpus_or_there_is_no_kernel(
+    head_dim: int,
+) -> None:
+    smallest = Target("gpu", (8, 9))
+    reason = why_no_step_kernel(smallest, head_dim, "bfloat16")
+    for queries in (1, 16, 40, 64, 1000):
+        tile = split_k.tile_of(queries, head_dim)
+        assert (tile is None) == (reason is not None) == (head_dim > 1024)
+        if tile is not None:
+            rows, keys = tile
+            assert 2 * (2 * keys * head_dim + rows * (head_dim + keys)) <= 99 * 1024
+            assert rows >= min(queries, 16) and split_k.KEYS % keys == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows", "parts"),
+    [(1024, 1, 16), (1024, 33, 16), (1024, 100, 4), (1024, 1000, 1), (320, 8, 5), (64, 1, 1)],
+)
+def test_keys_are_divided_until_the_gpu_is_full(positions: int, rows: int, parts: int) -> None:
+    assert split_k.parts_of(positions, rows) == parts
 
 
 @pytest.mark.parametrize(

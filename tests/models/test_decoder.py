@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +19,10 @@ from rounding import tolerance
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.formats import weights
-from jaxrl.models import cached, decoder, parameters
+from jaxrl.models import cached, decoder, parameters, stack
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.types import Sequences
 
 
@@ -291,3 +294,66 @@ def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     eight = (np.concatenate([x, x, np.zeros_like(x[:2])]) for x in three)
     got = loss_and_grad(config, sharded, *eight, mesh=mesh, remat="full")
     assert_trees_close(config, three[1], got, expected)
+
+
+def sums_over(jaxpr: Any) -> list[tuple[str, int]]:
+    """Lists dtype and number of terms of every sum in a program and those inside it."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reduce_sum":
+            array = equation.invars[0].aval
+            terms = math.prod(array.shape[axis] for axis in equation.params["axes"])
+            found.append((str(array.dtype), terms))
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            found += sums_over(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: str) -> None:
+    """CPUs sum bfloat16 in float32 whatever the program says, GPUs do as it says: so the program is
+    read."""
+    config, params = tiny_model(name)
+    shape = 2, 512
+    tokens, mask = np.ones(shape, np.int32), np.ones(shape, bool)
+
+    def loss(params: Any) -> jax.Array:
+        hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
+        return decoder.logits(config, params, hidden).astype(jnp.float32).sum()
+
+    sums = sums_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    assert any(terms >= mask.size for dtype, terms in sums if dtype == "float32")
+    assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= mask.size] == []
+
+
+@pytest.mark.parametrize("axes", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
+def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
+    axes: tuple[int, ...],
+) -> None:
+    """Each device gets the sum of its own columns, whatever axes divide the tokens; several of a
+    micro-batch are the same token, and one is of each end of the vocabulary."""
+    config, params = tiny_model("llama")
+    mesh, split = make_mesh(*axes), ("context",) if len(axes) == 4 else ()
+    tokens = np.resize([0, 3, config.vocab_size - 1, 3], (8, 4)).astype(np.int32)
+    weights = np.random.default_rng(0).standard_normal((8, 4, config.d_model)).astype(np.float32)
+
+    def gradient(table: Any, mesh: Any = None) -> Any:
+        def loss(table: Any) -> jax.Array:
+            x, _ = stack.embed(config, params | {"embed": table}, tokens, mesh, None, *split)
+            return (x * weights).sum()
+
+        return jax.grad(loss)(table)
+
+    table = params["embed"]
+    shardings = param_shardings(config, mesh)["embed"]
+    on_mesh = jax.jit(partial(gradient, mesh=mesh), in_shardings=(shardings,))
+    compiled = on_mesh.lower(table).compile()
+    sums = re.findall(r"f32\[(\d+),(\d+)\]\S* all-reduce\(", compiled.as_text())
+    of_a_device = (
+        config.vocab_size // axes[2] * config.d_model // (axes[1] * (axes[3:4] or (1,))[0])
+    )
+    assert all(int(rows) * int(width) <= of_a_device for rows, width in sums), sums
+    found = compiled(jax.device_put(table, shardings))["embedding"]
+    expected = gradient(table)["embedding"]
+    np.testing.assert_allclose(found, expected, 1e-6, 1e-6)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.aot.machine import compilers, machine, prepare
-from jaxrl.models import cached, decoder, parameters
+from jaxrl.models import cached, decoder, parameters, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import compiling_for, target_of
@@ -206,6 +206,22 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
     )
     held = 2 * model.n_layers * slots * 2 * positions * 128 * 2
     assert memory.alias_size_in_bytes == held and memory.temp_size_in_bytes < held / 8
+
+
+@pytest.mark.parametrize(("queries", "head_dim"), [(64, 128), (64, 256), (8, 512), (64, 512)])
+def test_an_l4_has_the_shared_memory_of_a_decode_step(queries: int, head_dim: int) -> None:
+    """The least of the GPUs that have the kernel; 64 queries are those of a prompt that slots
+    share."""
+    mesh = described("l4x1", (1, 1, 1))
+    whole = NamedSharding(mesh, PartitionSpec())
+    query, cache = (
+        jax.ShapeDtypeStruct((4, 1, n, head_dim), jnp.bfloat16, sharding=whole)
+        for n in (queries, 512)
+    )
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=whole)
+    with compiling_for(target_of(mesh.devices.flat)):
+        lowered = jax.jit(split_k.attend).lower(query, cache, cache, lengths)
+    assert "triton" in lowered.compile(OPTIONS["gpu"]).as_text()
 
 
 def test_a_t4_computes_attention_in_matrix_products() -> None:

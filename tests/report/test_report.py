@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import made_run
+import numpy as np
 import pytest
 from made_run import (
     GENERATE,
@@ -29,14 +32,17 @@ from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
 from jaxrl.report import timeline_lanes
 from jaxrl.report.curves import charts, evenly, thin
-from jaxrl.report.html_page import bytes_text, environment, page
+from jaxrl.report.html_page import _asset, bytes_text, environment, page
 from jaxrl.report.read import read_run
 from jaxrl.report.summary import (
     SAMPLES,
+    about,
     changed_keys,
     differing_keys,
     facts,
+    headline,
     memory_pools,
+    sample_columns,
     samples,
 )
 from jaxrl.report.timeline_lanes import PoolUse, understand, waited
@@ -113,7 +119,7 @@ def test_calls_beside_the_queue_keep_no_pool_busy() -> None:
     (pool,) = use.pools
     assert pool.busy == 20_000 and [gap.length for gap in pool.gaps] == [80_000]
     labels = [lane["label"] for lane in timeline_lanes.lanes(use)["pools"][0]["lanes"]]
-    assert labels == ["actor", "actor, in parallel"]
+    assert labels == ["calls", "in background"]
 
 
 def test_what_is_moved_for_a_call_is_drawn_with_its_pool() -> None:
@@ -121,7 +127,7 @@ def test_what_is_moved_for_a_call_is_drawn_with_its_pool() -> None:
     use = understand([event("rollout.load", 0, 10), moved, event("checkpoints.write 6", 5, 10)])
     assert use.others == ("checkpoints",)
     labels = [lane["label"] for lane in timeline_lanes.lanes(use)["pools"][0]["lanes"]]
-    assert labels == ["rollout", "offload rollout"]
+    assert labels == ["calls", "host transfers"]
 
 
 def test_roles_and_processes_of_a_pool_are_one_pool() -> None:
@@ -135,6 +141,11 @@ def test_roles_and_processes_of_a_pool_are_one_pool() -> None:
     assert (pool.name, pool.roles) == ("actor+rollout", ("actor", "rollout"))
     assert pool.workers == ("worker actor+rollout", "worker actor+rollout.1")
     assert (pool.busy, pool.gaps) == (10_000, ())
+    labels = [
+        lane["label"]
+        for lane in timeline_lanes.lanes(understand([*states, *calls]))["pools"][0]["lanes"]
+    ]
+    assert labels == ["phases", "phases, process 1", "actor: calls", "rollout: calls"]
 
 
 def test_many_spans_become_few_and_end_where_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +186,10 @@ def test_charts_are_grouped_and_what_does_not_change_is_none(run: Path) -> None:
         "distill/divergence", "distill/top1_agreement", "eval/accuracy", "actor/grad_norm",
         "tokens/per_second",
     ]  # fmt: skip
-    assert [c["name"] for c in groups["actor"]["constants"]] == ["actor/learning_rate"]
+    assert [c["name"] for c in groups["actor"]["constants"]] == [
+        "actor/learning_rate",
+        "actor/tokens",
+    ]
     assert groups["actor"]["constants"][0]["values"] == [1e-3]
     (norm,) = next(c for c in groups["main"]["charts"] if c["name"] == "actor/grad_norm")["series"]
     assert norm["lost"] == [made_run.LOST] and len(norm["x"]) == STEPS - 1
@@ -193,6 +207,19 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     assert pools["rollout"]["measured"] is None, "the plan's own figure is no measurement"
 
 
+def test_a_peak_above_the_plan_is_red(run: Path) -> None:
+    files = read_run(run)
+    (actor, *_) = memory_pools(files)
+    for factor, kind in ((1.0, ""), (1.02, "alarm")):
+        row = {
+            "step": 1,
+            "memory/actor/peak_bytes": factor * actor["peak"],
+            "memory/actor/planned": 0,
+        }
+        text = page([replace(files, rows=(row,))])
+        assert re.search(rf'class="{kind}">[^<]*, {factor:.0%} of the plan', text)
+
+
 def test_the_summary(run: Path) -> None:
     files = read_run(run)
     told = facts(files, understand(files.events))
@@ -204,6 +231,29 @@ def test_the_summary(run: Path) -> None:
     assert told["distill/divergence"].startswith("0.4567 → 0.02567")  # (1 + ... + 1/5) / 5
     assert told["speed"].startswith("1,021 tokens/s, 0.315 s a step")
     assert changed_keys(files)["steps"] == (STEPS, 200)
+    accuracy, tokens, took = headline(files, understand(files.events))
+    assert (accuracy.value, tokens.value, took.value) == ("10.0% → 90.0%", "4,100", "14.9 s")
+    assert accuracy.note == "the teacher has 99.0%; 95% interval 7.0% to 15.0% and 87.0% to 95.0%"
+    assert took.note == told["state"] and not took.alarm
+    assert about(files) == [
+        "2026-01-02 03:04",
+        "host",
+        "jaxrl 1.2",
+        "resumed 1 time",
+        "jaxrl train",
+    ]
+    assert sample_columns(files) == [
+        "step", "prompt", "completion", "answer", "score", "reward", "agreement", "tokens",
+    ]  # fmt: skip
+
+
+def test_columns_that_no_sample_fills_are_left_out(run: Path) -> None:
+    files = read_run(run)
+    samples = tuple({"step": 1, "prompt": "p", "completion": "c", "tokens": 1} for _ in range(2))
+    assert sample_columns(replace(files, samples=samples, rows=())) == [
+        "step", "prompt", "completion", "tokens",
+    ]  # fmt: skip
+    assert 'data-column="reward"' not in page([replace(files, samples=samples)])
 
 
 def test_a_run_that_was_cut_or_goes_on_says_so(run: Path, tmp_path: Path) -> None:
@@ -215,6 +265,8 @@ def test_a_run_that_was_cut_or_goes_on_says_so(run: Path, tmp_path: Path) -> Non
     files = read_run(copy)
     assert files.steps == 5 and files.notes == ()
     assert facts(files, understand(files.events))["state"] == f"cut at step 5 of {STEPS}"
+    assert headline(files, understand(files.events))[-1].alarm
+    assert f'<small class="alarm">cut at step 5 of {STEPS}</small>' in page([files])
     with open(copy / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert facts(read_run(copy), understand([]))["state"].startswith("going on: step 5 of 41")
@@ -262,6 +314,39 @@ def test_a_sample_has_its_own_agreement_or_that_of_its_step(run: Path) -> None:
     own, other = samples(read_run(run))[2:4]
     assert (own["step"], own["agreement"], own["of_step"]) == (2, 0.75, False)
     assert (other["step"], other["agreement"], other["of_step"]) == (2, 0.52, True)
+
+
+DICHROMATS = {
+    "none": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""Machado, Oliveira and Fernandes 2009: linear RGB as a reader sees it."""
+
+
+@pytest.mark.parametrize("reader", DICHROMATS)
+def test_colour_blind_readers_tell_calls_and_runs_apart(reader: str) -> None:
+    """Each pair of colours differs by 15 in CIE L*a*b* at least, in both schemes."""
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+
+    def lab(colour: str) -> np.ndarray:
+        values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+        seen = np.clip(np.asarray(DICHROMATS[reader]) @ linear, 0, 1)
+        x, y, z = np.cbrt(to_xyz @ seen / [0.9505, 1, 1.0888])
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    light, dark = _asset("page.css").split("@media (prefers-color-scheme: dark)")
+    schemes = [dict(re.findall(r"--((?:call|run)\d): (#\w{6});", part)) for part in (light, dark)]
+    for scheme in (schemes[0], schemes[0] | schemes[1]):
+        assert len(scheme) == 6 + 8
+        for kind in ("call", "run"):
+            colours = [lab(scheme[name]) for name in scheme if name.startswith(kind)]
+            pairs = itertools.combinations(colours, 2)
+            assert min(np.linalg.norm(a - b) for a, b in pairs) >= 15, kind
 
 
 def test_a_profile_is_a_table_of_its_stages() -> None:
@@ -319,6 +404,12 @@ def test_two_runs_share_a_page(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", "optimizer.learning_rate=0.1")
     runs = [read_run(run), read_run(other)]
     assert differing_keys(runs) == {"optimizer.learning_rate": [0.003, 0.1]}
+    moved = ({"step": 0, "mesh": "actor=8"}, {"step": 9, "mesh": "actor=4"})
+    resumed = replace(runs[1], sessions=moved)
+    assert differing_keys([runs[0], resumed])["mesh"] == [
+        "actor=2,rollout=2,teacher=4",
+        "actor=8 to step 9, then actor=4",
+    ]
     out = tmp_path / "both.html"
     assert cli.run(report.main, [str(run), str(other), "-o", str(out)]) == 0
     text = out.read_text()

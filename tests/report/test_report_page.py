@@ -14,6 +14,7 @@ from runs import unlisted_files
 
 from jaxrl.config import cli
 from jaxrl.report import __main__ as report
+from jaxrl.telemetry.metrics import METRICS_FILE
 
 pytestmark = pytest.mark.skipif(browsers.MISSING is not None, reason=browsers.MISSING or "")
 
@@ -161,8 +162,7 @@ def test_gaps_are_counted_and_shown(page: Browser) -> None:
 def test_a_click_on_a_gap_shows_it_in_the_timeline(page: Browser) -> None:
     labels = page.texts(".labels div")
     assert labels == [
-        "actor", "worker actor", "actor", "rollout", "worker rollout", "rollout", "teacher",
-        "worker teacher", "teacher",
+        "actor", "phases", "calls", "rollout", "phases", "calls", "teacher", "phases", "calls",
     ]  # fmt: skip
     page.click("table.gaps tbody tr:nth-child(6) button")  # the rollout's longest
     height = 2 * AXIS + LANE * len(labels)
@@ -175,11 +175,11 @@ def test_a_click_on_a_gap_shows_it_in_the_timeline(page: Browser) -> None:
 def test_the_timeline_is_shown_by_step(page: Browser) -> None:
     page.type("[name=step-from]", "3\ue007")
     page.type("[name=step-to]", "3\ue007")
-    row = page.texts(".labels div").index("worker actor") + 1
+    row = page.texts(".labels div").index("calls")
     # From the end of one update to the end of the next: publish, load, generate, score, update.
     page.hover("canvas", 0.9, (AXIS + LANE * (row + 0.5)) / (2 * AXIS + LANE * 9))
     told = page.text("#timeline-view .readout")
-    assert told.startswith("actor · update · 150 ms · at ") and told.endswith("step 3")
+    assert told.startswith("actor calls · update · 150 ms · at ") and told.endswith("step 3")
 
 
 def test_samples_are_filtered_sorted_and_harmless(page: Browser) -> None:
@@ -217,9 +217,34 @@ def test_the_plan_and_the_measured_peak_are_bars_of_one_scale(page: Browser) -> 
     assert text.count("nothing was measured") == 2
 
 
-def test_the_advice_of_the_run_is_told(page: Browser) -> None:
-    lines = page.texts("#summary li")
-    assert lines[0].startswith("actor: busy 0.16 s of 0.32 s a step; waited 0.10 s for rollout")
+def test_facts_and_advice_of_the_run_stand_apart(page: Browser) -> None:
+    facts, faster, waits = page.texts("#summary h3")
+    assert facts == "Facts" and faster.startswith("What would be faster")
+    assert waits == "Where the time of a step went"
+    first, last = (
+        page.texts(f"#summary ul:{place} li") for place in ("first-of-type", "last-of-type")
+    )
+    assert "would be" in first[0] and all("busy" not in line for line in first)
+    assert last[0].startswith("actor: busy 0.16 s of 0.32 s a step; waited 0.10 s for rollout")
+
+
+def test_the_headline_is_what_the_run_reached(page: Browser) -> None:
+    assert page.texts("header .figures b") == ["10.0% → 90.0%", "4,100", "14.9 s"]
+    sizes = page.run(
+        "return ['header .figures b', 'td'].map("
+        "(s) => parseFloat(getComputedStyle(document.querySelector(s)).fontSize))"
+    )
+    assert sizes[0] >= 2 * sizes[1]
+    assert page.text("header code") == "jaxrl train"
+    rule = "return getComputedStyle(document.querySelector('#summary h2')).borderTopWidth"
+    assert page.run(rule) == "0px"  # the navigation above has one
+    assert "saved for the backward pass" in page.texts(
+        ".bar i span"
+    )  # parts of the plan have names where they fit
+    titles = (
+        "return [...document.querySelectorAll('.group[open] svg.plot')].map((s) => s.textContent)"
+    )
+    assert all("step" in text for text in page.run(titles))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -237,6 +262,82 @@ def test_a_narrow_window_scrolls_only_down(page: Browser, scheme: str) -> None:
     finally:
         page.resize(1200, 900)
         page.emulate("light")
+
+
+CLIPPED = """
+const holds = (node) => [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+const seen = [...document.body.querySelectorAll("*")].filter((e) => e.checkVisibility())
+  .filter((e) => !(e instanceof SVGElement) || ["svg", "text"].includes(e.tagName));
+return seen.filter((e) => {
+  const box = e.getBoundingClientRect();
+  const style = getComputedStyle(e);
+  if (box.left < -0.5 || box.right > innerWidth + 0.5) return true;
+  const hides = holds(e) && style.overflowX !== "visible" && e.tagName !== "SELECT";
+  return hides && (e.scrollWidth > e.clientWidth + 1);
+}).map((e) => `${e.tagName} ${e.className} ${e.textContent.slice(0, 60)}`);
+"""
+"""What is beyond the sides of the screen, or has text that its own box cuts off."""
+
+
+def reports(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields pages of runs of several kinds: name, file."""
+    gkd = make_run(folder / "a-run-of-distillation-with-a-long-name", "data.eval=arithmetic:size=7")
+    gspo = "algorithm=gspo", "distill_weight=0.5", "group_size=4", "reward.functions=[exact]"
+    rewarded = make_run(folder / "gspo", *gspo)
+    failed = make_run(folder / "failed")
+    rows = (failed / METRICS_FILE).read_text().splitlines(keepends=True)
+    (failed / METRICS_FILE).write_text("".join(rows[:5]) + '{"step": 6, "dist')
+    for name in ("plan.json", "samples.jsonl", "timeline.json"):
+        (failed / name).unlink()
+    for run in (gkd, rewarded, failed):
+        assert cli.run(report.main, [str(run)]) == 0
+        yield run.name, run / report.REPORT_FILE
+    several = folder / "several.html"
+    assert cli.run(report.main, [*map(str, (gkd, rewarded, failed)), "-o", str(several)]) == 0
+    yield "several", several
+
+
+def test_on_a_phone_nothing_is_clipped(window: Browser, tmp_path: Path) -> None:
+    window.phone(390)
+    try:
+        for name, file in reports(tmp_path):
+            window.open(file)
+            window.run("for (const d of document.querySelectorAll('details')) d.open = true")
+            wide = "return [document.documentElement.scrollWidth, innerWidth]"
+            assert window.run(wide) == [390, 390], name
+            assert window.run(CLIPPED) == [], name
+            assert window.errors() == []
+    finally:
+        window.phone(None)
+
+
+def test_labels_of_levels_are_apart_and_a_short_run_is_seen(
+    window: Browser, tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / name) for name in ("long", "short")]
+    rows = (runs[1] / METRICS_FILE).read_text().splitlines(keepends=True)[:12]
+    rows[0] = rows[0].replace('"teacher/accuracy": 0.99', '"teacher/accuracy": 0.985')
+    (runs[1] / METRICS_FILE).write_text("".join(rows))
+    assert cli.run(report.main, [*map(str, runs), "-o", str(tmp_path / "both.html")]) == 0
+    window.open(tmp_path / "both.html")
+    boxes = window.run(
+        "return [...document.querySelectorAll(arguments[0])].map((t) => {"
+        "const b = t.getBoundingClientRect(); return [b.top, b.bottom]; })",
+        f"{chart('eval/accuracy')} .level text",
+    )
+    (_, upper), (lower, _) = sorted(boxes)
+    assert upper <= lower
+    ends = "return [...document.querySelectorAll(arguments[0])].map((c) => +c.getAttribute('cx'))"
+    circles = f"{chart('distill/divergence')} circle.end"
+    first, second = window.run(ends, circles)
+    assert second < first / 2  # step 11 of 41
+    window.click("[name=align]")
+    first, second = window.run(ends, circles)
+    assert first == pytest.approx(second, abs=1)
+    window.hover(f"{chart('distill/divergence')} svg", 0.98, 0.5)
+    told = window.text(f"{chart('distill/divergence')} .readout")
+    assert told == f"100% of the run · long {divergence(STEPS):.4g} · short {divergence(11):.4g}"
+    assert window.errors() == []
 
 
 def test_several_runs_are_lines_of_one_chart(

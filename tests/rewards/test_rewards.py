@@ -188,6 +188,23 @@ def test_what_the_data_lacks_is_told_before_anything_runs(functions: RewardFunct
         functions.check([prompt("five", parts=None)])
 
 
+def test_functions_that_get_messages_are_named_and_get_them() -> None:
+    """Those that ask for texts, and what comes with jaxrl, are not."""
+    names = ("number", "regex:5", *(f"{HERE}:{name}" for name in ("as_of_trl", "of_texts")))
+    batch = rollout(*[(0, "5", 1, {"messages": [{"role": "user", "content": "p"}]})] * 2)
+    chats = tuple(replace(prompt, conversational=True) for prompt in batch.prompts)
+    with closing(RewardFunctions(config(functions=names), 8, 60.0)) as functions:
+        (note,) = functions.check(chats)
+        assert f": {HERE}:as_of_trl: `prompts` and `completions` are lists of messages" in note
+        assert functions.check(batch.prompts) == []  # a text that a template makes a message
+        report = scored(functions, replace(batch, prompts=chats))
+    values = {name: list(row[:2]) for name, row in report.per_reward.items()}
+    assert values == {
+        **dict.fromkeys(("number", "regex", "of_texts"), [1, 1]),
+        "as_of_trl": [101, 101],
+    }
+
+
 @pytest.mark.parametrize(
     ("keys", "told"),
     [

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
     *("length", "arguments", "names", "as_numpy", "as_told", "trouble", "slow", "result"),
     *("waits", "blocks", "shares", "imported", "forks", "forks_awaited", "writes"),
-    "with_messages",
+    *("with_messages", "as_of_trl", "of_texts", "stripped"),
 )
 TIMEOUT = 1.0
 
@@ -140,6 +140,41 @@ def test_a_function_gets_the_columns_that_it_names(pool: RewardPool) -> None:
     assert judge(pool, "arguments", "c", "c", level=2).values == [1, 1]
     # answer, a, b and, as the signature does not name them, prompts.
     assert judge(pool, "names", "x", a=1, b=2).values == [4]
+
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"})
+TEXT = "were text, as the prompts in the data are"
+MESSAGES = "were lists of messages, as the prompts in the data are; `completion_texts` has"
+
+
+def conversational(*completions: str) -> list[Item]:
+    columns = {"messages": CHAT}
+    return [Item("p", text, "5", columns, conversational=True) for text in completions]
+
+
+def test_completions_have_the_form_of_their_prompts(pool: RewardPool) -> None:
+    """Messages where the data has messages, as in TRL, else text; by its own name always text. A
+    function that takes the one for the other says which it got."""
+
+    def judged(name: str, rows: list[Item]) -> Scores:
+        return pool.judge(NAMES.index(name), rows).result(30)
+
+    text, chat, both = (
+        items("a", "bb"),
+        conversational("a", "bb"),
+        [*items("a"), *conversational("bb")],
+    )
+    assert judged("as_of_trl", chat).values == [901, 902]
+    assert judged("stripped", text).values == judged("of_texts", text).values == [1, 2]
+    assert judged("of_texts", chat).values == judged("of_texts", both).values == [1, 2]
+    for name, rows, form in (("as_of_trl", text, TEXT), ("stripped", chat, MESSAGES)):
+        failures = judged(name, rows).failures
+        assert sorted(failures) == [0, 1] and all(form in one.text for one in failures.values())
+    mixed = judged("stripped", both)
+    assert mixed.values == [1, None] and MESSAGES in mixed.failures[1].text
+    # What comes with jaxrl reads text, and says nothing of forms.
+    with RewardPool([find("number")], workers=1, timeout=5, startup=60) as verifier:
+        assert verifier.judge(0, conversational("5", "4")).result(30).values == [1, 0]
 
 
 def test_the_processes_are_light(pool: RewardPool) -> None:

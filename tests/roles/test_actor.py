@@ -18,6 +18,7 @@ from jaxrl.algorithms.methods import method_of
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, logits
@@ -386,6 +387,8 @@ def test_published_weights_are_the_policy_cast_and_unstacked(tmp_path):
         one.publish(3, "float32")
     weights = one.publish(0, "bfloat16")
     assert weights.version == 0
+    moved = {path for path in leaves_by_path(weights.params) if "/k/" in path or "/up/" in path}
+    assert moved <= set(weights.checksums)  # whose rows are gathered
     kernel = one.state.params["layers"]["mlp"]["up"]["kernel"]
     for i, layer in enumerate(weights.params["layers"]):
         expected = np.asarray(kernel[i].astype(jnp.bfloat16))
@@ -541,3 +544,4 @@ def test_adapters_alone_have_moments_and_are_sent(tmp_path):
     assert sent.nbytes == 2 * count
     names = {str(path[-1].key) for path, _ in jax.tree_util.tree_leaves_with_path(sent.params)}
     assert names == {"lora_a", "lora_b"}
+    assert set(sent.checksums) == set(leaves_by_path(sent.params))

@@ -45,6 +45,7 @@ from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.local_cluster import DAEMONS, leave  # noqa: E402
 from jaxrl.runtime.ray.remote_calls import RayFuture, Sender  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
+from jaxrl.runtime.role_server import CallRequest  # noqa: E402
 from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
@@ -224,11 +225,22 @@ def reached_from_this_host_only_and_with_its_token():
         assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr, stranger.stderr
 
 
-def test_a_pool_of_two_processes_is_one_program_on_a_private_cluster(start, expected):
+def test_a_pool_of_two_processes_is_one_program_on_a_private_cluster(start, expected, monkeypatch):
+    """Each order is put into the object store once for both processes."""
+    put, orders = ray.put, []
+
+    def spied(value, **options):
+        if isinstance(value, CallRequest):
+            orders.append((value.role, value.number))
+        return put(value, **options)
+
+    monkeypatch.setattr(ray, "put", spied)
     worker_group = start(devices_per_worker=1)
     assert worker_group.handle("actor").call("facts", deadline=SHORT).result()[1:] == (1, 2)
     np.testing.assert_allclose(train(worker_group, 4), expected, rtol=1e-6)
     assert [s.name for s in worker_group.states()][:2] == ["actor.0", "actor.1"]
+    assert {role for role, _ in orders} == {"actor", "teacher"}  # the rollout is one process
+    assert len(orders) == len(set(orders)) >= 4 * 4
     reached_from_this_host_only_and_with_its_token()
 
 

@@ -1,7 +1,7 @@
 """Values on their way to another process: bits, shapes and types survive; no array is pickled."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxrl.runtime import serialization
 from jaxrl.runtime.serialization import pack, unpack
 from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.shards import Shards, box_of
+from jaxrl.types import Completion, Prompt, TokenIds, Turn
 
 
 def mesh(n, start=0):
@@ -128,6 +129,41 @@ def test_pieces_travel_in_buckets_and_only_the_needed_ones_are_fetched(monkeypat
     assert [len(bucket) for bucket in shelf.buckets[3:]] == [1, 1] and shelf.nbytes(large) == 208
 
 
+def test_copies_to_the_host_run_ahead_of_the_buckets(monkeypatch):
+    """While a bucket is stored, those of the next one have begun, and of no more than two."""
+    monkeypatch.setattr(serialization, "BUCKET_BYTES", 100)
+    begun, read, stored = [], [], []
+
+    class Piece:
+        nbytes = 40
+
+        def __init__(self, number):
+            self.number = number
+
+        def copy_to_host_async(self):
+            begun.append(self.number)
+
+        def __array__(self, dtype=None, copy=None):
+            assert self.number in begun
+            read.append(self.number)
+            return np.full(10, self.number, np.float32)
+
+    def store(bucket):
+        stored.append([int(values[0]) for values in bucket])
+        if len(read) < 10:
+            assert begun[: len(read) + 2] == [*range(min(len(read) + 2, 10))]
+        assert len(begun) <= len(read) + 6  # 200 bytes, and one more
+        return len(stored)
+
+    numbers = iter(range(10))
+    monkeypatch.setattr(
+        serialization, "held_pieces", lambda x: [(((0, 10),), Piece(next(numbers)))]
+    )
+    pack([jnp.zeros(10) for _ in range(10)], store)
+    assert begun == read == [*range(10)]
+    assert stored == [[i, i + 1] for i in range(0, 10, 2)]
+
+
 def ranks_of(monkeypatch, value, devices_of_rank, shelf):
     """What each process of a pool would pack: those boxes whose first copy it holds."""
     packed = []
@@ -135,7 +171,7 @@ def ranks_of(monkeypatch, value, devices_of_rank, shelf):
 
         def held(x, mine=frozenset(devices)):
             return [
-                (box_of(shard.index, x.shape), np.asarray(shard.data))
+                (box_of(shard.index, x.shape), shard.data)
                 for shard in x.addressable_shards
                 if shard.replica_id == 0 and shard.device.id in mine
             ]
@@ -180,3 +216,34 @@ def test_a_missing_piece_is_told(monkeypatch):
     halves = ranks_of(monkeypatch, x, [{0}, {1}], shelf)
     with pytest.raises(RuntimeError, match="do not cover"):
         np.asarray(unpack(halves[:1], shelf.fetch))
+
+
+def test_tokens_travel_as_arrays_and_are_what_they_were():
+    """Of prompts and completions, from tuples or sampled; they still equal tuples, hash and index
+    as these do, and the pickle holds none of them."""
+    rng = np.random.default_rng(0)
+    ids = [tuple(rng.integers(0, 1 << 31, n).tolist()) for n in (0, 1, 2, 5000)]
+    unknown = np.zeros(5000, np.float32)
+    prompt = Prompt(3, ids[3], "text", ids[1], teacher_tokens=ids[2], sampling_tokens=ids[0])
+    completions = [
+        Completion(kind(tokens), unknown, unknown, "stop", "words", (Turn("assistant", 5000, ""),))
+        for kind in (tuple, TokenIds)
+        for tokens in ids
+    ]
+    parcel = pack([prompt, completions])
+    assert len(parcel.pickled) < 6000  # of 15,000 tokens
+    got, rows = unpack([parcel])
+    names = ("tokens", "completion", "teacher_tokens", "sampling_tokens")
+    moved = [(getattr(prompt, name), getattr(got, name)) for name in names]
+    moved += [(a.tokens, b.tokens) for a, b in zip(completions, rows, strict=True)]
+    for before, after in moved:
+        assert type(after) is TokenIds and after.array.dtype == np.int32
+        plain = tuple(before)
+        assert after == before and before == after and after == plain and plain == after
+        assert after != (*plain, 1) and hash(after) == hash(plain) and list(after) == list(plain)
+        for part in (slice(None, -1), slice(1, 3), slice(None, None, 2)):
+            assert after[part] == plain[part]
+        np.testing.assert_array_equal(np.asarray(after), np.array(plain, np.int32))
+        assert not plain or (type(after[-1]) is int and after[-1] == plain[-1])
+    assert replace(got, text="other", tokens=ids[3]) == replace(prompt, text="other")
+    assert rows[-1].turns == completions[-1].turns and rows[0].sampled.shape == (5000,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,10 +11,13 @@ import pytest
 from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.models import parameters
+from jaxrl.models.param_sharding import param_shardings
 from jaxrl.sampling import decode
 from jaxrl.sampling.abstract_programs import abstract_programs
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.mesh import role_mesh
 
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4]]
 
@@ -60,3 +64,33 @@ def test_what_is_lowered_is_what_runs(
     sizes = [args[:2] for args, _ in calls["new_cache"]]
     assert programs["new cache"].arguments[2:4] in sizes
     assert np.dtype(programs["new cache"].arguments[4]) == np.float32
+
+
+def test_a_device_prefills_and_holds_the_prompts_of_its_own_slots() -> None:
+    """With the same slots in each data shard, the keys and values of a prefill and its temporaries
+    take the same bytes of a device whether there are 2, 4 or 8, and none of them is gathered."""
+    sampling, found = SamplingParams(max_new_tokens=16), {}
+    for data in (2, 4, 8):
+        mesh = role_mesh(jax.devices()[:data], Axes(data, 1, 1))
+        sizes = {"slots": 8 * data, "max_prompt_tokens": 64, "max_new_tokens": 16}
+        abstract = parameters.abstract_params(CONFIG, layout="unstacked")
+        params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            *(abstract, param_shardings(CONFIG, mesh, "unstacked")),
+        )
+        programs = abstract_programs(
+            Engine(CONFIG, mesh, **sizes), params, sampling, prompts=4 * data, samples=2
+        )
+        for program in programs:
+            if program.name not in ("prefill", "insert"):
+                continue
+            compiled = program.jitted.lower(*program.arguments, **program.static).compile()
+            memory = compiled.memory_analysis()
+            new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            found.setdefault(program.name, []).append((new, memory.temp_size_in_bytes))
+            assert not re.search(r"all-gather|all-reduce|all-to-all|permute", compiled.as_text())
+    row = 2 * CONFIG.n_layers * CONFIG.n_kv_heads * 64 * CONFIG.head_dim * 4
+    (results, temporaries), *others = found["prefill"]
+    assert 4 * row <= results < 4 * row + 1024
+    assert all(new == results and temp <= 1.01 * temporaries for new, temp in others)
+    assert all(temp <= 1.01 * found["insert"][0][1] for _, temp in found["insert"])

@@ -20,8 +20,13 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
     held = np.full((shards, rows.count), -1)
     seated: dict[int, PartialCompletion] = {}
 
+    def columns() -> np.ndarray:
+        of = np.full(shards * slots, -1, np.int32)
+        of[list(seated)] = [sample.prompt for sample in seated.values()]
+        return of
+
     def check() -> None:
-        seats = rows.table(seated, {prompt: 100 + prompt for prompt in range(prompts)})
+        seats = rows.table(columns(), np.arange(100, 100 + prompts, dtype=np.int32))
         of = seats.slots.reshape(shards, rows.count, rows.seats)
         assert sorted(of[of >= 0].tolist()) == sorted(slot % rows.slots for slot in seated)
         for slot, sample in seated.items():
@@ -39,7 +44,7 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
         for slot in range(shards * slots):
             if slot not in seated and queue:
                 seated[slot] = PartialCompletion(queue[0][0], *queue.pop(0), 1, 1)
-        new = rows.admit(seated)
+        new = rows.admit(columns())
         held = np.pad(held, ((0, 0), (0, rows.count - held.shape[1])), constant_values=-1)
         for row, prompt in new.items():
             held[divmod(row, rows.count)] = prompt
@@ -53,7 +58,8 @@ def test_each_sample_reads_the_row_of_its_prompt(shards: int, slots: int, n: int
         shard = slot // slots
         seated[2 * shard + sum(s // 2 == shard for s in seated)] = sample
     before = rows.count, rows.seats
-    kept = rows.shrink(seated, 2).reshape(shards, -1)
+    slots = 2
+    kept = rows.shrink(columns(), slots).reshape(shards, -1)
     assert (kept.shape[1], rows.count, rows.seats) == (
         min(before[0], 2),
         *(min(n, 2) for n in before),
@@ -67,11 +73,10 @@ def test_the_sizes_of_fewer_slots_do_not_depend_on_who_is_left() -> None:
     sizes = set()
     for left in ([(prompt, 0) for prompt in range(8)], [(p, s) for p in (3, 5) for s in range(4)]):
         rows = PromptRows(1, 32, 4, 8)
-        every = {4 * p + s: PartialCompletion(p, p, s, 1, 1) for p in range(8) for s in range(4)}
-        rows.admit(every)
-        seated = {slot: every[4 * p + s] for slot, (p, s) in enumerate(left)}
+        rows.admit(np.repeat(np.arange(8, dtype=np.int32), 4))
+        seated = np.array([prompt for prompt, _ in left], np.int32)
         rows.shrink(seated, 8)
-        sizes.add(tuple(x.shape for x in rows.table(seated, dict.fromkeys(range(8), 100))))
+        sizes.add(tuple(x.shape for x in rows.table(seated, np.full(8, 100, np.int32))))
     assert sizes == {((8, 4), (8,), (8,))}
 
 

@@ -120,6 +120,7 @@ def probe(needed: int, *, late: bool = False, **env: str) -> str:
 
 def test_a_host_without_an_accelerator_emulates_what_is_needed() -> None:
     assert probe(3) == "3 no accelerator: emulating 3 CPU devices"
+    assert probe(1) == "1 no accelerator: emulating 1 CPU device"
 
 
 @pytest.mark.parametrize(

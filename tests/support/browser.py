@@ -121,6 +121,17 @@ class Browser:
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._post("/goog/cdp/execute", command)
 
+    def phone(self, width: int | None) -> None:
+        """Shows pages as a phone of this many pixels does (a window is wider); None: no more."""
+        if width is None:
+            self._post(
+                "/goog/cdp/execute", {"cmd": "Emulation.clearDeviceMetricsOverride", "params": {}}
+            )
+            return
+        size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        self._post("/goog/cdp/execute", command)
+
     def screenshot(self, file: Path, whole: bool = False) -> None:
         """The window, or the whole page."""
         params = {"format": "png", "captureBeyondViewport": whole}

@@ -27,6 +27,19 @@ class Echo(Environment):
         return {"messages": " ".join(self.heard), "reward": 0.5 if text == "half" else None}
 
 
+class Doors(Environment):
+    """Says how many doors there are before each prompt, and ends."""
+
+    def __init__(self, doors=3):
+        self.doors = doors
+
+    def reset(self, row):
+        return f"{self.doors} doors: {row['prompt']}"
+
+    def step(self, text, messages):
+        return Answer(str(self.doors), reward=1.0, done=True)
+
+
 def trouble(text, messages):
     if text == "raise":
         raise KeyError("no such thing")

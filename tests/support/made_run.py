@@ -12,6 +12,7 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.plan import make_plan
 from jaxrl.plan.record import PLAN_DATA_FILE, plan_json
+from jaxrl.run.run_dir import SESSIONS_FILE
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
@@ -45,6 +46,11 @@ def make_run(path: Path, *overrides: str) -> Path:
     write_metrics(path / METRICS_FILE)
     write_samples(path / SAMPLES_FILE)
     write_timeline(path / TIMELINE_FILE)
+    about = {"at": "2026-01-02T03:04:05+00:00", "host": "host", "version": "1.2"}
+    sessions = [
+        {"step": step, "mesh": config.mesh, "command": "jaxrl train", **about} for step in (0, 20)
+    ]
+    (path / SESSIONS_FILE).write_text("".join(json.dumps(one) + "\n" for one in sessions))
     return path
 
 
@@ -65,6 +71,7 @@ def write_metrics(path: Path) -> None:
                 "distill/top1_agreement": 0.5 + step / 100,
                 "actor/grad_norm": float("nan") if step == LOST else 2.0 + step % 5,
                 "actor/learning_rate": 1e-3,
+                "actor/tokens": 100,
                 "memory/actor/peak_bytes": PEAK - STEPS + step,
                 "memory/actor/planned": 0,
                 "memory/rollout/peak_bytes": 1e6,

@@ -26,6 +26,23 @@ def with_messages(prompts, completions):
     return [(len(c), f"{c[:3]} has {len(c)}") if c else 0.0 for c in completions]
 
 
+def as_of_trl(prompts, completions, **kwargs):
+    """The length of the completion and 100 times that of the prompt's first message: a function in
+    TRL's form for conversational data."""
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [n + 100 * len(p[0]["content"]) for n, p in zip(lengths, prompts, strict=True)]
+
+
+async def of_texts(completion_texts):
+    return [float(len(text)) for text in completion_texts]
+
+
+def stripped(completions):
+    """The length without white space, of text alone."""
+    return [len(completion.strip()) for completion in completions]
+
+
 def arguments(prompts, completions, answer, level=None, absent="default"):
     """1 where everything is as `test_rewards_pool` sends it."""
     rows = zip(prompts, completions, answer, level, strict=True)

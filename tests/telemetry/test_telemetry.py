@@ -465,6 +465,55 @@ def test_a_sample_shows_the_reward_that_it_was_trained_with() -> None:
     assert _sample_text(rewarded).startswith("**train**: 2 tokens, stop, reward 0.25, answer 2")
 
 
+CODES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+"""What a terminal does not show."""
+
+
+def test_completions_of_the_data_are_marked_and_have_no_score() -> None:
+    given = dataclasses.replace(SAMPLE, split="data", score=None)
+    plain, live = io.StringIO(), Terminal()
+    for out in (plain, live):
+        with Console(LoggingConfig(), steps=10, out=out) as console:
+            console.step({"step": 3})
+            console.samples([given])
+    assert plain.getvalue().splitlines()[-1] == r"  data '1+1=\\n' -> '2 é' (stop)"
+    assert "from the data" in live.getvalue()
+    assert "judged" not in live.getvalue() and "score" not in live.getvalue()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 140])
+def test_a_narrow_screen_leaves_room_for_prompt_and_completion(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    prompt, completion = "p" * 18, "c" * 18
+    sample = dataclasses.replace(SAMPLE, prompt=prompt, completion=completion, reward=0.25)
+    out = Terminal()
+    with Console(LoggingConfig(), steps=10, out=out) as console:
+        console.step({"step": 3})
+        console.samples([sample])
+        console.message("kept")
+    text = out.getvalue()
+    order = [word for word in ("judged", "tokens", "answer", "ended by") if word in text]
+    assert len(order) == {40: 0, 60: 1, 80: 3, 140: 4}[columns]
+    assert order == ["judged", "tokens", "answer", "ended by"][: len(order)]
+    if columns >= 60:
+        assert prompt in text and completion in text
+    assert max(map(len, CODES.sub("", text).splitlines())) <= columns
+
+
+def test_what_is_said_after_the_end_stands_below_the_display() -> None:
+    out = Terminal()
+    with Console(LoggingConfig(), steps=3, out=out) as console:
+        console.step({"step": 3})
+        console.samples([SAMPLE])
+        console.close()
+        console.message("accuracy on held-out prompts: 7.0% before, 98.0% after")
+        console.message("model: runs/x/final")
+    *_, accuracy, model = CODES.sub("", out.getvalue()).rstrip().splitlines()
+    assert accuracy.startswith("accuracy on held-out") and model.startswith("model: runs/x")
+
+
 def test_every_skips_lines_but_not_evaluations_nor_the_ends() -> None:
     out = io.StringIO()
     console = Console(LoggingConfig(every=3), steps=7, out=out)
@@ -611,24 +660,32 @@ def test_plot_of_intervals_sets_and_pass_at_k() -> None:
     titles = [axes.get_title() for axes in figure.axes]
     names = ["eval/accuracy", "eval/gsm8k/accuracy", "eval/pass@4"]
     assert titles == [f"{name} (fraction)" for name in names]
+    low, high = figure.axes[0].get_ylim()
+    assert 0.35 < low < 0.4 and 0.7 < high < 0.75  # all of the interval, and little more
     (band,) = figure.axes[0].collections
     assert sorted({y for _, y in band.get_paths()[0].vertices}) == [0.4, 0.7]
 
 
-def test_plot_of_a_run_from_rewards_has_two_rows_of_panels() -> None:
+def test_plot_of_a_run_from_rewards_has_panels_two_by_two() -> None:
+    """As a page 830 pixels wide shows it, letters are at least 12 pixels high."""
     pytest.importorskip("matplotlib")
     names = ["reward/mean", "policy/entropy", "policy/clip_fraction", "eval/accuracy"]
     names.append("tokens/per_second")
     figure = plot.draw({"run": [{"step": step} | dict.fromkeys(names, -0.5) for step in (1, 2)]})
     assert [axes.get_title().split()[0] for axes in figure.axes] == names
     tops = [round(axes.get_subplotspec().get_position(figure).y1, 3) for axes in figure.axes]
-    assert len({*tops[:4]}) == 1 and tops[4] < tops[0]
+    assert tops[0] == tops[1] > tops[2] == tops[3] > tops[4]
+    points = [
+        text.get_fontsize()
+        for axes in figure.axes
+        for text in (axes.title, axes.xaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels())
+    ]
+    pixels_per_inch = 830 / figure.get_size_inches()[0]
+    assert min(points) * pixels_per_inch / 72 >= 12
 
 
 def test_the_axes_of_a_plot_fit_its_values() -> None:
-    """All but accuracies, which go from 0 to 100%; values over decades have a log scale; one step
-    far away from the others flattens nothing.
-    """
+    """Values over decades have a log scale; one step far away from the others flattens nothing."""
     pytest.importorskip("matplotlib")
     values = {
         "distill/divergence": [10.0 ** (-i / 10) for i in range(40)],
@@ -641,8 +698,7 @@ def test_the_axes_of_a_plot_fit_its_values() -> None:
     figure = plot.draw({"run": rows})
     panels = {axes.get_title().split()[0]: axes for axes in figure.axes}
     assert panels["distill/divergence"].get_yscale() == "log"
-    assert panels["eval/accuracy"].get_ylim() == (0, 1.02)
-    for name in ("reward/mean", "policy/clip_fraction"):
+    for name in ("reward/mean", "policy/clip_fraction", "eval/accuracy"):
         (low, high), (least, most) = panels[name].get_ylim(), (min(values[name]), max(values[name]))
         assert low < least and most < high and high - low < 1.5 * (most - least)
     low, high = panels["tokens/per_second"].get_ylim()

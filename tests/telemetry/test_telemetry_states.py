@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from telemetry_doubles import ROWS, Clock, FullDisk, Terminal
 
@@ -100,6 +102,63 @@ def test_a_resumed_run_is_silent_since_the_step_it_resumes_from() -> None:
 def test_ten_seconds_without_an_answer_are_no_news() -> None:
     assert console_module.worker_line(replace(ACTOR, heard=90.0), 100.0) == "actor: idle for 1:40"
     assert "no answer for 11 s" in console_module.worker_line(replace(ACTOR, heard=89.0), 100.0)
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_program_that_compiles_is_named_at_once_and_once() -> None:
+    """In both looks, a second apart: what compiles faster is no news."""
+    out, clock = io.StringIO(), Clock()
+    here = replace(ACTOR, heard=63.0)
+    states = [here, replace(TEACHER, compiling="score_rows")]
+    with Console(LoggingConfig(), steps=9, out=out, clock=clock) as console:
+        console.attach(lambda: states)
+        console.tick()
+        states[0] = replace(here, compiling="quick")
+        for clock.now in (1, 2, 3, 50, 63):
+            console.tick()
+            states[0] = here
+    line, silence = out.getvalue().splitlines()
+    assert line == (
+        "teacher (far:7): compiling score_rows for teacher.score (later calls reuse it)"
+    )
+    assert silence.startswith("1:03 since the start; actor: idle for 1:03; teacher (far:7): ")
+    assert "compiling score_rows" in silence
+    live = Terminal()
+    with Console(LoggingConfig(), steps=2, out=live, clock=clock) as console:
+        console.attach(lambda: [replace(ACTOR, compiling="update")])
+        console.tick()
+        assert "compiling update" in live.getvalue()
+
+
+def test_a_worker_says_what_it_compiles_and_nothing_when_it_runs() -> None:
+    worker = LocalWorker("actor")
+    seen: list[str] = []
+
+    class Role:
+        @staticmethod
+        @jax.jit
+        def program(x: Any) -> Any:
+            return 2 * x + 1
+
+        def update(self) -> float:
+            return float(self.program(np.float32(1)))
+
+    def look(event: str, value: float, **_: object) -> None:
+        seen.append(worker.state().compiling)
+
+    jax.monitoring.register_scalar_listener(look)
+    try:
+        handle = worker.handle("actor")
+        worker.start_role("actor", Role, deadline=60).result()
+        assert handle.call("update", deadline=60).result() == 3
+        assert "program" in seen and worker.state().compiling == ""
+        assert "compiling" not in worker.diagnosis()
+        seen.clear()
+        assert handle.call("update", deadline=60).result() == 3
+        assert seen == []
+    finally:
+        jax.monitoring.unregister_scalar_listener(look)
+        worker.stop(10)
 
 
 def test_another_process_is_named_by_host_and_pid() -> None:

@@ -109,7 +109,7 @@ def test_tensorboard_has_every_row_the_config_and_samples(tmp_path: Path) -> Non
         (10, "samples/text_summary"),
     ]
     assert "    1+1=" in samples[0][2] and "    2 é" in samples[0][2]
-    assert messages == []
+    assert messages == [f"tensorboard: {tmp_path / 'tensorboard'}"]
 
 
 def test_a_resumed_run_purges_what_tensorboard_has_after_it(tmp_path: Path) -> None:
@@ -187,6 +187,7 @@ class FakeMLflow(ModuleType):
         super().__init__("mlflow")
         self.calls: list[tuple[Any, ...]] = []
         self.MlflowClient = lambda: self
+        self.get_tracking_uri = lambda: "http://server"
         self.entities = ModuleType("mlflow.entities")
         self.entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
         self.entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
@@ -260,8 +261,12 @@ def test_wandb_gets_the_rows_in_order_and_its_run_again(tmp_path: Path, wandb: F
 def test_wandb_reports_where_the_run_is_and_never_asks_for_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, expected in ((True, "wandb: there"), (False, "wandb login")):
-        module = FakeWandb("online", key)
+    for mode, key, expected in (
+        ("online", True, "wandb: there"),
+        ("online", False, "wandb login"),
+        ("offline", True, f"wandb: offline, {tmp_path / 'wandb'}"),
+    ):
+        module = FakeWandb(mode, key)
         monkeypatch.setitem(sys.modules, "wandb", module)
         messages: list[str] = []
         open_for(tmp_path, messages, wandb="project").close(timeout=20)
@@ -287,7 +292,8 @@ def test_mlflow_gets_the_rows_in_order_and_its_run_again(
         for row in ROWS:
             opened.write(int(row["step"] or 0), row)
         opened.close(timeout=20)
-        assert messages == [] and mlflow.calls == [*head, *metrics, ("end", "abc")]
+        assert messages == ["mlflow: http://server, experiment tests"]
+        assert mlflow.calls == [*head, *metrics, ("end", "abc")]
 
 
 def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) -> None:
@@ -297,7 +303,7 @@ def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) 
     facts = RunFacts("name", tmp_path, settings, None, messages.append)
     open_trackers(config, facts).close(timeout=20)
     params = {call[1]: call[2] for call in mlflow.calls if call[0] == "param"}
-    assert messages == [] and params == {
+    assert len(messages) == 1 and params == {
         key: str(value)[:500] for key, value in flatten_dict(settings, sep=".").items()
     }
 
@@ -433,7 +439,8 @@ def test_a_full_disk_drops_tensorboard_and_nothing_else(
     for row in ROWS:
         opened.write(int(row["step"] or 0), row)
     opened.close(timeout=20)
-    assert len(messages) == 1 and "No space left" in messages[0]
+    told = [text for text in messages if "No space left" in text]
+    assert len(told) == 1 and set(messages) <= {*told, f"tensorboard: {tmp_path / 'tensorboard'}"}
 
 
 def test_the_end_waits_for_what_was_written_at_the_default() -> None:

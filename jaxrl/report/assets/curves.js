@@ -1,12 +1,12 @@
 // Charts of metrics over steps: raw points, a smoothed line over them, 95% intervals, a cursor.
 
-const HEIGHT = 150;
-const EDGE = { left: 48, right: 8, top: 6, bottom: 20 };
+const HEIGHT = 164;
+const EDGE = { left: 48, right: 8, top: 6, bottom: 34 };
 const FEW = 20; // points whose scale shows every one of them
 const HALF_LIVES = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 
 /** What holds for every chart. */
-const shown = { halfLife: 0, log: false, from: -Infinity, to: Infinity };
+const shown = { halfLife: 0, log: false, align: false, from: -Infinity, to: Infinity };
 
 /** A mean in which a point weighs half as much after `halfLife` steps. */
 function smooth(xs, ys, halfLife) {
@@ -46,9 +46,9 @@ function interval({ low, high }, i) {
 
 class Chart {
   constructor(chart) {
-    this.chart = chart;
+    this.described = chart;
     this.name = chart.name;
-    this.steps = [...new Set(chart.series.flatMap((s) => s.x))].sort((a, b) => a - b);
+    this.align();
     this.readout = element("p", { class: "readout", "aria-live": "polite" });
     this.beyond = element("em");
     this.svg = svg("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": this.label() });
@@ -56,8 +56,12 @@ class Chart {
       "figure",
       { class: "chart", "data-metric": chart.name },
       element("figcaption", {}, element("b", {}, chart.name), ` ${chart.unit} `, this.beyond),
-      element("p", { class: "meaning", title: chart.meaning }, chart.meaning),
-      this.readout,
+      element(
+        "div",
+        { class: "under" },
+        element("p", { class: "meaning", title: chart.meaning }, chart.meaning),
+        this.readout,
+      ),
       this.svg,
     );
     this.svg.addEventListener("pointermove", (event) => this.pointAt(event));
@@ -67,6 +71,19 @@ class Chart {
     this.svg.addEventListener("pointerup", (event) => this.release(event));
     this.svg.addEventListener("dblclick", () => setRange(-Infinity, Infinity));
     this.svg.addEventListener("keydown", (event) => this.press(event));
+  }
+
+  /** The series over steps, or each over its share of its run. */
+  align() {
+    const place = ({ run }, x) => (shown.align ? (100 * x) / lastStep(run) : x);
+    const placed = (series) => ({
+      ...series,
+      x: series.x.map((x) => place(series, x)),
+      mx: series.mx?.map((x) => place(series, x)),
+      lost: series.lost.map((x) => place(series, x)),
+    });
+    this.chart = { ...this.described, series: this.described.series.map(placed) };
+    this.steps = [...new Set(this.chart.series.flatMap((s) => s.x))].sort((a, b) => a - b);
   }
 
   label() {
@@ -93,7 +110,7 @@ class Chart {
     for (const level of this.chart.levels ?? []) inside.push(level.y);
     this.setScales(width, inside);
     const parts = [this.axes(width), this.evaluations()];
-    for (const level of this.chart.levels ?? []) parts.push(this.level(level, width));
+    parts.push(...this.levels(width));
     for (const line of lines) parts.push(this.line(line));
     this.cursor = svg("g", { class: "cursor" });
     const frame = { x: EDGE.left - 3, y: 0, width, height: HEIGHT - EDGE.bottom + 4 };
@@ -156,9 +173,12 @@ class Chart {
       const place = x > width - 24 ? "end" : "middle";
       group.append(
         svg("line", { x1: x, x2: x, y1: bottom, y2: bottom + 3 }),
-        svg("text", { x, y: HEIGHT - 5, "text-anchor": place }, number(step)),
+        svg("text", { x, y: bottom + 15, "text-anchor": place }, number(step)),
       );
     }
+    const middle = (EDGE.left + width - EDGE.right) / 2;
+    const title = shown.align ? "% of the run" : "step";
+    group.append(svg("text", { x: middle, y: HEIGHT - 4, "text-anchor": "middle" }, title));
     return group;
   }
 
@@ -171,21 +191,34 @@ class Chart {
       group.append(svg("line", { class: name, x1: x, x2: x, y1: bottom - length, y2: bottom }));
     };
     for (const { run, lost } of this.chart.series) {
-      for (const step of data.evaluated[run]) mark(step, "evaluated", 4);
+      const place = (step) => (shown.align ? (100 * step) / lastStep(run) : step);
+      for (const step of data.evaluated[run]) mark(place(step), "evaluated", 4);
       for (const step of lost) mark(step, "lost", 9);
     }
     return group;
   }
 
-  level({ run, y, label }, width) {
-    const at = this.y(y);
+  /** Dashed lines, each with its label below it, or below the label that stands there. */
+  levels(width) {
     const end = width - EDGE.right;
-    return svg(
-      "g",
-      { class: `level run${run % 8}` },
-      svg("line", { x1: EDGE.left, x2: end, y1: at, y2: at }),
-      svg("text", { x: end, y: at + 11, "text-anchor": "end" }, `${label} ${number(y)}`),
-    );
+    let free = 0;
+    const found = this.chart.levels ?? [];
+    const heights = [...new Set(found.map(({ y }) => y))].sort((a, b) => b - a);
+    return heights.map((y) => {
+      const same = found.filter((level) => level.y === y);
+      const [{ run, label }] = same;
+      const at = this.y(y);
+      const foot = Math.max(at + 11, free);
+      free = foot + 12;
+      const names = heights.length > 1 ? `${same.map((s) => data.runs[s.run]).join(", ")}: ` : "";
+      const text = `${names}${label} ${number(y)}`;
+      return svg(
+        "g",
+        { class: `level run${run % 8}` },
+        svg("line", { x1: EDGE.left, x2: end, y1: at, y2: at }),
+        svg("text", { x: EDGE.left + 4, y: foot }, text),
+      );
+    });
   }
 
   line(line) {
@@ -203,6 +236,11 @@ class Chart {
         }
         group.append(svg("circle", { cx: x, cy: y, r: 2.5 }));
       }
+    }
+    if (data.runs.length > 1 && line.x.length) {
+      // Where the run ends: a short one is seen beside a long one.
+      const [x, y] = [this.x(line.x.at(-1)), this.y(line.y.at(-1))];
+      group.append(svg("circle", { class: "end", cx: x, cy: y, r: 3 }));
     }
     if (line.smooth) {
       group.append(svg("path", { class: "smooth", d: path(line.smooth.x, line.smooth.y) }));
@@ -246,19 +284,30 @@ class Chart {
     const step = this.steps[index];
     const x = this.x(step);
     this.cursor.append(svg("line", { x1: x, x2: x, y1: 0, y2: HEIGHT - EDGE.bottom }));
-    const parts = [`step ${step}`];
+    const parts = [shown.align ? `${number(step)}% of the run` : `step ${step}`];
     for (const series of this.chart.series) {
-      const i = series.x.indexOf(step);
-      if (i < 0) continue;
+      // Over their own lengths runs have no step in common: of each the nearest.
+      const i = shown.align ? nearest(series.x, step) : series.x.indexOf(step);
+      if (i < 0 || i >= series.x.length) continue;
       const name = data.runs.length > 1 ? `${data.runs[series.run]} ` : "";
       parts.push(`${name}${number(series.y[i])}${interval(series, i)}`);
       if (!shown.log || series.y[i] > 0) {
-        const place = { cx: x, cy: this.y(series.y[i]), r: 3 };
+        const place = { cx: this.x(series.x[i]), cy: this.y(series.y[i]), r: 3 };
         this.cursor.append(svg("circle", { class: `run${series.run % 8}`, ...place }));
       }
     }
     this.readout.textContent = parts.join(" · ");
   }
+}
+
+/** The last step of a run that any chart has. */
+function lastStep(run) {
+  if (!lastStep.known) {
+    const series = data.groups.flatMap((group) => group.charts.flatMap((chart) => chart.series));
+    const last = (one) => Math.max(1, ...series.filter((s) => s.run === one).map((s) => s.x.at(-1) ?? 0));
+    lastStep.known = data.runs.map((_, one) => last(one));
+  }
+  return lastStep.known[run];
 }
 
 const charts = [];
@@ -311,6 +360,11 @@ function startCurves() {
   control("log").addEventListener("change", (event) => {
     shown.log = event.target.checked;
     drawCharts();
+  });
+  control("align")?.addEventListener("change", (event) => {
+    shown.align = event.target.checked;
+    for (const chart of charts) chart.align();
+    setRange(-Infinity, Infinity);
   });
   const [from, to] = [control("from"), control("to")];
   const asked = ({ value }, otherwise) => (value === "" ? otherwise : Number(value));

@@ -67,11 +67,13 @@ class Samples {
   row(sample) {
     const cell = (name) => {
       if (TEXTS.includes(name)) {
-        return element("td", { class: `text ${name}` }, element("div", {}, sample[name] ?? "–"));
+        const text = element("div", {}, sample[name] ?? "–");
+        return element("td", { class: `text ${name}`, "data-heading": name }, text);
       }
       const ofStep = name === "agreement" && sample.of_step ? " muted" : "";
       const cut = name === "tokens" && sample.finish_reason === "length" ? " cut" : "";
-      return element("td", { class: `number${ofStep}` }, number(sample[name]) + cut);
+      const kind = { class: `number${ofStep}`, "data-heading": name };
+      return element("td", kind, number(sample[name]) + cut);
     };
     const cells = this.heads.map((head) => cell(head.dataset.column));
     return element("tr", {}, ...cells);

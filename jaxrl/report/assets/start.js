@@ -4,6 +4,16 @@ startCurves();
 const timeline = startTimeline();
 startSamples();
 
+// On a phone a cell stands below its heading.
+for (const table of document.querySelectorAll("table")) {
+  const headings = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
+  for (const row of table.querySelectorAll("tbody tr")) {
+    for (const [i, cell] of [...row.cells].entries()) {
+      if (headings[i] && cell.tagName === "TD") cell.dataset.heading = headings[i];
+    }
+  }
+}
+
 function drawAll() {
   drawCharts();
   timeline?.draw();

@@ -3,7 +3,7 @@
 const LANE = 17;
 const AXIS = 20;
 const SHORTEST_VIEW = 1000; // microseconds
-const CALLS = 10; // colours; see --call0 ... in page.css
+const CALLS = 6; // colours; see --call0 ... in page.css
 
 class Timeline {
   constructor(root, timeline) {
@@ -12,8 +12,8 @@ class Timeline {
     this.readout = root.querySelector(".readout");
     this.rows = this.makeRows();
     this.colours = this.chooseColours(root.querySelector(".legend"));
-    const label = ({ label, gaps }) =>
-      element("div", { class: gaps ? "pool" : "lane", title: label }, label);
+    const label = ({ label, title, gaps }) =>
+      element("div", { class: gaps ? "pool" : "lane", title }, label);
     root.querySelector(".labels").append(...this.rows.map(label));
     this.view = { from: 0, to: timeline.end };
     this.listen(root);
@@ -22,24 +22,26 @@ class Timeline {
 
   makeRows() {
     const rows = [];
-    const lane = (described) => {
+    const lane = (described, pool) => {
       const longest = described.length.reduce((a, b) => Math.max(a, b), 0);
-      rows.push({ ...described, longest });
+      const title = pool ? `${pool.name} ${described.label}` : described.label;
+      rows.push({ ...described, title, longest });
     };
     for (const pool of this.timeline.pools) {
       const [start, length, name] = [0, 1, 2].map((i) => pool.gaps.map((gap) => gap[i]));
       const longest = length.reduce((a, b) => Math.max(a, b), 0);
-      rows.push({ label: pool.name, gaps: true, start, length, name, longest });
-      pool.lanes.forEach(lane);
+      const label = { label: pool.name, title: pool.name };
+      rows.push({ ...label, gaps: true, start, length, name, longest });
+      for (const described of pool.lanes) lane(described, pool);
     }
-    this.timeline.others.forEach(lane);
+    for (const described of this.timeline.others) lane(described, null);
     return rows;
   }
 
   /** The method that a span is about: `update` of `actor.update: update 1/2` on a worker's lane. */
   method(row, name) {
     const text = this.timeline.names[name];
-    return row.label.startsWith("worker ") ? text.split(":")[0].split(".").at(-1) : text;
+    return row.phases ? text.split(":")[0].split(".").at(-1) : text;
   }
 
   isWait(name) {
@@ -250,7 +252,8 @@ class Timeline {
     const start = Math.max(left, 0);
     const room = Math.min(left + width, this.width) - start;
     if (pen.measureText(text).width > room - 6) return;
-    pen.fillStyle = colour(row.gaps ? "ink" : "on-call");
+    const call = this.colours.get(this.method(row, row.name[i]));
+    pen.fillStyle = colour(row.gaps ? "ink" : `on-call${call}`);
     pen.fillText(text, start + 4, top + 12.5);
   }
 
@@ -271,14 +274,14 @@ class Timeline {
       const away = Math.max(row.start[i] - time, time - row.start[i] - row.length[i], 0);
       if (away <= slop && (best === null || away <= best.away)) best = { i, away };
     }
-    if (best === null) return `${row.label} · ${duration(Math.round(time))}`;
+    if (best === null) return `${row.title} · ${duration(Math.round(time))}`;
     const { i } = best;
     const what = this.timeline.names[row.name[i]];
     const step = this.timeline.steps.find(([at]) => at >= row.start[i] + row.length[i]);
     const about = this.timeline.every_step ? "step" : "about step";
     const where = `at ${number(row.start[i] / 1e6)} s${step ? `, ${about} ${step[1]}` : ""}`;
     const kind = row.gaps ? "idle, " : "";
-    return `${row.label} · ${kind}${what} · ${duration(row.length[i])} · ${where}`;
+    return `${row.title} · ${kind}${what} · ${duration(row.length[i])} · ${where}`;
   }
 }
 

@@ -25,7 +25,7 @@ from typing import Literal
 import jax
 
 from jaxrl.config.settings import RayConfig
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import (
@@ -80,7 +80,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     kind, slots = find_seats(config, placement, (lambda: here) if own else _find_hosts)
     note = None
     if kind == "CPU":
-        note = f"no accelerator: emulating {placement.n_devices} CPU devices"
+        note = f"no accelerator: emulating {counted(placement.n_devices, 'CPU device')}"
     why = "a new cluster on this host"
     if address is not None:
         why = f"ray.address={address}" if config.address else f"RAY_ADDRESS={address}"

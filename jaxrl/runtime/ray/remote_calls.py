@@ -291,8 +291,10 @@ class Sender:
         future.unsend()
         future.sent = time.monotonic()
         future.settled = all(needed.done() for needed in future.inputs())
+        # Of several processes each reads the one copy in the object store of its host.
+        sent: Any = ray.put(request) if len(pool.workers) > 1 else request
         for rank, worker in enumerate(pool.workers):
-            report, value = worker.run.remote(request)
+            report, value = worker.run.remote(sent)
             future.refs.append(value)
             heard = partial(self.hear, "report", pool, future.tries, rank, future)
             report.future().add_done_callback(heard)

@@ -394,6 +394,7 @@ class RayWorkerGroup:
             phase.since,
             pool.heard(rank),
             pool.life,
+            "" if died or answer is None else answer.compiling,
         )
 
     def peaks(self) -> dict[str, int]:
