@@ -38,7 +38,7 @@ from described import (
 import jaxrl
 from jaxrl.aot.abstract import Program
 from jaxrl.aot.costs import Links, launch_seconds, part_seconds, stage_costs
-from jaxrl.aot.machine import GPUS
+from jaxrl.sharding.targets import GPUS
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig

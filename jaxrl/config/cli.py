@@ -39,6 +39,8 @@ from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
+"""Of a dry run whose plan needs more memory than there is."""
 EXIT_INTERRUPTED = 130
 
 Command = Callable[[Sequence[str]], int | None]
@@ -55,7 +57,9 @@ class RunArguments:
     dry_run: bool
     """Print the plan and stop."""
     target: str | None = None
-    """The machine to plan and compile for; None: this one, without compiling."""
+    """The machine to plan for; None: this one."""
+    compile: str | None = None
+    """The machine to plan and compile for; None: nothing is compiled."""
     suggest: bool = False
     """Search for the placement and keys with the shortest step on that machine."""
     json: bool = False
@@ -137,15 +141,20 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the errors that would stop the run at its start (exit code 2),"
-        " and exit",
+        help="check what would stop the run at its start (exit code 2), print the plan (exit code 3"
+        " if it does not fit), and exit",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="with --dry-run: plan for a machine that is not present: h100x8, h200x16 (two hosts),"
+        " t4x1, rtx4090x1, tpu-v5e:2x4",
     )
     parser.add_argument(
         "--compile",
         metavar="TARGET",
-        help="with --dry-run: plan the run for a machine that is not present, and compile every"
-        " program of it with that machine's compiler: h200x8, h200x16 (two hosts), t4x1,"
-        " tpu-v5e:2x4 (needs the extra aot)",
+        help="the same, and compile every program of the run with that machine's compiler (needs"
+        " the extra aot)",
     )
     parser.add_argument(
         "--suggest",
@@ -174,15 +183,21 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
                 )
         overrides.append(f"{key}={value}")
     config, base = Config.load_base(arguments.config, overrides)
-    if arguments.compile is not None and not arguments.dry_run:
+    for option, does in (("target", "plans for a machine"), ("compile", "compiles the programs")):
+        value = getattr(arguments, option)
+        if value is not None and not arguments.dry_run:
+            raise UserError(f"--{option} {value} needs --dry-run too: it {does} and trains nothing")
+    if None not in (both := (arguments.target, arguments.compile)) and len(set(both)) > 1:
         raise UserError(
-            f"--compile {arguments.compile} needs --dry-run too: it compiles the run's programs and"
-            " trains nothing"
+            f"--target {both[0]} and --compile {both[1]} name two machines: --compile plans for its"
+            " own, so leave --target out"
         )
     for option in ("suggest", "json"):
         if getattr(arguments, option) and arguments.compile is None:
-            raise UserError(f"--{option} needs --dry-run --compile TARGET")
-    asked = (arguments.dry_run, arguments.compile, arguments.suggest, arguments.json)
+            why = ": it needs the compiled programs" if arguments.target else ""
+            raise UserError(f"--{option} needs --dry-run --compile TARGET{why}")
+    options = ("dry_run", "target", "compile", "suggest", "json")
+    asked = (getattr(arguments, option) for option in options)
     return RunArguments(config, base, *asked)
 
 

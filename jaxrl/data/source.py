@@ -132,6 +132,13 @@ def source_of(rows: Any, keys: Keys = KEYS, label: str = "data.train") -> Source
     return Source([RowList(name, rows, keys, label)])
 
 
+def is_missing(spec: str) -> bool:
+    """Returns whether a source of `open_source` names data files by a path where there are none."""
+    if data_name(spec) is not None or not spec.endswith(SUFFIXES):
+        return False
+    return not user_path(spec).exists() and not glob.glob(spec, recursive=True)
+
+
 @dataclass(frozen=True)
 class _Opener:
     """Opens one source after the other, as `open_source` was asked."""

@@ -119,7 +119,9 @@ def prepare(
     config = _config(source, base, overrides, mesh)
     tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
     ends = check_inputs.end_ids(source, tokenizer)
-    check_inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
+    check_inputs.check_positions(
+        config, config.max_new_tokens, source.config, f"model {source.name!r}"
+    )
     source = source.for_length(check_inputs.longest_sequence(config))
     encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
     sets = check_inputs.held_out_sets(config, encode)
