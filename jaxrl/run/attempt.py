@@ -165,8 +165,8 @@ def run_config(
             if folder.finished(config.steps):
                 notify(f"{folder.path} has all of its {config.steps} steps: {AGAIN}")
                 return folder.path
-            text = plan.console_text(terminal_width()).rstrip()
-            for text in (text, f"run directory: {folder.path}", *job.data_notes()):
+            shown = plan.console_text(terminal_width()).rstrip()
+            for text in (shown, f"run directory: {folder.path}", *job.data_notes()):
                 notify(text)
             job.train.notify = notify
             _run(Run(job, plan, folder, console, notify, interrupt, on_step, started))

@@ -171,7 +171,7 @@ def _config(
             raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
     # `data.train` is a required key, which nothing here opens.
     values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
-    values |= _values(base, [k for k in known if _reads(k) and not _within(k, PLACEMENT)])
+    values |= _values(base, [k for k in known if _reads(k) and not config_keys.under(k, PLACEMENT)])
     mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
     if mesh is not None:
         mapping["mesh"] = mesh
@@ -185,13 +185,9 @@ def _config(
     return config.model_copy(update={"max_new_tokens": longest})
 
 
-def _within(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
 def _reads(key: str) -> bool:
     """Returns whether an evaluation reads the key."""
-    return _within(key, EVALUATED) and key not in NOT_EVALUATED
+    return config_keys.under(key, EVALUATED) and key not in NOT_EVALUATED
 
 
 def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:

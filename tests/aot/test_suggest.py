@@ -30,8 +30,8 @@ from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.device_peaks import ceilings_of
-from jaxrl.sharding.targets import GPUS, TargetMachine
 from jaxrl.sharding.placement import place
+from jaxrl.sharding.targets import GPUS, TargetMachine
 
 STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)
 TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
