@@ -111,6 +111,7 @@ def checks(
 def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tuple[Job, Plan]:
     """Checks everything that can be checked before a weight is read, the cheapest first."""
     check_trackers(config.logging)
+    check_run_dir(config)
     if config.deterministic:
         exclude_nondeterministic()
     enable_compile_cache(config.compile_cache)
@@ -121,7 +122,6 @@ def prepare_run(config: Config, given: Mapping[str, bytes] | None = None) -> tup
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(lines))
     job = replace(job, config=plan.config)
-    check_run_dir(plan.config)
     if fetch_models(plan.config):  # last, because downloads take longest
         models = job.student, *job.teachers.values()
         for source in models:  # their tensors may not fit their configs

@@ -190,6 +190,9 @@ def make_job(config: Config, given: Mapping[str, bytes] | None = None) -> Job:
     d = config.data
     _check_positions(config)
     verifier(d.verifier)
+    for label, sources, split in _data_sources(config):
+        for missing in filter(is_missing, sources):  # the others are opened with their tokenizer
+            open_source(missing, config.seed, split, keys(config), label)
     source = open_source(d.train, config.seed, "train", keys(config))
     student, tokenizer, eos_ids, token_note = _student(config)
     teachers = find_teachers(config, student, tokenizer, eos_ids)
