@@ -133,7 +133,8 @@ def main(argv: Sequence[str]) -> int | None:
         if not arguments.dry_run:
             run_config(arguments.config, {}, notes=[arguments.base.note])
             return None
-        target = arguments.target and target_machine(arguments.target, "--target")
+        asked = arguments.target
+        target = None if asked is None else target_machine(asked, "--target")
         notes, refusals = checks(arguments.config, {}, elsewhere=target is not None)
         if refusals:
             raise UserError("\n".join(refusals))
