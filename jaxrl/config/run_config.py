@@ -93,7 +93,8 @@ class RunConfig(Section):
     `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
     mesh: Annotated[str, BeforeValidator(_mesh_text)] = "actor+rollout=1"
     """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share theirs.
-    A role that the run needs and the mesh does not name joins the actor's pool."""
+    A role that the run needs and the mesh does not name joins the actor's pool. A mapping, as in
+    `{actor: 2, rollout: 2}`, means the same."""
     launcher: Literal["auto", "local", "ray"] = "auto"
     """Workers as threads of this process (local) or as Ray processes (ray). auto: ray where a
     cluster is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""

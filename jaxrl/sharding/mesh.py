@@ -91,17 +91,24 @@ def ensure_devices(needed: int) -> Visible:
         raise UserError(_too_few(devices, needed, asked, late))
     if devices[0].platform != "cpu":
         return Visible(devices, None)
-    n = len(devices)
-    note = f"no accelerator: emulating {n} CPU {'device' if n == 1 else 'devices'}"
-    if n >= CROWD * (cores := cores_here()):
-        note += f" on {cores} {'core' if cores == 1 else 'cores'}, which is slow: fewer do as much"
+    emulating = emulation_note(len(devices), cores_here())
+    note = f"no accelerator: {emulating}"
     if gpus := min(accelerators_here(), len(list(DEV.glob("nvidia[0-9]*")))):
         note = (
             f"WARNING: this host has {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}, and jax sees none:"
             " pip install 'jaxrl[cuda]' (driver 525 or later) or 'jaxrl[cuda13]' (580 or later),"
-            f" then check with `jaxrl devices`; {note.removeprefix('no accelerator: ')}"
+            f" then check with `jaxrl devices`; {emulating}"
         )
     return Visible(devices, note)
+
+
+def emulation_note(n: int, cores: int) -> str:
+    """Returns words about so many emulated devices, and about their speed where they crowd the
+    cores."""
+    note = f"emulating {n} CPU {'device' if n == 1 else 'devices'}"
+    if n >= CROWD * cores:
+        note += f" on {cores} {'core' if cores == 1 else 'cores'}: slow, and no faster than fewer"
+    return note
 
 
 def accelerators_here() -> int:

@@ -324,6 +324,29 @@ def test_cross_field_rules(bad: list[str], good: list[str]) -> None:
     Config.load(None, base + good)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("mesh={actor: 2, rollout: 1}", "mesh={actor:2,rollout:1}", "mesh=actor=2,rollout=1"),
+        {"mesh": {"actor": 2, "rollout": 1}},
+    ],
+)
+def test_a_mesh_is_text_or_a_mapping(given: str | dict[str, object], tmp_path: Path) -> None:
+    overrides = [given] if isinstance(given, str) else given
+    assert Config.load(None, overrides).mesh == "actor=2,rollout=1"
+    assert load(tmp_path, MINIMAL + "mesh: {actor+rollout: 4}").mesh == "actor+rollout=4"
+
+
+def test_a_run_with_another_config_names_every_way_out() -> None:
+    """`resume=never` makes another folder only where none is named."""
+    for folder, ways in ((None, True), ("runs/x", False)):
+        old = Config.load(None, ["steps=9", *([] if folder is None else [f"run_dir={folder}"])])
+        new = old.model_copy(update={"seed": 3})
+        with pytest.raises(UserError, match="name another run_dir .*set these back") as error:
+            compare(old.model_dump(mode="json"), new, "runs/x")
+        assert ("--resume never" in str(error.value)) == ways
+
+
 BROKEN = {
     "teacher.model=m": "has no teacher: set teacher.model=null",
     "group_size=1": "group_size=1",
