@@ -125,8 +125,7 @@ class Parser(argparse.ArgumentParser):
         if self._reads_keys:
             parts.append(key_help.common(self._keys))
             parts.append(
-                "--help KEY and --help SECTION tell type, range, default and meaning;\n--help all"
-                " lists every key"
+                "--help KEY or SECTION: type, range, default, meaning; --help all: every key"
             )
         if self._examples:
             parts.append("\n".join(["examples:", *(f"  {self.prog} {x}" for x in self._examples)]))

@@ -21,6 +21,7 @@ LINE = 18
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
 TABLE_WIDTH = 90
 """Columns of a terminal from which on the plan is a table."""
+HOLD = "\N{NO-BREAK SPACE}"
 ROLE = 10
 """Characters of a role's name in a block, and of what its lines are indented by."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
@@ -109,9 +110,9 @@ def _block(row: Sequence[str], width: int) -> list[str]:
     first = f"{role:{ROLE}}{where}".rstrip()
     lines = [first] if where else []
     begin = indent if where else f"{role:{ROLE}}"
-    return lines + textwrap.wrap(
-        ", ".join(cells), width, initial_indent=begin, subsequent_indent=indent
-    )
+    text = ", ".join(cell.replace(" ", HOLD) for cell in cells)  # a name stays with its figure
+    wrapped = textwrap.wrap(text, width, initial_indent=begin, subsequent_indent=indent)
+    return lines + [line.replace(HOLD, " ") for line in wrapped]
 
 
 def _limit(memory: PoolPeak) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.plan import BRIEF_LINES, Plan, build, target_plan
-from jaxrl.plan.table import TABLE_WIDTH
+from jaxrl.plan.table import TABLE_WIDTH, TITLES
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
@@ -67,6 +67,7 @@ def test_a_narrow_terminal_has_aligned_blocks_with_every_figure_of_the_table(mes
         heads = [line for line in blocks[1:] if not line.startswith(" ")]
         rows = [line for line in heads if line.split()[0] in (*ROLES, "together")]
         assert len(rows) == count and {line[10] != " " for line in rows} == {True}
+        assert not any(line.split()[-1] in TITLES for line in blocks[1:])  # a name has its figure
         joined = " ".join(" ".join(blocks).split())
         for row in table:
             figures = [word for word in row.split() if word.replace(".", "", 1).isdigit()][-2:]
