@@ -38,7 +38,6 @@ from described import (
 import jaxrl
 from jaxrl.aot.abstract import Program
 from jaxrl.aot.costs import Links, launch_seconds, part_seconds, stage_costs
-from jaxrl.aot.machine import GPUS
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
@@ -54,6 +53,7 @@ from jaxrl.sharding.device_peaks import (
 )
 from jaxrl.sharding.ledger import HOST
 from jaxrl.sharding.reshard import nbytes, reshard
+from jaxrl.sharding.targets import GPUS
 
 GB, TERA = 1e9, 1e12
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"

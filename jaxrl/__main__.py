@@ -46,6 +46,8 @@ def usage() -> str:
 def main(argv: Sequence[str]) -> int | None:
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
+        if rest and rest[0] in COMMANDS:
+            return main([rest[0], "--help", *rest[1:]])
         print(usage())
         return None
     if name == "--version" or rest == ["--version"]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
+from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config, Overrides
-from jaxrl.config.settings import EVALUATED, EVALUATED_MESH
+from jaxrl.config.settings import EVALUATED, EVALUATED_MESH, NOT_EVALUATED
 
 if TYPE_CHECKING:
     from jaxrl.data.source import Rows
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from jaxrl.run.held_out import PathLike
     from jaxrl.run.python_objects import GivenEnvironment, GivenModel
 
+_KEYS = [
+    key.path
+    for key in config_keys.keys(Config)
+    if config_keys.under(key.path, EVALUATED) and not config_keys.under(key.path, NOT_EVALUATED)
+]
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 
@@ -85,7 +91,8 @@ def evaluate(
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("jaxrl.evaluate", DESCRIPTION)
+    examples = ("runs/quickstart eval.samples=8", "Qwen/Qwen3-0.6B data.eval=hf:openai/gsm8k:main")
+    parser = cli.Parser("jaxrl.evaluate", DESCRIPTION, _KEYS, examples)
     add = parser.add_argument
     add(
         "model",
@@ -102,8 +109,7 @@ def _parser() -> cli.Parser:
     add("--mesh", metavar="SPEC", help=f"devices, as in rollout=4 (default {EVALUATED_MESH})")
     add("--out", metavar="FILE.json", help="write the numbers and the settings there")
     add("--samples", metavar="FILE.jsonl", help="write every completion with its score there")
-    add("overrides", nargs="*", metavar="key=value", help=f"set a key of: {', '.join(EVALUATED)}")
-    parser.epilog = f"{cli.called_as('jaxrl.train')} --help explains each key."
+    add("overrides", nargs="*", metavar="key=value", help="set a key, as in eval.samples=8")
     return parser
 
 

@@ -15,6 +15,8 @@ from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.streams import to_stderr
+from jaxrl.process.text_tables import terminal_width
+from jaxrl.sharding.targets import target_machine
 from jaxrl.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -137,33 +139,42 @@ def train(
         return Result(run_config(made, given, on_step))
 
 
-def main(argv: Sequence[str]) -> None:
+def _leave(misfit: Sequence[str]) -> int | None:
+    """Returns the exit code of a plan, and says on stderr what does not fit."""
+    if not misfit:
+        return None
+    to_stderr("\n".join(misfit))
+    return cli.EXIT_DOES_NOT_FIT
+
+
+def main(argv: Sequence[str]) -> int | None:
     arguments = cli.parse_run(argv, module="jaxrl.train", description=DESCRIPTION)
     with arguments.base.explained():
-        if arguments.target is not None:
+        if arguments.compile is not None:
             # Its import prepares jax for the compilers of other machines.
             from jaxrl.aot.compile_report import check
 
             with Interrupt(0).listening():  # SIGTERM and SIGHUP end the compilers' processes too
-                report = check(arguments.config, arguments.target, arguments.suggest, to_stderr)
+                report = check(arguments.config, arguments.compile, arguments.suggest, to_stderr)
             print(report.json() if arguments.json else report.text(), end="", flush=True)
-            if report.failures:
+            if any(program.error for program in report.programs):
                 raise UserError("\n".join(report.failures))
-            return
+            return _leave(report.failures)
         from jaxrl.run.attempt import checks, plan_run, run_config
         from jaxrl.run.python_objects import NOTHING
 
         if not arguments.dry_run:
             run_config(arguments.config, NOTHING, notes=[arguments.base.note])
-            return
-        print(arguments.base.note)
-        plan = plan_run(arguments.config, dry=True)
-        print(plan.text(), flush=True)
-        notes, refusals = checks(plan.config, NOTHING)
-        for note in notes:
-            print(note, flush=True)
-        if problems := [*plan.misfit, *refusals]:
-            raise UserError("\n".join(problems))
+            return None
+        asked = arguments.target
+        target = None if asked is None else target_machine(asked, "--target")
+        notes, refusals = checks(arguments.config, NOTHING, elsewhere=target is not None)
+        if refusals:
+            raise UserError("\n".join(refusals))
+        plan = plan_run(arguments.config, dry=True, target=target)
+        text = plan.text(terminal_width()).rstrip()
+        print(arguments.base.note, text, *notes, sep="\n", flush=True)
+        return _leave(plan.misfit)
 
 
 cli.make_callable(__name__, train)

@@ -33,15 +33,13 @@ from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
-from jaxrl.plan import Plan, make_plan
+from jaxrl.plan import Plan, target_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import MB
-from jaxrl.process.gpu_memory import gpu_share
 from jaxrl.process.streams import silenced
 from jaxrl.process.text_tables import table_lines
 from jaxrl.run.names import with_commits
-from jaxrl.sharding.mesh import Visible
 
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
@@ -207,17 +205,7 @@ def plan_for(config: Config, target: Machine) -> Plan:
     Raises:
         UserError: the mesh needs more devices than the machine has, or does not suit the models.
     """
-
-    def visible(needed: int) -> Visible:
-        if needed > (n := len(target.devices)):
-            raise UserError(
-                f"the mesh {config.mesh!r} needs {needed} devices, but --compile {target.name} has"
-                f" {n}: set --mesh to at most {n}, or name a larger target"
-            )
-        return Visible(target.devices, None)
-
-    limit = target.memory * (gpu_share() if target.is_gpu else 1)
-    return make_plan(config, needed_roles(config), visible, limit / GB)
+    return target_plan(config, needed_roles(config), target.target)
 
 
 def check(
@@ -287,8 +275,6 @@ def traffic(report: Report) -> dict[str, Traffic]:
 def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
     """Plans a run for a machine and compiles its programs."""
     plan = plan_for(config, target)
-    limit = plan.pools[0].limit
-    assert limit is not None, "the machine has a size"
     ended = threading.Event()
     given = (config, target.name, progress, ended)
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -299,7 +285,7 @@ def compiled_report(config: Config, target: Machine, progress: Callable[[str], N
             ended.set()
     roles = list(plan.accounts)
     rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
-    return Report(target, plan, tuple(rows), limit)
+    return Report(target, plan, tuple(rows), target.target.usable)
 
 
 def _rows(

@@ -75,8 +75,9 @@ class Search:
         """
         self.config, self.inputs, self.compiled = plan.config, plan.inputs, compiled
         self.ceilings = ceilings_of(machine.devices[0], "bfloat16")
-        self.links = Links(machine.inside, machine.link)
-        self.host_size = len(machine.devices) // machine.hosts
+        target = machine.target
+        self.links = Links(target.inside, target.link)
+        self.host_size = target.count // target.hosts
         self.now = self.judge(self.config, self.inputs)
 
     def judge(self, config: Config, inputs: PlanInputs) -> Candidate:

@@ -67,10 +67,11 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
         another = fewer or other or not REPORTED.fullmatch(key.path)
         (refused if another else reported).append(line)
     if refused:
+        anew = "start a new run with --resume never, " if new.run_dir is None else ""
         raise UserError(
             f"run_dir={run_dir} holds a run with another config:\n  "
             + "\n  ".join(refused[:8] + ([f"and {len(refused) - 8} more"] if refused[8:] else []))
-            + "\nname another run_dir (or name), or set these back to resume that run"
+            + f"\nname another run_dir (or name), {anew}or set these back to resume that run"
         )
     return reported
 

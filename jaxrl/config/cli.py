@@ -17,6 +17,7 @@ import argparse
 import errno
 import inspect
 import os
+import pydoc
 import re
 import shutil
 import sys
@@ -30,8 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from jaxrl.config import key_help
 from jaxrl.config import keys as config_keys
-from jaxrl.config import yaml_text
 from jaxrl.config.paths import working_directory
 from jaxrl.config.schema import Base, Config
 from jaxrl.errors import RunError, UserError, near, short, user_path, with_addresses
@@ -40,7 +41,16 @@ from jaxrl.process.streams import fill_missing, has_reader, settle, to_stderr
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
+"""Of a dry run whose plan needs more memory than there is."""
 EXIT_INTERRUPTED = 130
+
+EXAMPLES = (
+    "steps=50",
+    "student.model=Qwen/Qwen3-0.6B teacher.model=Qwen/Qwen3-4B data.train=rows.jsonl",
+    "--config run.yaml --dry-run --target h100x8",
+)
+"""Of training."""
 
 Command = Callable[[Sequence[str]], int | None]
 
@@ -56,7 +66,9 @@ class RunArguments:
     dry_run: bool
     """Print the plan and stop."""
     target: str | None = None
-    """The machine to plan and compile for; None: this one, without compiling."""
+    """The machine to plan for; None: this one."""
+    compile: str | None = None
+    """The machine to plan and compile for; None: nothing is compiled."""
     suggest: bool = False
     """Search for the placement and keys with the shortest step on that machine."""
     json: bool = False
@@ -66,21 +78,64 @@ class RunArguments:
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ``UserError``, which names the most similar option."""
 
-    def __init__(self, module: str, description: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        description: str,
+        keys: Sequence[str] | None = (),
+        examples: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             module: of the command, as in `jaxrl.train`.
+            keys: config keys and sections that the command reads; None: all.
+            examples: the words after the command in some calls of it.
         """
         super().__init__(
             prog=called_as(module),
             description=textwrap.dedent(description).strip().split("\n\n")[0],
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
         version = import_module("jaxrl").__version__
         self.add_argument(
             "--version", action="version", version=f"jaxrl {version}", help="print it and exit"
         )
+        self._keys, self._examples = keys, examples
+        self.add_argument(
+            *("-h", "--help"),
+            action=_Help,
+            nargs="*" if self._reads_keys else 0,
+            metavar="KEY",
+            default=argparse.SUPPRESS,
+            help="this, or about some config keys" if self._reads_keys else "show this",
+        )
+
+    @property
+    def _reads_keys(self) -> bool:
+        return self._keys is None or bool(self._keys)
+
+    def help_about(self, words: Sequence[str]) -> str:
+        """Returns the text of `--help`, or of `--help WORD`.
+
+        Raises:
+            UserError: a word is no key or section, nor `all`.
+        """
+        width = shutil.get_terminal_size().columns
+        topics = [word.partition("=")[0] for word in words]
+        if self._reads_keys and topics:
+            texts = (key_help.about(topic, width, self._keys) for topic in topics)
+            return with_addresses("\n\n".join(texts) + "\n")
+        parts = [super().format_help().rstrip()]
+        if self._reads_keys:
+            parts.append(key_help.common(self._keys))
+            parts.append(
+                "--help KEY or SECTION: type, range, default, meaning; --help all: every key"
+            )
+        if self._examples:
+            parts.append("\n".join(["examples:", *(f"  {self.prog} {x}" for x in self._examples)]))
+        return "\n\n".join(parts) + "\n"
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
@@ -97,11 +152,33 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, word: str) -> str:
         option, equals, value = word.partition("=")
-        name = option.lstrip("-")
-        takes_keys = any(action.dest == "overrides" for action in self._actions)
-        if takes_keys and name in {key.path for key in config_keys.keys(Config)}:
+        name = option.lstrip("-").replace("-", "_")
+        known = [key.path for group in key_help.taken(self._keys) for key in group.keys]
+        if name in known:
             return f" (write {name}={value if equals else 'VALUE'}, without dashes)"
-        return near(option, self._option_string_actions)
+        hint = near(option, self._option_string_actions)
+        if hint or not self._reads_keys:
+            return hint
+        return config_keys.near_key(name, known) + "; keys are written key=VALUE, without dashes"
+
+
+class _Help(argparse.Action):
+    """Prints the help, long ones by a pager where there is a terminal, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option: str | None = None,
+    ) -> NoReturn:
+        assert isinstance(parser, Parser)
+        text = parser.help_about(list(values or ()))
+        if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+            pydoc.pager(text)
+        else:
+            print(text, end="")
+        parser.exit()
 
 
 def called_as(module: str) -> str:
@@ -122,52 +199,54 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     Raises:
         UserError: an option and an override give one key two values, or a key is wrong.
     """
-    parser = Parser(module, description)
+    parser = Parser(module, description, None, EXAMPLES)
+    parser.usage = f"{parser.prog} [OPTION ...] [key=value ...]"
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="config file of the run, or builtin:NAME (builtin: lists them; without --config: the"
-        " built-in quickstart or, if student.model or data.train is set, the defaults)",
+        help="keys of the run, or builtin:NAME (builtin: lists them); without it the built-in"
+        " quickstart or, with student.model or data.train, the defaults",
     )
     parser.add_argument(
-        "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,rollout=2,teacher=4"
+        "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,teacher=4"
     )
     parser.add_argument(
         "--resume",
         choices=("auto", "never", "must"),
-        help="whether to resume the run in the run directory (default auto; the key resume)",
+        metavar="HOW",
+        help="auto (default), never or must: the key resume",
     )
     parser.add_argument(
         "--launcher",
         choices=("auto", "local", "ray"),
-        help="workers as threads, or as Ray processes (default auto; the key launcher)",
+        metavar="KIND",
+        help="auto (default), local or ray: the key launcher",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the plan and the errors that would stop the run at its start (exit code 2),"
-        " and exit",
+        help="check and plan the run, and exit: 3 if it does not fit",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="with --dry-run: plan for a machine that is not here, as h100x8, h200x16 (two hosts),"
+        " rtx4090x1, tpu-v5e:2x4",
     )
     parser.add_argument(
         "--compile",
         metavar="TARGET",
-        help="with --dry-run: plan the run for a machine that is not present, and compile every"
-        " program of it with that machine's compiler: h200x8, h200x16 (two hosts), t4x1,"
-        " tpu-v5e:2x4 (needs the extra aot)",
+        help="the same, by that machine's own compiler (extra aot)",
     )
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="with --compile: predict the seconds of each stage on that machine, search for the"
-        " mesh and keys with the shortest step that fits, and compile these too",
+        help="with --compile: search for the fastest mesh and keys",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="with --compile: print one JSON object instead of text"
-    )
+    parser.add_argument("--json", action="store_true", help="with --compile: print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
     )
-    parser.epilog = keys_help(shutil.get_terminal_size().columns)
     arguments = parser.parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):
@@ -182,15 +261,21 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
                 )
         overrides.append(f"{key}={value}")
     config, base = Config.load_base(arguments.config, overrides)
-    if arguments.compile is not None and not arguments.dry_run:
+    for option, does in (("target", "plans for a machine"), ("compile", "compiles the programs")):
+        value = getattr(arguments, option)
+        if value is not None and not arguments.dry_run:
+            raise UserError(f"--{option} {value} needs --dry-run too: it {does} and trains nothing")
+    if None not in (both := (arguments.target, arguments.compile)) and len(set(both)) > 1:
         raise UserError(
-            f"--compile {arguments.compile} needs --dry-run too: it compiles the run's programs and"
-            " trains nothing"
+            f"--target {both[0]} and --compile {both[1]} name two machines: --compile plans for its"
+            " own, so leave --target out"
         )
     for option in ("suggest", "json"):
         if getattr(arguments, option) and arguments.compile is None:
-            raise UserError(f"--{option} needs --dry-run --compile TARGET")
-    asked = (arguments.dry_run, arguments.compile, arguments.suggest, arguments.json)
+            why = ": it needs the compiled programs" if arguments.target else ""
+            raise UserError(f"--{option} needs --dry-run --compile TARGET{why}")
+    options = ("dry_run", "target", "compile", "suggest", "json")
+    asked = (getattr(arguments, option) for option in options)
     return RunArguments(config, base, *asked)
 
 
@@ -252,26 +337,6 @@ def leave(code: int, patience: float = 5.0) -> NoReturn:
         # Python would wait for ever, or end a thread inside XLA, which aborts the process.
         os._exit(code)
     sys.exit(code)
-
-
-def keys_help(width: int) -> str:
-    """Returns every config key with its type, default and docstring, grouped by section."""
-    width = max(60, min(width, 120))
-    lines = ["config keys (in the file, or as key=value):"]
-    for group in config_keys.groups(Config):
-        heading = f"{group.path}: {group.doc}" if group.path else ""
-        lines += ["", *_wrap(heading, width, "  ", "      ")] if heading else []
-        for key in group.keys:
-            default = "required" if key.required else f"default {yaml_text.shown(key.default)}"
-            lines.append(f"  {key.path}  {key.type}  [{default}]")
-            lines += _wrap(key.doc, width, "      ", "      ")
-    return "\n".join(lines)
-
-
-def _wrap(text: str, width: int, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
-    )
 
 
 def make_callable(name: str, function: Callable[..., object]) -> None:

@@ -11,22 +11,13 @@ from collections.abc import Sequence
 from jaxrl.config import cli, yaml_text
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
-from jaxrl.config.section import LARGEST
-
-BOUNDS = {
-    "exclusiveMinimum": "above",
-    "minimum": "at least",
-    "exclusiveMaximum": "below",
-    "maximum": "at most",
-}
-"""Name of a bound in JSON schema -> words for it on the page."""
 
 HEAD = """# Config keys
 
 Every key of a run, with its type, its default and what it means. Made from
 the classes of [jaxrl/config](../jaxrl/config/schema.py) by
-`python -m jaxrl.config.key_page > docs/config.md`; `python -m jaxrl.train --help` lists the same
-keys.
+`python -m jaxrl.config.key_page > docs/config.md`; `python -m jaxrl.train --help all`
+lists the same keys, and `--help SECTION` or `--help KEY` some of them.
 
 A key is set in the file, nested by its dots, or on the command line, which wins:
 
@@ -45,8 +36,8 @@ The defaults are for models of one to several billion parameters on accelerators
 such a run from the quickstart, add `--config builtin:quickstart`.
 
 Every file of [configs](../configs) comes with the package, as `builtin:NAME` wherever a config file
-is accepted (`--config builtin:` lists them). In such a file, `data/...` and `rewards/...` are in the
-package and `runs/...` is in the working directory; the comment at its top has the commands that
+is accepted (`--config builtin:` lists them). In such a file, `data/...` and `rewards/...` are in
+the package and `runs/...` is in the working directory; the comment at its top has the commands that
 write what it reads there. `config.yaml` in the run's folder is a copy of all
 keys to start your own from.
 
@@ -76,15 +67,10 @@ def markdown() -> str:
     for group in config_keys.groups(Config):
         title = [f"## {group.path}", "", group.doc] if group.path else ["## A run"]
         lines += ["", *title, "", *TABLE]
-        fields = group.model.model_json_schema()["properties"]
+        allowed = config_keys.allowed(group)
         for key in group.keys:
             default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
-            schema, allowed = fields[key.path.rpartition(".")[2]], key.type
-            for branch in (schema, *schema.get("anyOf", ())):
-                for name, words in BOUNDS.items():
-                    if name in branch and branch[name] != LARGEST:  # the bound of all integers
-                        allowed += f", {words} {branch[name]:g}"
-            cells = (f"`{key.path}`", allowed, default, key.doc)
+            cells = (f"`{key.path}`", allowed[key.path], default, key.doc)
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

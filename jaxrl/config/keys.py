@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,13 +12,24 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from jaxrl.config.section import LARGEST
 from jaxrl.errors import UserError, closest, near, short
 
+ALL = " (--help all lists them)"
 SHOWN_ERRORS = 4
 """Lines in one error message; what is beyond is counted."""
 
 MISSING = "is required and not set"
 """How the error about a key without a value and without a default ends."""
+ALSO_MAPPINGS = ("mesh",)
+"""Keys for text that also take a mapping."""
+BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+"""Name of a bound in JSON schema -> words for it."""
 MAPPING = "mapping of NAME"
 """How the type of a key that takes a mapping begins."""
 _PLAIN = {
@@ -91,9 +102,28 @@ def keys(model: type[BaseModel]) -> Iterator[Key]:
     return (key for group in groups(model) for key in group.keys)
 
 
+def under(path: str, prefixes: Sequence[str]) -> bool:
+    """Returns whether a key is one of some keys, or in one of some sections."""
+    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
 def mappings(model: type[BaseModel]) -> list[str]:
     """Returns every key under ``model`` whose value may be a mapping with the user's names."""
-    return [key.path for key in keys(model) if MAPPING in key.type]
+    return [key.path for key in keys(model) if MAPPING in key.type or key.path in ALSO_MAPPINGS]
+
+
+def allowed(group: Group) -> dict[str, str]:
+    """Maps each key of a group to its type and the bounds of its numbers, as in `int, at least
+    1`."""
+    fields = group.model.model_json_schema()["properties"]
+    found = {}
+    for key in group.keys:
+        schema, found[key.path] = fields[key.path.rpartition(".")[2]], key.type
+        for branch in (schema, *schema.get("anyOf", ())):
+            for name, words in BOUNDS.items():
+                if name in branch and branch[name] != LARGEST:  # the bound of all integers
+                    found[key.path] += f", {words} {branch[name]:g}"
+    return found
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:
@@ -102,7 +132,8 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     Unknown keys come alone: what else is wrong may follow from them.
     """
     items = error.errors(include_url=False)
-    return _unknown(model, error) or _shorten(list(dict.fromkeys(map(_explain_one, items))))
+    lines = (line for item in items for line in _explain_one(item))
+    return _unknown(model, error) or _shorten(list(dict.fromkeys(lines)))
 
 
 def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> None:
@@ -120,7 +151,7 @@ def _unknown(model: type[BaseModel], error: ValidationError) -> str:
     """Returns a line for each unknown key, with the near one."""
     known = [key.path for key in keys(model)]
     paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
-    return _shorten([f"unknown key {path}{_near_path(path, known)}" for path in map(short, paths)])
+    return _shorten([f"unknown key {path}{near_key(path, known)}" for path in map(short, paths)])
 
 
 def _unknown_paths(item: Any) -> Iterator[str]:
@@ -132,21 +163,21 @@ def _unknown_paths(item: Any) -> Iterator[str]:
         yield from _leaves(".".join(map(str, where)), given)
 
 
-def _explain_one(item: Any) -> str:
+def _explain_one(item: Any) -> list[str]:
+    """Returns a line for what is wrong with a key, or for each broken rule of a section."""
     # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
     parts = (part for part in item["loc"] if isinstance(part, int) or part.isidentifier())
     path = ".".join(map(str, parts))
     if item["type"] == "missing":
-        return f"{path} {MISSING}"
+        return [f"{path} {MISSING}"]
     if item["type"] in ("model_type", "model_attributes_type"):
-        return (
-            f"{path} is a section, not a value (got {short(repr(item['input']))}): set {path}.KEY"
-        )
+        got = short(repr(item["input"]))
+        return [f"{path} is a section, not a value (got {got}): set {path}.KEY"]
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
-        return f"{path}: {message}" if path else message
+        return [f"{path}: {line}" if path else line for line in message.splitlines()]
     message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
-    return f"{path}: {message}, got {short(repr(item['input']))}"
+    return [f"{path}: {message}, got {short(repr(item['input']))}"]
 
 
 def _shorten(lines: list[str]) -> str:
@@ -163,7 +194,7 @@ def _leaves(path: str, value: object) -> Iterator[str]:
         yield from _leaves(f"{path}.{name}", below)
 
 
-def _near_path(path: str, known: list[str]) -> str:
+def near_key(path: str, known: list[str]) -> str:
     """Returns a hint at the key meant: in the same section, else the same word, else any.
 
     A guess from another section must be the same word, or one that differs by a letter or two:
@@ -187,7 +218,7 @@ def _near_path(path: str, known: list[str]) -> str:
         return alias
     spelled = closest(word, {key.rpartition(".")[2] for key in known}, cutoff=0.85)
     similar = [key for key in known if key.rpartition(".")[2] == spelled]
-    return near(path, similar) or " (--help lists them all)"
+    return near(path, similar) or ALL
 
 
 def alias_hint(path: str, whole: bool = False) -> str:

@@ -63,6 +63,14 @@ def _named_teachers(value: object) -> object:
     return {name: {"model": t} if isinstance(t, str) else t for name, t in value.items()}
 
 
+def _mesh_text(value: object) -> object:
+    """Returns a mapping of roles to devices as the text that it stands for; `{actor:2}`, without a
+    space, is YAML for a key `actor:2`."""
+    if not isinstance(value, dict):
+        return value
+    return ",".join(str(r).replace(":", "=") if n is None else f"{r}={n}" for r, n in value.items())
+
+
 class RunConfig(Section):
     """The keys of a run, and what follows from several of them."""
 
@@ -83,9 +91,10 @@ class RunConfig(Section):
     """Use only kernels whose result does not depend on timing: two runs of the same command on a
     GPU then agree bit for bit, but are slower; on a CPU they always agree. Sets
     `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
-    mesh: str = "actor+rollout=1"
+    mesh: Annotated[str, BeforeValidator(_mesh_text)] = "actor+rollout=1"
     """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share devices.
-    A role that the run needs and the mesh does not name joins the actor's pool."""
+    A role that the run needs and the mesh does not name joins the actor's pool. A mapping, such as
+    `{actor: 2, rollout: 2}`, means the same."""
     launcher: Literal["auto", "local", "ray"] = "auto"
     """Workers as threads of this process (local) or as Ray processes (ray). auto: ray where a
     cluster is named (`ray.address`, RAY_ADDRESS) or this host has too few accelerators."""

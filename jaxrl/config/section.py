@@ -59,7 +59,7 @@ class Section(BaseModel):
                 yield name, value
 
     def _rules(self) -> Iterator[str]:
-        """Yields a message for each broken condition on several keys; the first is raised."""
+        """Yields a message for each broken condition on several keys; all are raised together."""
         return iter(())
 
     @model_validator(mode="before")
@@ -69,6 +69,6 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        for message in self._rules():
-            raise ValueError(message)
+        if messages := list(dict.fromkeys(self._rules())):
+            raise ValueError("\n".join(messages))
         return self

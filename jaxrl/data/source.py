@@ -169,6 +169,13 @@ def _no_rows(rows: Rows, label: str, hint: str = "") -> UserError:
     )
 
 
+def is_missing(spec: str) -> bool:
+    """Returns whether a source of `open_source` names data files by a path where there are none."""
+    if data_name(spec) is not None or not spec.endswith(SUFFIXES):
+        return False
+    return not user_path(spec).exists() and not glob.glob(spec, recursive=True)
+
+
 @dataclass(frozen=True)
 class _Opener:
     """Opens one source after the other, as `open_source` was asked."""

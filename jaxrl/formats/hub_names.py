@@ -19,6 +19,8 @@ from typing import Literal
 
 from jaxrl.errors import user_path
 
+RUNS = "runs/"
+"""How the paths of run directories begin, unless `run_dir` says otherwise."""
 COMMIT = re.compile("[0-9a-f]{40}")
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _AT = r"(?:@(?P<revision>(?!/)(?:(?!\.\.)[^@:\s])+))?(?:@(?P<commit>[0-9a-f]{40}))?"
@@ -65,9 +67,11 @@ class HubName:
 
 
 def model_name(text: str) -> HubName | None:
-    """Returns the model on a hub that a text names, if any; a path that exists names none."""
+    """Returns the model on a hub that a text names, if any; a path that exists names none, nor does
+    one below `runs/`, where runs are written."""
     match = _MODEL.fullmatch(text)
-    if match is None or match["repo"].endswith(".gguf") or user_path(text).exists():
+    path = text.startswith(RUNS) or user_path(text).exists()
+    if match is None or match["repo"].endswith(".gguf") or path:
         return None
     return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
 

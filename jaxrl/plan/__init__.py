@@ -34,20 +34,23 @@ from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choice
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
-from jaxrl.plan.table import plan_table
+from jaxrl.plan.table import role_lines
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
-from jaxrl.process.text_tables import table_lines
+from jaxrl.process.text_tables import WIDTH
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.axes import Axes
+from jaxrl.sharding.axes import Axes, device_count
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
+from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.cache import ScoreCache
 
-GPU_SIZES = (24, 40, 80, 141)
+GPU_SIZES = (8, 12, 16, 24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
+BRIEF_LINES = 10
+"""Most lines that a run on a CPU prints of its plan."""
 PROCESS_BYTES = 600_000_000
 """What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
 compiled programs, buffers of the allocator. Measured on the quickstart."""
@@ -82,6 +85,10 @@ class Plan:
     """Role -> keys to change where it runs out of memory though the plan says otherwise."""
     refusals: tuple[str, ...] = ()
     """What the run would refuse before it reads a weight; `dry_run` looks for it."""
+    planning: bool = False
+    """No device is here that such a model is trained on: GPUs elsewhere decide, not this host."""
+    fits_elsewhere: bool = False
+    """One of those sizes of GPUs is large enough."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -96,10 +103,12 @@ class Plan:
 
     @property
     def misfit(self) -> tuple[str, ...]:
-        """Returns the verdict and what to change, where a device is known to be too small."""
-        if self.fits:
+        """Returns the verdict and what to change, where a device is known to be too small: of the
+        target, of this host, or of the GPUs that a plan on a host without any is made for."""
+        if self.fits_elsewhere if self.planning else self.fits:
             return ()
-        return (*self.verdict[:1], *(self.advice[:3] or ("see the table above",)))
+        verdict = self.verdict[-1] if self.planning else self.verdict[0]
+        return (verdict, *(self.advice[:3] or ("see the table above",)))
 
     @property
     def hopeless(self) -> bool:
@@ -117,11 +126,56 @@ class Plan:
         accounted = self.accounts
         return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
 
-    def text(self) -> str:
-        """Returns the table, notes, verdict and advice, for the console and for `plan.txt`."""
-        table = plan_table(self.placement, self.axes, self.devices, self.accounts, self.pools)
-        lines = (*self.notes, *self.verdict, *self.advice, *self.refusals)
-        return "\n".join((*table_lines(table), *lines)) + "\n"
+    def text(self, width: int = WIDTH) -> str:
+        """Returns the table, notes, verdict and advice, for the console and for `plan.txt`.
+
+        Args:
+            width: columns; where they are too few for a table, each role has a block of lines.
+        """
+        refused = (f"the run would be refused: {line}" for line in self.refusals)
+        lines = (*self.notes, *self.verdict, *self.advice, *refused)
+        if self.planning:  # the last word is about GPUs
+            lines = (*self.notes, *self.verdict[:-1], *self.advice, *refused, self.verdict[-1])
+        return "\n".join((*self._roles(width), *lines)) + "\n"
+
+    def console_text(self, width: int = WIDTH) -> str:
+        """Returns what a run prints of its plan: all of it on accelerators. On a CPU the roles and
+        the verdict, and notes up to `BRIEF_LINES`; `plan.txt` has the others."""
+        if not self.inputs.on_cpu:
+            return self.text(width)
+        roles, verdict = self._roles(width, brief=True), self.verdict[0]
+        notes = self.notes[: max(BRIEF_LINES - len(roles) - 1, 0)]
+        if hidden := len(self.notes) - len(notes):
+            verdict += f" ({hidden} more note{'s' if hidden > 1 else ''} in plan.txt)"
+        return "\n".join((*roles, *notes, verdict)) + "\n"
+
+    def _roles(self, width: int, brief: bool = False) -> list[str]:
+        facts = self.placement, self.axes, self.devices, self.accounts, self.pools
+        return role_lines(*facts, width, brief)
+
+
+def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> Plan:
+    """Returns the plan of a run on a machine that is not present, with its own verdict.
+
+    Raises:
+        UserError: the mesh needs more devices than the machine has, or does not suit the models.
+    """
+
+    def visible(needed: int) -> Visible:
+        if needed > target.count:
+            raise UserError(
+                f"the mesh {config.mesh!r} needs {device_count(needed)}, and {target.name} has"
+                f" {target.count}: set --mesh to at most {target.count}, or name a larger target"
+            )
+        return Visible(target.devices, None)
+
+    plan = make_plan(config, roles, visible, target.usable / GB)
+    first, *others = plan.verdict
+    kind, size = target.devices[0].device_kind, target.usable / GB
+    where = f"on {target.name}, of whose {kind} a run may use {size:.1f} GB each"
+    verdict, colon, why = first.partition(": does not fit")
+    first = f"{verdict}{colon} {where}{why}" if colon else f"{first} {where}"
+    return replace(plan, verdict=(*others, first) if plan.fits else (first, *others))
 
 
 def make_plan(
@@ -254,11 +308,21 @@ def build(
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
     verdict += filter(None, [room(config, inputs)])
     verdict += faster(config, inputs)
+    planning = fits_elsewhere = False
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
-        lines, there = _elsewhere(asked.with_dtypes(default_dtype(UNKNOWN_GPU)), gpus)
-        verdict += lines
-        advice = advice if there is None else there
+        elsewhere = _elsewhere(asked.with_dtypes(default_dtype(UNKNOWN_GPU)), gpus)
+        planning = elsewhere is not None
+        if elsewhere is not None:
+            lines, advice, smallest = elsewhere
+            fits_elsewhere = smallest is not None
+            verdict += lines
+            if seen.devices:
+                here = verdict[0].removeprefix("verdict: ")
+                verdict[0] = f"on the CPU of this host, which has no accelerator: {here}"
+            words = f"of {smallest} GB and more" if smallest else f"of up to {GPU_SIZES[-1]} GB"
+            fits = "fits" if smallest else "does not fit"
+            verdict.append(f"verdict: {fits} on GPUs {words}; --target h100x8 plans for a machine")
     return Plan(
         run,
         placement,
@@ -272,6 +336,8 @@ def build(
         tuple(verdict),
         tuple(advice),
         partial(relief, config, inputs),
+        planning=planning,
+        fits_elsewhere=fits_elsewhere,
     )
 
 
@@ -533,22 +599,31 @@ def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str
     return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
 
 
-def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str] | None]:
-    """Returns what the run would take on GPUs, whether it would fit those of the usual sizes, and
-    what would help on those that are too small. Silent for models that fit anywhere.
+def _elsewhere(
+    config: Config, inputs: PlanInputs
+) -> tuple[list[str], list[str], int | None] | None:
+    """Returns what the run would take on GPUs, with a line for each of the usual sizes; what would
+    help on those that are too small; and the smallest that is large enough. None for models that
+    fit anywhere.
 
     What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
+    Sizes of less than half of that have one line together, and no advice.
     """
     share = gpu_share()
-    needed, lines, advice = pool_peaks(inputs, config), [], []
+    needed, lines, advice = pool_peaks(inputs, config), list[str](), list[str]()
     if max(pool.bytes for pool in needed) < GB:
-        return [], None
+        return None
     smallest: int | None = None
+    far_too_small: list[int] = []
     for size in GPU_SIZES:
         usable = round(size * share * GB)
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = with_choices(config, there)
         pools = pool_peaks(there, choice)
+        fits = all(pool.fits for pool in pools)
+        if 2 * usable < max(pool.bytes for pool in pools) and size != GPU_SIZES[-1]:
+            far_too_small.append(size)
+            continue
         verdict = _verdict(pools).removeprefix("verdict: ")
         axes = there.axes(choice)
         split = [
@@ -561,9 +636,12 @@ def _elsewhere(config: Config, inputs: PlanInputs) -> tuple[list[str], list[str]
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
         lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
         lines += [f"  {line}" for line in faster(choice, there)]
-        if not all(pool.fits for pool in pools):
+        if not fits:
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
         elif smallest is None:
             needed, smallest = pools, size
+    if far_too_small:
+        sizes = ", ".join(map(str, far_too_small))
+        lines.insert(0, f"on GPUs of {sizes} GB: does not fit: less than half of what one needs")
     each = [f"{peak.pool.name} {peak.bytes / GB:.1f} GB ({peak.moment})" for peak in needed]
-    return ["each GPU needs: " + ", ".join(each), *lines], advice
+    return ["each GPU needs: " + ", ".join(each), *lines], advice, smallest

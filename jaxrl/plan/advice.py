@@ -54,8 +54,8 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
 
 
 def room(config: Config, inputs: PlanInputs) -> str | None:
-    """Returns how far the sizes of a batch may grow, each alone, until the first pool is full; None
-    where no limit is known or the run does not fit as it is."""
+    """Returns the largest sizes of a batch that fit, one size changed at a time; None where no
+    limit is known or the run does not fit as it is."""
     known = inputs.hosts or any(limit is not None for limit in inputs.limits)
     if not known or not _fits(config, inputs):
         return None
@@ -70,8 +70,8 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
         now: int = getattr(config, key)
         largest = _largest(config, inputs, key, now, limit)
         more = " or more" if largest == MOST else ""
-        found.append(f"{key} up to {largest}{more} (now {now})")
-    return f"room, each alone: {', or '.join(found)}"
+        found.append(f"{key}={largest}{more} (now {now})")
+    return f"largest that fits, one changed at a time: {', or '.join(found)}"
 
 
 def faster(config: Config, inputs: PlanInputs) -> list[str]:
@@ -91,7 +91,7 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
                 mine = pools[inputs.placement.roles[role].pool]
                 limit = "" if mine.limit is None else f" of {mine.limit / 1e9:.1f}"
                 lines.append(
-                    f"room: {key}={shown(value)} (now {shown(now)}) is faster:"
+                    f"faster: {key}={shown(value)} (now {shown(now)}) fits:"
                     f" {mine.pool.name} then takes {mine.bytes / 1e9:.1f}{limit} GB"
                 )
                 break

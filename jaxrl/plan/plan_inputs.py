@@ -129,7 +129,7 @@ class HostMemory:
         if needed <= self.limit:
             return ""
         each = [
-            f"{n} x {peak.bytes / GB:.1f} {peak.pool.name}"
+            f"{f'{n} x ' if n > 1 else ''}{peak.bytes / GB:.1f} {peak.pool.name}"
             for peak, n in zip(pools, self.devices, strict=True)
             if n
         ]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import shutil
+import sys
 
 from rich.console import Console
 from rich.table import Table
 
 WIDTH = 132
 """Columns of a table where there is no terminal."""
+
+
+def terminal_width() -> int:
+    """Returns the columns of the terminal that standard output is, or `WIDTH`."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
 def table_lines(table: Table) -> list[str]:

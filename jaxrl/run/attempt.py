@@ -25,10 +25,11 @@ from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.models.packing import RowDevices
-from jaxrl.plan import Plan, make_plan
+from jaxrl.plan import Plan, make_plan, target_plan
 from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
+from jaxrl.process.text_tables import terminal_width
 from jaxrl.process.xla_flags import exclude_nondeterministic
 from jaxrl.profile.splits import run_advice
 from jaxrl.profile.stages import RunModels
@@ -51,6 +52,7 @@ from jaxrl.run.run_dir import (
     with_date,
 )
 from jaxrl.runtime.worker import OutOfMemory, RunLost
+from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
@@ -64,53 +66,63 @@ HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
 
-def plan_run(config: Config, dry: bool = False) -> Plan:
+def plan_run(config: Config, dry: bool = False, target: TargetMachine | None = None) -> Plan:
     """Plans a run from the models' `config.json` and the devices. The config of the plan names the
     commits of what is on a hub.
 
     Args:
         dry: make the plan even if the run's data cannot be found.
+        target: the machine to plan for; None: this one, or the cluster of `launcher`.
     """
     config, notes = with_commits(config, dry)
-    visible = devices_for(config)
-    plan = make_plan(with_date(config), needed_roles(config), visible)
+    dated, roles = with_date(config), needed_roles(config)
+    if target is None:
+        plan = make_plan(dated, roles, devices_for(config))
+    else:
+        plan = target_plan(dated, roles, target)
     return replace(plan, notes=(*notes, *plan.notes))
 
 
-def checks(config: Config, given: PythonObjects) -> tuple[list[str], tuple[str, ...]]:
+def checks(
+    config: Config, given: PythonObjects, elsewhere: bool = False
+) -> tuple[list[str], tuple[str, ...]]:
     """Returns the notes on the run's data, and the errors that would stop the run before it reads a
     weight: in data, tokenizers, rewards, trackers or the run directory. Each check reports only its
     first error.
 
     Args:
         given: as in `run_config`.
+        elsewhere: the run is for another machine, which may have files that are not here.
     """
+    config, _ = with_commits(config, dry=True)
     notes: list[str] = []
     found = []
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
-        lambda: notes.extend(check_job(config, given)),
+        lambda: notes.extend(check_job(config, given, elsewhere)),
     ):
         try:
             check()
         except (UserError, RunError) as error:
-            found.append(f"the run would be refused: {error}")
+            found.append(str(error))
     return notes, tuple(found)
 
 
 def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:
-    """Checks everything that can be checked before a weight is read."""
+    """Checks everything that can be checked before a weight is read, the cheapest first."""
     check_trackers(config.logging)
+    check_run_dir(config)
     if config.deterministic:
         exclude_nondeterministic()
     enable_compile_cache(config.compile_cache)
+    config, _ = with_commits(config)
+    job = make_job(with_date(config), given)
     plan = plan_run(config)
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
         raise UserError("\n".join(lines))
-    job = make_job(plan.config, given)
-    check_run_dir(plan.config)
+    job = replace(job, config=plan.config)
     if fetch_models(plan.config):  # last, because downloads take longest
         models = job.student, *job.teachers.values()
         for source in models:  # their tensors may not fit their configs
@@ -154,7 +166,8 @@ def run_config(
             if folder.finished(config.steps):
                 notify(f"{folder.path} has all of its {config.steps} steps: {AGAIN}")
                 return folder.path
-            for text in (plan.text(), f"run directory: {folder.path}", *job.data_notes()):
+            shown = plan.console_text(terminal_width()).rstrip()
+            for text in (shown, f"run directory: {folder.path}", *job.data_notes()):
                 notify(text)
             job.train.notify = notify
             _run(Run(job, plan, folder, console, notify, interrupt, on_step, started))

@@ -17,6 +17,7 @@ from jaxrl.data.source import Example, Keys, Rows, Source, open_source
 from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.verifiers import why_unjudged
 from jaxrl.run.evaluation import Judge
 from jaxrl.teacher.cache import ScoreCache
@@ -100,7 +101,7 @@ def longest_sequence(config: Config, teacher: bool = False) -> int:
 
 
 def check_positions(
-    config: Config, new_tokens: int, source: ModelSource, model: str, teacher: bool = False
+    config: Config, new_tokens: int, decoder: DecoderConfig, model: str, teacher: bool = False
 ) -> None:
     """Raises UserError where the longest sequence exceeds the positions of a model.
 
@@ -113,10 +114,10 @@ def check_positions(
     new = "teacher.max_new_tokens" if others else "max_new_tokens"
     prompt = config.teacher_prompt_tokens if teacher else config.max_prompt_tokens
     width = prompt + new_tokens
-    if width > source.config.max_positions:
+    if width > decoder.max_positions:
         raise UserError(
             f"{key}={prompt} and {new}={new_tokens} make"
-            f" {width} positions; {model} has {source.config.max_positions}: lower one of them"
+            f" {width} positions; {model} has {decoder.max_positions}: lower one of them"
             f"{TWICE if others else ''}"
         )
 

@@ -135,7 +135,9 @@ def prepare(
     config = _config(source, base, overrides, mesh, keys)
     tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
     ends = check_inputs.end_ids(source, tokenizer)
-    check_inputs.check_positions(config, config.max_new_tokens, source, f"model {source.name!r}")
+    check_inputs.check_positions(
+        config, config.max_new_tokens, source.config, f"model {source.name!r}"
+    )
     source = source.for_length(check_inputs.longest_sequence(config))
     encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
     sets = check_inputs.held_out_sets(config, encode, objects.rows)
@@ -194,7 +196,7 @@ def _config(
             raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
     # `data.train` is a required key, which nothing here opens.
     values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
-    values |= _values(base, [k for k in known if _reads(k) and not _within(k, PLACEMENT)])
+    values |= _values(base, [k for k in known if _reads(k) and not config_keys.under(k, PLACEMENT)])
     given |= objects
     mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
     if mesh is not None:
@@ -209,13 +211,9 @@ def _config(
     return config.model_copy(update={"max_new_tokens": longest})
 
 
-def _within(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
 def _reads(key: str) -> bool:
     """Returns whether an evaluation reads the key."""
-    return _within(key, EVALUATED) and key not in NOT_EVALUATED
+    return config_keys.under(key, EVALUATED) and key not in NOT_EVALUATED
 
 
 def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:

@@ -19,7 +19,7 @@ from jaxrl.checkpoint.digest import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
-from jaxrl.data.source import Split, open_source
+from jaxrl.data.source import Split, is_missing, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner
@@ -32,7 +32,7 @@ from jaxrl.formats.places import find_folder
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
-from jaxrl.plan import without_weights
+from jaxrl.plan import model_config, without_weights
 from jaxrl.process.plugin import PYTHON
 from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.functions import find as find_reward
@@ -189,12 +189,17 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     Args:
         given: what the config names of a Python program.
     """
+    d = config.data
+    _check_positions(config)
+    verifier(d.verifier)
+    for label, sources, split in _data_sources(config):
+        for missing in filter(is_missing, sources):  # the others are opened with their tokenizer
+            open_source(missing, config.seed, split, keys(config), label)
+    source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
     student, tokenizer, eos_ids, token_note = _student(config)
     teachers = find_teachers(config, student, tokenizer, eos_ids)
-    d = config.data
     vocabulary = student.config.vocab_size
     encode = encoder(config, tokenizer, eos_ids, vocabulary, True, teachers.prompt_tokenizer)
-    source = open_source(d.train, config.seed, "train", keys(config), given=given.rows)
     train = PromptStream(
         source, encode, config.batch_size, config.seed, d.shuffle, weights=d.weights
     )
@@ -265,35 +270,48 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
     student = resolve_student(config).for_length(longest_sequence(config))
     tokenizer = tokenizer_of(student, config.data.chat_date)
     eos_ids, notes = end_ids(student, tokenizer), token_notes(config, student, tokenizer)
-    student = student.ending_at(eos_ids)
+    return student.ending_at(eos_ids), tokenizer, eos_ids, notes
+
+
+def _check_positions(config: Config) -> None:
+    """Raises UserError where the longest sequence exceeds the positions of the student, of which
+    only `config.json` is read."""
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    check_positions(config, longest, student, "student.model", teacher=False)
-    return student, tokenizer, eos_ids, notes
+    check_positions(config, longest, model_config(config.student.model), "student.model")
 
 
-def check_job(config: Config, given: PythonObjects) -> list[str]:
+def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> list[str]:
     """Returns the notes on the run's data, or raises the UserError that `make_job` would raise.
 
     Of models that have no weights here, as in a plan for another machine, only `config.json` is
     known, and data on a hub may not have been fetched: then the models, the data that are here and
-    the reward functions are checked each alone, and there are no notes.
+    the reward functions are checked each alone, and the notes name what was not.
+
+    Args:
+        elsewhere: files of data that are not here are no error: another machine may have them.
     """
     described = bool(without_weights(config))
-    here = {each[0]: _here(*each) for each in _data_sources(config)}
+    here = {each[0]: _here(*each, elsewhere) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         return make_job(config, given).data_notes()
+    _check_positions(config)
+    verifier(config.data.verifier)
+    notes = []
+    for label, sources, split in _data_sources(config):
+        if here[label]:
+            open_source(here[label], config.seed, split, keys(config), label, given.rows)
+        missing = [text for text in sources if text not in here[label] and data_name(text) is None]
+        if missing:
+            notes.append(f"{label}: {', '.join(missing)}: not here, so not checked")
     if not described:
         student, tokenizer, eos_ids, _ = _student(config)
         find_teachers(config, student, tokenizer, eos_ids)
-    for label, _, split in _data_sources(config):
-        if here[label]:
-            open_source(here[label], config.seed, split, keys(config), label, given.rows)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
         with contextlib.closing(reward_functions(config, given.code)) as rewards:
             rewards.pool.facts()
-    return []
+    return notes
 
 
 def reward_functions(
@@ -342,11 +360,16 @@ def _data_sources(config: Config) -> Iterator[tuple[str, Sequence[str], Split]]:
         yield "data.eval", d.eval, "eval"
 
 
-def _here(label: str, sources: Sequence[str], split: Split) -> list[str]:
-    """Returns those of the sources that need not be fetched first."""
+def _here(label: str, sources: Sequence[str], split: Split, elsewhere: bool) -> list[str]:
+    """Returns those of the sources that need not be fetched first; with `elsewhere`, without the
+    paths of files that are not here."""
     names = [(text, data_name(text)) for text in sources]
     with about(label):
-        return [text for text, name in names if name is None or hub_sets.is_here(name, split)]
+        return [
+            text
+            for text, name in names
+            if (hub_sets.is_here(name, split) if name else not (elsewhere and is_missing(text)))
+        ]
 
 
 def dependencies(job: Job) -> dict[str, str]:

@@ -154,9 +154,12 @@ def check_run_dir(config: Config) -> Path:
     """Returns the folder that the run would use; nothing is made or changed.
 
     Raises:
-        UserError: `resume` does not allow what it holds.
+        UserError: `resume` does not allow what it holds, or something else is in its place.
     """
     path = config.run_path
+    there = next((place for place in (path, *path.parents) if place.exists()), Path())
+    if not there.is_dir():
+        raise UserError(f"run_dir={path} cannot be made: {there} is no folder")
     hf.check_replaceable(path / FINAL)
     held = _holds_run(path)
     if config.resume == "must" and not held:

@@ -180,7 +180,7 @@ def find_teachers(
     common = vocab_size if aligner is None else int((aligner.to_teacher >= 0).sum())
     longest = max(config.teacher_new_tokens, config.eval.max_new_tokens or 0)
     for name, source in models.items():
-        check_positions(config, longest, source, config.teacher_key(name), teacher=True)
+        check_positions(config, longest, source.config, config.teacher_key(name), teacher=True)
     d = config.distill
     asked = {"distill.top_k": d.top_k} if d.signal in ("topk", "student_topk") else {}
     if d.entropy_aware:

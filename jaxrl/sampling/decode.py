@@ -7,6 +7,7 @@ arguments, so that engines of equal shapes share programs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
@@ -416,7 +417,7 @@ def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | i
 def _launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
     """Returns one function for the same options: programs are compiled once a function."""
     return jax.jit(
-        launch.__wrapped__,
+        inspect.unwrap(launch),
         static_argnames=LAUNCH_STATIC,
         donate_argnames=("cache",),
         compiler_options=dict(options),

@@ -83,7 +83,7 @@ def config_of(arguments: Namespace) -> Config:
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser("jaxrl.score", __doc__ or "")
+    parser = cli.Parser("jaxrl.score", __doc__ or "", keys=None)
     add = parser.add_argument
     add("--teacher", metavar="MODEL", help="HF folder, .gguf file, run directory (teacher.model)")
     add(

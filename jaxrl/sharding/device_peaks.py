@@ -18,29 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-PUBLISHED: dict[str, tuple[float, float]] = {
+from jaxrl.sharding.targets import GPUS, TPUS
+
+_OTHERS: dict[str, tuple[float, float]] = {
     "NVIDIA A100-PCIE-40GB": (312, 1555),
     "NVIDIA A100-SXM4-40GB": (312, 1555),
     "NVIDIA A100 80GB PCIe": (312, 1935),
-    "NVIDIA A100-SXM4-80GB": (312, 2039),
-    "NVIDIA H100 80GB HBM3": (989, 3350),
-    "NVIDIA H100 PCIe": (756, 2000),
-    "NVIDIA H200": (989, 4800),
-    "NVIDIA B200": (2250, 8000),
-    "NVIDIA L4": (121, 300),
-    "NVIDIA L40S": (362, 864),
-    "Tesla T4": (65, 320),
     "Tesla V100-PCIE-16GB": (112, 900),
     "Tesla V100-PCIE-32GB": (112, 900),
     "Tesla V100-SXM2-16GB": (125, 900),
     "Tesla V100-SXM2-32GB": (125, 900),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (503, 1597),
     "TPU v4": (275, 1228),
-    "TPU v5 lite": (197, 819),
-    "TPU v5e": (197, 819),
-    "TPU v5": (459, 2765),
-    "TPU v5p": (459, 2765),
-    "TPU v6 lite": (918, 1640),
-    "TPU v6e": (918, 1640),
+}
+"""Devices that are no target."""
+PUBLISHED: dict[str, tuple[float, float]] = {
+    **_OTHERS,
+    **{gpu.kind: (gpu.tflops, gpu.bandwidth_gbs) for gpu in GPUS.values()},
+    **{kind: (chip.tflops, chip.bandwidth_gbs) for chip in TPUS.values() for kind in chip.kinds},
 }
 """`jax.Device.device_kind` -> TFLOP/s in bfloat16 (float16 where a device has none)
 and GB/s of its memory."""

@@ -26,6 +26,8 @@ from jaxrl.types import Tree
 
 HOST_COUNT_FLAG = "xla_force_host_platform_device_count"
 DEV = Path("/dev")
+CROWD = 8
+"""So many emulated devices for each core are called slow."""
 MOST_EMULATED = 512
 """CPU devices that are made without being told how many: each takes threads and memory."""
 
@@ -89,7 +91,7 @@ def ensure_devices(needed: int) -> Visible:
         raise UserError(_too_few(devices, needed, asked, late))
     if devices[0].platform != "cpu":
         return Visible(devices, None)
-    emulating = f"emulating {counted(len(devices), 'CPU device')}"
+    emulating = emulation_note(len(devices), cores_here())
     note = f"no accelerator: {emulating}"
     if gpus := min(accelerators_here(), len(list(DEV.glob("nvidia[0-9]*")))):
         note = (
@@ -98,6 +100,15 @@ def ensure_devices(needed: int) -> Visible:
             f" then check with `jaxrl devices`; {emulating}"
         )
     return Visible(devices, note)
+
+
+def emulation_note(n: int, cores: int) -> str:
+    """Returns words about so many emulated devices, and about their speed where they crowd the
+    cores."""
+    note = f"emulating {n} CPU {'device' if n == 1 else 'devices'}"
+    if n >= CROWD * cores:
+        note += f" on {cores} {'core' if cores == 1 else 'cores'}: slow, and no faster than fewer"
+    return note
 
 
 def accelerators_here() -> int:
@@ -128,9 +139,14 @@ def threads_of_one_process(needed: int) -> int:
     bits.
     """
     asked = _count_asked_for()
+    cores = int(os.environ.get("NPROC") or cores_here())
+    return max(cores, needed if asked is None else int(asked.rpartition("=")[2]))
+
+
+def cores_here() -> int:
+    """Returns the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    cores = os.environ.get("NPROC") or (len(affinity(0)) if affinity else os.cpu_count()) or 1
-    return max(int(cores), needed if asked is None else int(asked.rpartition("=")[2]))
+    return (len(affinity(0)) if affinity else os.cpu_count()) or 1
 
 
 def _count_asked_for() -> str | None:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from jaxrl.aot.machine import GPUS, machine
+from jaxrl.aot.machine import machine
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.sharding.device_peaks import PUBLISHED
+from jaxrl.sharding.targets import GPUS, TPUS, target_machine
 from jaxrl.train import main
 
 
@@ -16,9 +17,23 @@ def test_an_unknown_target_is_refused_with_the_known_ones(name):
     assert "h200xN" in str(error.value) and "tpu-v5e" in str(error.value)
 
 
-def test_the_ceilings_of_every_gpu_are_published():
+@pytest.mark.parametrize("name", [*(f"{gpu}x8" for gpu in GPUS), *(f"tpu-{t}" for t in TPUS)])
+def test_a_target_has_devices_of_one_kind_whose_ceilings_are_published(name):
     """What is not in the table would be measured, on a device that is not there."""
-    assert {gpu.kind for gpu in GPUS.values()} <= PUBLISHED.keys()
+    target = target_machine(name, "--target")
+    kinds = {device.device_kind for device in target.devices}
+    assert len(kinds) == 1 and kinds <= PUBLISHED.keys()
+    assert len(target.devices) == target.count and target.hosts == 1
+    assert 8e9 < target.usable <= target.chip.memory < 300e9
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("h200", "h200x1"), ("H100x4", "h100x4"), ("rtx-4090", "rtx4090x1"), ("h100-nvlx2", "nvlx2")],
+)
+def test_a_target_that_is_nearly_one_is_named(name, near):
+    with pytest.raises(UserError, match=f"no such target \\(did you mean .*{near}"):
+        target_machine(name, "--target")
 
 
 @pytest.mark.parametrize(

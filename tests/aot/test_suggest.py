@@ -31,6 +31,7 @@ from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.placement import place
+from jaxrl.sharding.targets import GPUS, TargetMachine
 
 STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)
 TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
@@ -39,17 +40,8 @@ LIMIT = 130_000_000_000
 
 
 def machine(n: int, hosts: int = 1) -> Machine:
-    devices = tuple(
-        SimpleNamespace(
-            id=i,
-            platform="gpu",
-            compute_capability="9.0",
-            device_kind="NVIDIA H200",
-            process_index=i * hosts // n,
-        )
-        for i in range(n)
-    )
-    return Machine(f"h200x{n}", devices, LIMIT, 450e9, 450e9 if hosts == 1 else 50e9, hosts)
+    target = TargetMachine(f"h200x{n}", GPUS["h200"], (n,), hosts)
+    return Machine(target, target.devices)
 
 
 def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanInputs]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,12 @@ from jaxrl.errors import UserError, near, unknown, user_input
 
 MODULE = "jaxrl.train"
 ROOT = Path(__file__).parent.parent.parent
+
+
+def topics(path: str) -> list[str]:
+    """A key, its section, the section of that, and its last word."""
+    words = path.split(".")
+    return [*(".".join(words[:n]) for n in range(1, len(words) + 1)), words[-1]]
 
 
 def parse(*argv: str) -> cli.RunArguments:
@@ -124,22 +131,98 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         cli.run(broken, [])
 
 
-def test_help_lists_every_key_with_type_default_and_docstring(
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        command_main(argv)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_all_lists_every_key_with_type_range_default_and_docstring(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse("--help")
-    assert end.value.code == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = " ".join(helped(capsys, "train", "--help", "all").split())
     for key in config_keys.keys(Config):
-        assert f" {key.path} {key.type} [" in words
+        assert f" {key.path} {key.type}" in words
         assert key.doc in words
     assert "student.model str [required]" in words
-    assert "optimizer.learning_rate float [default 1e-05]" in words
+    assert "optimizer.learning_rate float, at least 0 [default 1e-05]" in words
     assert "data.shuffle bool [default true]" in words
     assert "algorithm str [default gkd] gkd: distil a teacher" in words
     assert "grpo, dr_grpo, dapo, gspo, gspo_token, cispo, sapo, gmpo, luspo: learn" in words
-    assert "actor.micro_batch_tokens int or null [default 16384]" in words
+    assert "actor.micro_batch_tokens int or null, at least 1 [default 16384]" in words
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_fits_a_screen_and_names_what_a_first_call_needs(
+    command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = helped(capsys, command, "--help")
+    assert text == helped(capsys, "--help", command)
+    assert len(text.splitlines()) <= 46 + 10 * (command == "score")  # its options besides
+    if command in ("train", "evaluate", "score"):
+        common = re.findall(r"^  ([a-z._]+)(?:=\S+)?  ", text.split("common keys")[1], re.MULTILINE)
+        assert set(common) <= {key.path for key in config_keys.keys(Config)} and len(common) > 3
+        assert "--help KEY" in text and "--help all" in text
+    if command == "train":
+        *runs, planned = cli.EXAMPLES
+        assert all(line in text for line in cli.EXAMPLES)
+        assert all(parse(*words.split()) for words in runs)
+        assert re.findall(r"--\w[\w-]*", planned) == ["--config", "--dry-run", "--target"]
+
+
+TOPICS = sorted({part for key in config_keys.keys(Config) for part in topics(key.path)})
+
+
+@pytest.mark.parametrize("word", TOPICS)
+def test_help_tells_about_any_section_key_or_last_word_of_a_key(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = helped(capsys, "train", "--help", word)
+    shown = re.findall(r"^  ([a-z][\w.]*)  \S", text, re.MULTILINE)
+    assert shown and all(f".{word}." in f".{path}." for path in shown)
+    keys = {key.path for key in config_keys.keys(Config)}
+    sections = {path for path in keys if path.startswith(f"{word}.")}
+    assert set(shown) <= keys and sections <= set(shown)
+    assert len(text.splitlines()) < 250
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train", "--help", "optimzer"], "did you mean optimizer?"),
+        (["train", "--help", "learning_rat"], "did you mean optimizer.learning_rate?"),
+        (["train", "--help", "lr"], "here it is optimizer.learning_rate"),
+        (["evaluate", "--help", "optimizer"], "sections are data, sampling, rollout"),
+    ],
+)
+def test_help_about_no_key_names_the_near_one(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command_main, argv) == 2
+    out, err = capsys.readouterr()
+    assert told in err and not out
+
+
+WORDS = {name: here for name, here in config_keys.other_libraries()[0].items() if "." not in name}
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_an_option_that_is_a_key_elsewhere_names_ours(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--model_name_or_path X`, `--learning_rate=1e-5`: with dashes and underscores."""
+    for words in ([f"--{name}", "1"], [f"--{name.replace('_', '-')}=1"]):
+        code = cli.run(lambda argv: parse(*argv) and None, words)
+        err = capsys.readouterr().err
+        assert code == 2 and "error: unknown option --" in err
+        assert (
+            any(key in err for key in WORDS[name])
+            or f"did you mean --{name}" in err
+            or ("did you mean" in err)
+        ), err
 
 
 def test_without_jax() -> None:
@@ -189,13 +272,10 @@ def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert end.value.code == 0
         shown.append(" ".join(out.getvalue().split()))
     assert shown[0].startswith(f"usage: jaxrl {name} [")
-    assert shown[0].replace(
-        f"usage: jaxrl {name} ", f"usage: python -m {module.removesuffix('.__main__')} ", 1
-    ) == (
-        shown[1].replace("python -m jaxrl.train --help", "jaxrl train --help")
-        if name == "evaluate"
-        else shown[1]
-    )
+    called = f"python -m {module.removesuffix('.__main__')} "
+    head, examples, tail = shown[0].partition("examples:")
+    head, tail = (part.replace(f"jaxrl {name} ", called, n) for part, n in ((head, 1), (tail, -1)))
+    assert head + examples + tail == shown[1]
 
 
 def test_an_unknown_command_is_refused_with_the_near_one(

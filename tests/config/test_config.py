@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -342,6 +343,54 @@ def test_cross_field_rules(bad: list[str], good: list[str]) -> None:
     base = ["group_size=1"]
     message(*base, *bad)
     Config.load(None, base + good)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("mesh={actor: 2, rollout: 1}", "mesh={actor:2,rollout:1}", "mesh=actor=2,rollout=1"),
+        {"mesh": {"actor": 2, "rollout": 1}},
+    ],
+)
+def test_a_mesh_is_text_or_a_mapping(given: str | dict[str, object], tmp_path: Path) -> None:
+    overrides = [given] if isinstance(given, str) else given
+    assert Config.load(None, overrides).mesh == "actor=2,rollout=1"
+    assert load(tmp_path, MINIMAL + "mesh: {actor+rollout: 4}").mesh == "actor+rollout=4"
+
+
+def test_a_run_with_another_config_names_every_way_out() -> None:
+    """`resume=never` makes another folder only where none is named."""
+    for folder, ways in ((None, True), ("runs/x", False)):
+        old = Config.load(None, ["steps=9", *([] if folder is None else [f"run_dir={folder}"])])
+        new = old.model_copy(update={"seed": 3})
+        with pytest.raises(UserError, match="name another run_dir .*set these back") as error:
+            compare(old.model_dump(mode="json"), new, "runs/x")
+        assert ("--resume never" in str(error.value)) == ways
+
+
+BROKEN = {
+    "teacher.model=m": "has no teacher: set teacher.model=null",
+    "group_size=1": "group_size=1",
+    "reward.functions=[]": "set reward.functions",
+    "sampling.top_p=0.9": "top_p=1",
+    "distill.on_policy_fraction=0.5": "distill.on_policy_fraction=1",
+    "reward.overlong_buffer=9999": "reward.overlong_buffer=9999 exceeds",
+    "policy.advantages=similarity": "set grouper.model",
+    "teacher.ca_file=x.pem": "teacher.ca_file=x.pem",
+}
+"""Of a run that learns from rewards: a key that breaks a rule -> what is said of it."""
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_all_broken_rules_are_told_at_once(count: int) -> None:
+    """A line for each, in any company; a rule that needs what another one checks does not fail."""
+    right = {"group_size": "2", "reward.functions": "[math]"}
+    for chosen in combinations(BROKEN, count):
+        keys = right | dict(text.split("=", 1) for text in chosen)
+        base = ["student.model=a", "data.train=b", "algorithm=grpo"]
+        text = message(*base, *(f"{key}={value}" for key, value in keys.items()))
+        assert len(text.splitlines()) == count
+        assert all(BROKEN[one] in text for one in chosen)
 
 
 def test_many_errors_stay_a_few_lines() -> None:

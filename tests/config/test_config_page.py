@@ -26,6 +26,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
+from jaxrl.run import attempt
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
 
@@ -234,7 +235,8 @@ def test_every_key_is_read_but_those_planted_here(
     monkeypatch.setattr(
         Section, "__getattribute__", lambda section, name: reads.spy(section, name), raising=False
     )
-    fill = Config.with_dtypes  # a run reads the copy that it makes
+    fill, date = Config.with_dtypes, attempt.with_date  # a run reads the copies that it makes
+    monkeypatch.setattr(attempt, "with_date", lambda config: reads.watch(date(config)))
     monkeypatch.setattr(Config, "with_dtypes", lambda c, where: reads.watch(fill(c, where)))
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"prompt": "1+1=", "completion": "2"}\n')

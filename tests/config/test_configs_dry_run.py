@@ -19,7 +19,7 @@ from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan import Plan, build, make_plan
+from jaxrl.plan import GPU_SIZES, Plan, build, make_plan
 from jaxrl.plan.accounts import STEP
 from jaxrl.process.gpu_memory import SHARE
 from jaxrl.rewards.functions import find
@@ -31,7 +31,6 @@ from jaxrl.train import dry_run, main
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
-CHIPS = (24, 40, 80, 141)
 LONGEST_S = 60
 """Of a dry run, without Python's imports; it takes about 1 on a free laptop, and may take 20."""
 
@@ -50,7 +49,7 @@ def models(folder: Path) -> list[str]:
     """Overrides that name a student and a teacher of which there is only the config.json."""
     found = []
     for role, raw in (("student", QWEN), ("teacher", QWEN | LARGE)):
-        (folder / role).mkdir()
+        (folder / role).mkdir(parents=True)
         (folder / role / "config.json").write_text(json.dumps(raw))
         found.append(f"{role}.model={folder / role}")
     return found
@@ -87,14 +86,38 @@ def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
     assert where == [("first", 4), ("first", 4), ("second", 8)]
 
 
-def test_a_plan_that_does_not_fit_ends_with_2_after_its_table(tmp_path, capsys, monkeypatch):
+def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, capsys, monkeypatch):
+    """Whatever memory the host has, which the plan only mentions; what is said on stderr is about
+    the machine that is too small."""
     monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 8 * 10**9)
     config = str(CONFIGS / "qwen2.5_7b_to_1.5b_2-2-4.yaml")
-    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path), *HERE]) == 2
-    printed = capsys.readouterr()
-    assert re.search(r"^ .* teacher .* cpu 4-7", printed.out, re.MULTILINE)
-    assert "does not fit" in printed.err and "=" in printed.err
-    assert "the run would be refused" not in printed.err
+    asked = ["--config", config, "--dry-run", *models(tmp_path), *HERE]
+    assert cli.run(main, asked) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^ .* teacher .* cpu 4-7", out, re.MULTILINE) and err == ""
+    assert "which has no accelerator: does not fit" in out
+    lines = [line for line in out.splitlines() if not line.startswith("data.")]
+    assert lines[-1].startswith("verdict: fits on GPUs of 40 GB and more")
+    for target in ("t4x8", "rtx4090x8", "l40sx8", "h100x8", "b300x8", "h200x16", "tpu-v5e:2x4"):
+        code = cli.run(main, [*asked, "--target", target])
+        out, err = capsys.readouterr()
+        assert f" on {target}, of whose " in out and "this host" not in out + err
+        if code:
+            assert code == cli.EXIT_DOES_NOT_FIT and "verdict: fits" not in out
+            assert err.startswith(f"verdict: does not fit on {target}") and "for 24 GB" not in err
+        assert (code == 0) == (target in ("l40sx8", "h100x8", "b300x8", "h200x16"))
+    assert cli.run(main, [*asked, "--target", "h100x4"]) == 2
+    assert "needs 8 devices, and h100x4 has 4" in capsys.readouterr().err
+
+
+def test_no_gpu_may_be_large_enough(tmp_path, capsys):
+    config = str(CONFIGS / "qwen2.5_7b_to_1.5b_2-2-4.yaml")
+    asked = ["--config", config, "--dry-run", *models(tmp_path), *HERE, "batch_size=4800"]
+    asked += ["actor.micro_batch_tokens=null", "rollout.slots=19200"]
+    assert cli.run(main, asked) == cli.EXIT_DOES_NOT_FIT
+    out, err = capsys.readouterr()
+    assert "verdict: does not fit on GPUs of up to 141 GB" in out.splitlines()[-3:][0] + err
+    assert "for 141 GB: " in err
 
 
 def model_folder(folder: Path, name: str) -> str:
@@ -238,12 +261,19 @@ def test_a_dry_run_says_what_fits_which_gpus_and_soon(tmp_path, capsys, monkeypa
     assert time.monotonic() - started < LONGEST_S
     printed = capsys.readouterr()
     assert code == 2, printed.err  # its data are not here
-    assert "the run would be refused: data.train: hf:openai/gsm8k:main:train" in printed.err
+    assert "error: data.train: hf:openai/gsm8k:main:train" in printed.err and not printed.out
+    assert cli.run(main, ["--config", config, "--dry-run", *models(tmp_path / "b"), *HERE]) == 0
+    printed = capsys.readouterr()
     lines = printed.out.splitlines()
     (needed,) = [line for line in lines if line.startswith("each GPU needs: ")]
     need = {name: float(gb) for name, gb in re.findall(r"(\w+) ([\d.]+) GB", needed)}
     assert set(need) == {"actor", "rollout", "teacher"}
-    for size in CHIPS:
+    (far,) = re.findall(
+        r"^on GPUs of ([\d, ]+) GB: does not fit: less than half", printed.out, re.M
+    )
+    far_too_small = [int(size) for size in far.split(", ")]
+    assert far_too_small == [size for size in GPU_SIZES if 2 * SHARE * size < max(need.values())]
+    for size in GPU_SIZES[len(far_too_small) :]:
         (verdict,) = [line for line in lines if line.startswith(f"on GPUs of {size} GB")]
         small = [name for name, gb in need.items() if gb > SHARE * size]
         if "teacher: data" in verdict or "teacher: tensor" in verdict:

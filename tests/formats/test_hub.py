@@ -232,7 +232,8 @@ def test_a_name_that_is_not_there(model: Path, hub: Hub) -> None:
     hub.add("Qwen/Qwen3-1.7B", model)
     refused("Qwen/Qwen3-1.8B", "neither a file or folder here nor a model on", hub.url, "HF_TOKEN")
     refused("Qwen/Qwen3-1.8B", "did you mean Qwen/Qwen3-1.7B?")
-    refused("runs/mine", "neither a file or folder here")
+    with pytest.raises(UserError, match="'runs/mine': there is no such file or folder"):
+        load_model("runs/mine")  # where runs are written, so no hub is asked
     refused("Qwen/Qwen3-1.7B@v9", "no revision 'v9'")
     refused(f"Qwen/Qwen3-1.7B@{'0' * 40}", "no revision")
     refused("Qwen/Qwen3-1.7B/q8.gguf", "no file q8.gguf")

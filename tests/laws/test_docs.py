@@ -338,9 +338,7 @@ def test_papers_name_what_is_there() -> None:
             )
 
 
-COMMAND_LINE = re.compile(
-    r"^    ((?:jaxrl|python -m jaxrl|python benchmarks/|pip install).*)$"
-)
+COMMAND_LINE = re.compile(r"^    ((?:jaxrl|python -m jaxrl|python benchmarks/|pip install).*)$")
 COMMAND_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 

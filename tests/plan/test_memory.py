@@ -337,11 +337,11 @@ def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: flo
     now, found = on(), {}
     assert now.fits
     for line in now.verdict:
-        if not line.startswith("room: "):
+        if not line.startswith("faster: "):
             continue
         key, value = line.split()[1].split("=")
         typed: Any = int(value) if value.isdigit() else {"null": None}.get(value, value)
-        pool, size = line.split("faster: ")[1].split(" then takes ")
+        pool, size = line.split(" fits: ")[1].split(" then takes ")
         after = on(**{key: typed})
         assert after.fits
         index = [p.name for p in after.placement.pools].index(pool)
@@ -356,9 +356,11 @@ def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: flo
     # Once all are set, nothing more is named; one that does not fit names nothing.
     fastest = {key: values[-1] for key, values in KEYS_TO_RUN_FASTER.items()}
     most = plan(mesh, limit_gb=1000, **(sizes | fastest))
-    assert not any(line.startswith("room: ") for line in most.verdict)
+    assert not any(line.startswith("faster: ") for line in most.verdict)
     tight = plan(mesh, limit_gb=10, **sizes)
-    assert not tight.fits and not any(line.startswith("room") for line in tight.verdict)
+    assert not tight.fits and not any(
+        line.startswith(("faster", "largest")) for line in tight.verdict
+    )
 
 
 def test_the_rollout_splits_its_weights_only_where_a_copy_does_not_fit() -> None:

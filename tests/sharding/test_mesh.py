@@ -15,7 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxrl.errors import UserError
 from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.mesh import (
+    CROWD,
     bytes_limit,
+    emulation_note,
     ensure_devices,
     host_available,
     role_mesh,
@@ -121,6 +123,16 @@ def probe(needed: int, *, late: bool = False, **env: str) -> str:
 def test_a_host_without_an_accelerator_emulates_what_is_needed() -> None:
     assert probe(3) == "3 no accelerator: emulating 3 CPU devices"
     assert probe(1) == "1 no accelerator: emulating 1 CPU device"
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_emulated_devices_are_counted_in_words_and_called_slow_where_they_crowd(cores: int) -> None:
+    assert emulation_note(1, cores) == "emulating 1 CPU device"
+    for n in range(2, 200):
+        note = emulation_note(n, cores)
+        assert note.startswith(f"emulating {n} CPU devices")
+        assert ("slow" in note) == (n >= CROWD * cores)
+        assert f"{cores} core:" not in note or cores == 1
 
 
 @pytest.mark.parametrize(

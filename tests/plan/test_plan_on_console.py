@@ -1,0 +1,101 @@
+"""What is printed of a plan: few lines on a CPU, blocks where a terminal is narrow, the verdict of
+the machine that is asked about."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrl.config.schema import Config
+from jaxrl.models.config import DecoderConfig
+from jaxrl.plan import BRIEF_LINES, Plan, build, target_plan
+from jaxrl.plan.table import TABLE_WIDTH, TITLES
+from jaxrl.runtime.cluster import ClusterDevice
+from jaxrl.sharding.mesh import Visible
+from jaxrl.sharding.placement import place
+from jaxrl.sharding.targets import GPUS, TPUS, target_machine
+
+TINY = DecoderConfig("qwen2", 264, 32, 2, 4, 2, 8, 64)
+LARGE = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)
+ROLES = ("actor", "rollout", "teacher")
+MESHES = (
+    *("actor=2,rollout=2,teacher=4", "actor+rollout=1", "actor+rollout+teacher=8"),
+    *("actor+rollout=2,teacher=1", "actor=1,rollout+teacher=3"),
+)
+FOUR = ("actor", "rollout", "teacher", "reference")
+TOGETHER = "actor+rollout+teacher+reference=2"
+
+
+def on_cpu(mesh: str, roles: tuple[str, ...] = ROLES, model: DecoderConfig = TINY) -> Plan:
+    keys = {
+        "mesh": mesh,
+        "student": {"model": "student"},
+        "teacher": {"model": "teacher", "dtype": "bfloat16"},
+        "data": {"train": "arithmetic"},
+    }
+    placement = place(mesh, roles)
+    devices = tuple(ClusterDevice(i, "cpu", 0, "a", 10**10) for i in range(placement.n_devices))
+    seen = Visible(devices, "no accelerator: emulating CPU devices", "local", "asked for")
+    return build(Config.parse(keys), roles, placement, model, model, seen)
+
+
+@pytest.mark.parametrize("model", [TINY, LARGE], ids=["tiny", "large"])
+@pytest.mark.parametrize(("mesh", "roles"), [*((mesh, ROLES) for mesh in MESHES), (TOGETHER, FOUR)])
+def test_a_run_on_a_cpu_prints_ten_lines_with_its_roles_and_verdict(mesh, roles, model):
+    plan = on_cpu(mesh, roles, model)
+    lines = plan.console_text().splitlines()
+    assert len(lines) <= BRIEF_LINES == 10
+    assert all(any(f" {role} " in line for line in lines) for role in roles)
+    assert lines[-1].startswith(plan.verdict[0])
+    assert not any("largest that fits" in line or "GPU" in line for line in lines)
+    hidden = [note for note in plan.notes if note not in lines]
+    assert f"({len(hidden)} more note" in lines[-1] if hidden else "plan.txt" not in lines[-1]
+    whole = plan.text()
+    assert all(note in whole for note in plan.notes)
+    assert "largest that fits" in whole or not (plan.fits or plan.fits_elsewhere)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_narrow_terminal_has_aligned_blocks_with_every_figure_of_the_table(mesh):
+    plan = on_cpu(mesh)
+    table = [line for line in plan.text().splitlines() if " cpu " in line or "together" in line]
+    count = len(plan.accounts) + sum(len(pool.roles) > 1 for pool in plan.placement.pools)
+    assert len(table) == count
+    for width in (40, 60, 80, TABLE_WIDTH - 1):
+        text = plan.text(width)
+        blocks = text[: text.index(plan.notes[0])].splitlines()
+        assert max(map(len, blocks)) <= width
+        heads = [line for line in blocks[1:] if not line.startswith(" ")]
+        rows = [line for line in heads if line.split()[0] in (*ROLES, "together")]
+        assert len(rows) == count and {line[10] != " " for line in rows} == {True}
+        assert not any(line.split()[-1] in TITLES for line in blocks[1:])  # a name has its figure
+        joined = " ".join(" ".join(blocks).split())
+        for row in table:
+            figures = [word for word in row.split() if word.replace(".", "", 1).isdigit()][-2:]
+            assert f"peak {figures[0]} of {figures[1]}" in joined
+    assert plan.text(TABLE_WIDTH) == plan.text()
+
+
+@pytest.mark.parametrize("name", [*(f"{gpu}x8" for gpu in GPUS), *(f"tpu-{t}:2x4" for t in TPUS)])
+def test_a_target_decides_by_what_a_run_may_use_of_its_devices(name, monkeypatch):
+    """Models of all sizes: a verdict for each, first of it all or last."""
+    if name == "tpu-v5p:2x4":
+        name = "tpu-v5p:2x2x2"
+    target = target_machine(name, "--target")
+    read = {"tiny": TINY, "large": LARGE}
+    monkeypatch.setattr("jaxrl.plan.model_config", lambda model: read[model])
+    monkeypatch.setattr("jaxrl.plan.lora_of", lambda config: None)
+    monkeypatch.setattr("jaxrl.sharding.mesh.host_available", lambda: 10**6)
+    verdicts = []
+    for model in read:
+        keys = {"mesh": "actor=4,rollout=2,teacher=2", "data": {"train": "arithmetic"}}
+        keys |= {role: {"model": model} for role in ("student", "teacher")}
+        plan = target_plan(Config.parse(keys), ROLES, target)
+        fits = all(pool.bytes <= target.usable for pool in plan.pools)
+        verdicts.append(fits)
+        words = "fits" if fits else "does not fit"
+        (verdict,) = [line for line in plan.verdict if line.startswith("verdict: ")]
+        assert verdict.startswith(f"verdict: {words} on {name}, of whose ")
+        assert bool(plan.misfit) != fits and "this host" not in plan.text()
+        if not fits:
+            assert plan.misfit[0] == verdict and len(plan.misfit) > 1
+    assert verdicts[0] and verdicts[1] == (target.usable > 60e9)
