@@ -264,7 +264,7 @@ def test_wandb_reports_where_the_run_is_and_never_asks_for_a_key(
     for mode, key, expected in (
         ("online", True, "wandb: there"),
         ("online", False, "wandb login"),
-        ("offline", True, f"wandb: offline, {tmp_path / 'wandb'}"),
+        ("offline", True, f"wandb: offline, in {tmp_path / 'wandb'}"),
     ):
         module = FakeWandb(mode, key)
         monkeypatch.setitem(sys.modules, "wandb", module)
