@@ -151,8 +151,6 @@ class Actor:
     def _compile_ahead(self, starts: bool, publishes: bool) -> None:
         """Has the programs compiled on other threads with which a run begins and whose shapes no
         batch decides: of the optimizer's first state, and of what the rollout is sent."""
-        if jax.process_count() > 1:
-            return
         ledger, abstract = current(), self.programs.abstract_state()
         to = self._rollout_receiver()
 

@@ -165,7 +165,7 @@ class Sampler:
             lengths: `sample` or `generate` -> the tokens of each prompt of its first call.
             dtype: of the weights.
         """
-        if self._episodes is not None or jax.process_count() > 1:
+        if self._episodes is not None:
             return
         config, tree = self.config, abstract_params(self.model, jnp.dtype(dtype), "unstacked")
         params = placed(tree, param_shardings(self.model, self.mesh, "unstacked"))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import cloudpickle
 import jax
@@ -332,7 +333,9 @@ def _sampler(
     aligner = setup.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
-    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
+    more: dict[str, Any] = {}
+    if not teacher:
+        more["episodes"] = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
     return Sampler(
         config,
         source.config,
@@ -346,5 +349,5 @@ def _sampler(
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
-        **({} if teacher else {"episodes": made}),
+        **more,
     )

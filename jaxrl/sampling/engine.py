@@ -311,8 +311,9 @@ class Engine:
             params: abstract, with the shardings that they will have.
             lengths: tokens of each prompt.
         """
+        most = sampling.max_new_tokens
         samples = [
-            PartialCompletion(index, 0, sample, *[sampling.max_new_tokens] * 2)
+            PartialCompletion(index, 0, sample, most, most)
             for index in range(len(lengths))
             for sample in range(n)
         ]
@@ -799,7 +800,7 @@ class _Rehearsal(_Generation):
 
     def _call(self, program: Wrapped, *arguments: Any, **static: Any) -> Any:
         self.engine.ledger.compile_ahead(program, *self.on, *arguments, **static)
-        out = program.eval_shape(*self.on, *arguments, **static)
+        out = jax.eval_shape(program, *self.on, *arguments, **static)
         if isinstance(out, list):
             return decode.as_returned(*self.on, out, ROWS)
         cache, *read = out  # what the host reads may be anything

@@ -240,7 +240,9 @@ class Ledger:
     def trace_ahead(self, trace: Callable[[], None]) -> None:
         """Runs a function on another thread that asks for programs by `compile_ahead`, before
         anything calls them. Whatever it raises is reported, and costs no more than time: what was
-        not compiled ahead is compiled at its first call."""
+        not compiled ahead is compiled at its first call. Does nothing where that is no gain."""
+        if not compiles_ahead():
+            return
 
         def work() -> None:
             try:
@@ -349,8 +351,17 @@ class Ledger:
         self.peak = max([self.peak, *sum(self._held.values(), Counter()).values()])
 
 
-COMPILING = threading.Semaphore(max(2, os.cpu_count() or 1))
-"""Held by who compiles ahead: more at once would only take turns, and the first ones end later."""
+COMPILING = threading.Semaphore(max(1, (os.cpu_count() or 1) - 1))
+"""Held by who compiles ahead: a core stays for who reads weights, and what is needed first is not
+slowed down by what is needed later."""
+
+
+def compiles_ahead() -> bool:
+    """Returns whether to compile ahead of first calls: in one process, since several must compile
+    in one order, and not on emulated CPU devices, whose workers compile side by side anyway."""
+    return jax.process_count() == 1 and (
+        jax.default_backend() != "cpu" or jax.local_device_count() == 1
+    )
 
 
 def _name(program: object) -> str:

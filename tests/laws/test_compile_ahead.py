@@ -21,6 +21,7 @@ from jaxrl.models.param_sharding import param_shardings
 from jaxrl.process.compilations import EVENT
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
+from jaxrl.sharding import ledger
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.mesh import role_mesh
@@ -31,23 +32,25 @@ DECODED = ("prefill", "insert", "new_cache", "resize", "launch")
 
 
 @pytest.fixture
-def made() -> Iterator[Counter[tuple[str, str]]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
     """(event, program) -> how often it was traced, or compiled."""
     found: Counter[tuple[str, str]] = Counter()
 
-    def count(event: str, _: float, fun_name: str = "", **more: object) -> None:
+    def count(event: str, duration_secs: float, **more: str | int) -> None:
         if event in (EVENT, TRACED):
-            found[event, fun_name.removeprefix("jit(").removesuffix(")")] += 1
+            name = str(more.get("fun_name", ""))
+            found[event, name.removeprefix("jit(").removesuffix(")")] += 1
 
+    monkeypatch.setattr(ledger, "compiles_ahead", lambda: True)  # the tests' devices are emulated
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(count)
     yield found
     jax.monitoring.unregister_event_duration_listener(count)
 
 
-def wait_for(ledger: Ledger) -> None:
+def wait_for(compiling: Ledger) -> None:
     """Waits until all that was asked for ahead is traced and compiled."""
-    for thread in ledger.ahead:  # which grows meanwhile
+    for thread in compiling.ahead:  # which grows meanwhile
         thread.join()
 
 
@@ -72,12 +75,12 @@ def test_generate_calls_what_was_compiled_ahead(
     tree = parameters.init_params(SAMPLED, jax.random.key(0), layout="unstacked")
     shardings = param_shardings(SAMPLED, mesh, "unstacked")
     params = jax.device_put(tree, shardings)
-    sizes = {"slots": prompts * n, "max_prompt_tokens": 8, "max_new_tokens": 4} | options
+    sizes: dict[str, Any] = {"slots": prompts * n, "max_prompt_tokens": 8, "max_new_tokens": 4}
     asked = [[1 + i] * (2 + i) for i in range(prompts)]
     sampling, lengths = SamplingParams(max_new_tokens=4), list(map(len, asked))
 
     def engine() -> Engine:
-        return Engine(SAMPLED, mesh, launch_tokens=4, **sizes)
+        return Engine(SAMPLED, mesh, launch_tokens=4, **(sizes | options))
 
     ahead = engine()
     abstract = placed(tree, shardings)
