@@ -92,7 +92,6 @@ class Actor:
         teacher: Receiver | None = None,
         base: Params | None = None,
         base_name: str = "",
-        publishes_first: bool = False,
     ):
         """
         Args:
@@ -106,7 +105,6 @@ class Actor:
             teacher: how a teacher that follows the policy takes its weights.
             base: frozen base weights of adapters, stacked on `mesh`; None where all are trained.
             base_name: name of the model that these are of.
-            publishes_first: the run begins with `publish`.
         """
         self.config, self.model, self.mesh = config, model, mesh
         self.version = 0
@@ -123,13 +121,11 @@ class Actor:
         constant = o.lr_schedule == "constant" and not o.warmup_steps
         self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
         self.programs = programs = ActorPrograms(config, model, mesh, loss)
-        self._compile_ahead(starts=restore is None, publishes=publishes_first)
         if restore is None:
             with phase("load"):
                 params = load(jnp.dtype(c.param_dtype))
             # Waits, because arrays that a program still reads must not be offloaded.
-            with current().running(programs.start, params):
-                opt_state = jax.block_until_ready(programs.start(params))
+            opt_state = jax.block_until_ready(programs.start(params))
             ema = jax.block_until_ready(programs.initial_ema(params)) if config.keeps_ema else None
             self.state = TrainState(params, opt_state, self._scalar(0), ema)
         else:
@@ -147,26 +143,6 @@ class Actor:
                 updates = self._scalar(counters["updates"])
                 self.state = TrainState(*trained, updates, loaded.get("ema"))
         self._keep()
-
-    def _compile_ahead(self, starts: bool, publishes: bool) -> None:
-        """Has the programs compiled on other threads with which a run begins and whose shapes no
-        batch decides: of the optimizer's first state, and of what the rollout is sent."""
-        ledger, abstract = current(), self.programs.abstract_state()
-        to = self._rollout_receiver()
-
-        def trace() -> None:
-            if starts:
-                ledger.compile_ahead(self.programs.start, abstract.params)
-            form = jnp.dtype(to.dtype), to.layout
-            if publishes and (old := self.programs.differing(abstract.params, *form)):
-                ledger.compile_ahead(self.programs.convert, old, *form)
-
-        ledger.trace_ahead(trace)
-
-    def _rollout_receiver(self, dtype: str | None = None) -> Receiver:
-        """Returns how the rollout takes the policy: in `dtype`, or in its own."""
-        dtype = dtype or self.config.rollout.compute_dtype
-        return Receiver("unstacked", dtype, self._rollout_shardings, SENT)
 
     def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
         """Trains on one rollout batch: `epochs_per_batch` passes of `minibatches` updates each.
@@ -287,7 +263,9 @@ class Actor:
         between an update and the next `publish`. For a receiver in another worker the weights stay
         on the actor's mesh, and the caller must send them before the next update.
         """
-        return self._send(version, self.state.params, self._rollout_receiver(dtype))
+        dtype = dtype or self.config.rollout.compute_dtype
+        to = Receiver("unstacked", dtype, self._rollout_shardings, SENT)
+        return self._send(version, self.state.params, to)
 
     def publish_to_teacher(self, version: int) -> Weights:
         """Sends the policy, or its moving average (`teacher.ema`), to a teacher that follows it,
@@ -306,10 +284,7 @@ class Actor:
         with phase(f"send version {version}"):
             form = jnp.dtype(to.dtype), to.layout
             old = self.programs.differing(given, *form)
-            params = given
-            if old:
-                with current().running(self.programs.convert, old, *form):
-                    params = given | self.programs.convert(old, *form)
+            params = given | (self.programs.convert(old, *form) if old else {})
             current().put(to.sent, params)
             if to.shardings is not None:
                 params = reshard(params, to.shardings)

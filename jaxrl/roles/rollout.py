@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -31,7 +31,7 @@ from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.reshard import placed, put, to_host
+from jaxrl.sharding.reshard import put, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Weights
 
 EVAL_SEED = 0x5EED
@@ -157,35 +157,6 @@ class Sampler:
         self._topk = topk_program(projection, self.model)
         self._merge = merge_adapters_program(model, mesh) if merges else None
 
-    def compile_ahead(self, lengths: Mapping[str, Sequence[int]], dtype: str) -> None:
-        """Has the programs compiled on other threads with which the first calls begin, before there
-        are weights. Episodes compile nothing ahead: their environments make the prompts.
-
-        Args:
-            lengths: `sample` or `generate` -> the tokens of each prompt of its first call.
-            dtype: of the weights.
-        """
-        if self._episodes is not None:
-            return
-        config, tree = self.config, abstract_params(self.model, jnp.dtype(dtype), "unstacked")
-        params = placed(tree, param_shardings(self.model, self.mesh, "unstacked"))
-        if self._base and not self._merge:
-            params = join(self._base, frozen_and_trained(params)[1])
-        ways = {
-            "sample": (evaluation_sampling, config.eval.samples, False),
-            "generate": (training_sampling, config.group_size, self._records_experts),
-        }
-
-        def trace() -> None:
-            for method, tokens in lengths.items():
-                sampling_of, n, record = ways[method]
-                sampling = sampling_of(config, self._most, self._eos_ids)
-                self.engine.compile_ahead(
-                    params, tokens, n=n, sampling=sampling, record_experts=record
-                )
-
-        current().trace_ahead(trace)
-
     def close(self) -> None:
         """Ends the processes of the environments."""
         if self._episodes is not None:
@@ -213,10 +184,6 @@ class Sampler:
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
         return taken
-
-    @property
-    def _records_experts(self) -> bool:
-        return self.config.policy.router_replay and not self._teacher
 
     @cached_property
     def _expected(self) -> dict[str, str]:
@@ -250,7 +217,7 @@ class Sampler:
             step=step,
             attempt=attempt,
             sampling=training_sampling(self.config, self._most, self._eos_ids),
-            record=self._records_experts,
+            record=self.config.policy.router_replay and not self._teacher,
         )
 
     def make_batch(

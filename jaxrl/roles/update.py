@@ -33,7 +33,6 @@ from jaxrl.roles.optimizer import (
     state_shardings,
 )
 from jaxrl.sharding.axes import ROWS, TOKENS, row_shards
-from jaxrl.sharding.reshard import placed
 from jaxrl.types import Array, Frozen, Loss, Sequences, Totals, TrainBatch, Tree
 
 BASE = "base"
@@ -155,7 +154,7 @@ class ActorPrograms:
         """Returns the frozen base weights of adapters, or {} without adapters:
         `jax.ShapeDtypeStruct`s, placed."""
         base, _ = frozen_and_trained(abstract_params(self.model, jnp.dtype(self.config.base_dtype)))
-        return placed(base, self.base_shardings)
+        return _placed(base, self.base_shardings)
 
     def abstract_state(self) -> TrainState:
         """Returns the state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -163,7 +162,7 @@ class ActorPrograms:
         updates = jax.ShapeDtypeStruct((), jnp.int32)
         ema = abstract_params(self.model, jnp.float32) if self.config.keeps_ema else None
         state = TrainState(self.abstract, opt_state, updates, ema)  # type: ignore[arg-type]
-        return placed(state, self.shardings)
+        return _placed(state, self.shardings)
 
     def differing(self, params: Params, dtype: jnp.dtype, layout: Layout) -> Params:
         """Returns the top-level entries of stacked parameters whose dtype or layout differs in the
@@ -308,6 +307,14 @@ class ActorPrograms:
             return new, (sums, maxima, each, last)
 
         return update
+
+
+def _placed(shapes: Tree, shardings: Tree) -> Tree:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:

@@ -197,8 +197,7 @@ def _attempt(run: Run) -> None:
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
     notify, path = run.notify, folder.path
     restore = None if folder.checkpoint is None else folder.checkpoint.path
-    in_flight = () if folder.checkpoint is None else folder.checkpoint.manifest.in_flight
-    setup = job.for_workers(plan.axes, path, restore, folder.step + len(in_flight))
+    setup = job.for_workers(plan.axes, path, restore)
     packing = setup.packing(plan.inputs.target)
     worker_group = start_roles(setup, plan, notify)
     with ExitStack() as stack:

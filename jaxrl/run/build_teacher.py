@@ -17,7 +17,7 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.feedback import with_feedback
 from jaxrl.models.param_sharding import head_sharding, param_shardings
-from jaxrl.models.parameters import Layout
+from jaxrl.models.parameters import Layout, Params
 from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
@@ -31,8 +31,8 @@ from jaxrl.teacher.protocol import Info
 from jaxrl.teacher.remote import RemoteTeachers, remote_head
 from jaxrl.types import Tree
 
-MakeSampler = Callable[[ModelSource, Mesh], Sampler]
-"""(teacher, mesh) -> what samples with it, once it has weights."""
+MakeSampler = Callable[[ModelSource, Mesh, Params | None], Sampler]
+"""(teacher, mesh, its weights or None where they come later) -> what samples with it."""
 
 
 def make_teacher(setup: Setup, mesh: Mesh | None, make_sampler: MakeSampler) -> TeacherRole:
@@ -58,18 +58,12 @@ def make_teacher(setup: Setup, mesh: Mesh | None, make_sampler: MakeSampler) -> 
         add_feedback = partial(with_feedback, tokenizer=setup.open_tokenizer(), max_tokens=limit)
 
     def load(source: ModelSource, sends: Projection) -> tuple[Scorer, Sampler | None]:
-        params, sampler = None, None
-        if setup.teacher_samples:
-            sampler = make_sampler(source, mesh)
-            if not config.teachers:  # else each samples some of the prompts
-                sampler.compile_ahead(setup.first_prompts.get("teacher", {}), dtype)
+        params = None
         if not config.teacher_follows:
             params = source.load(mesh, jnp.dtype(dtype), layout)
             verify_arrays("teacher", params, mesh)
-        if sampler is not None:
-            sampler.params = params
         scorer = Scorer(source.config, params, sends, limit, aligner, config.teacher_new_tokens)
-        return scorer, sampler
+        return scorer, make_sampler(source, mesh, params) if setup.teacher_samples else None
 
     local: SamplingTeacherRole
     if config.teachers:

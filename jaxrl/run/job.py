@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from jaxrl.algorithms.methods import method_of, on_policy
+from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
 from jaxrl.checkpoint.digest import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
@@ -93,9 +93,6 @@ class Setup:
     run_dir: Path = Path()
     restore: Path | None = None
     """The checkpoint that the actor resumes from."""
-    first_prompts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Role -> `sample` or `generate` -> the tokens of each prompt of its first such call in this
-    run, whose programs can be compiled before there are weights."""
 
     def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, in this process."""
@@ -156,41 +153,12 @@ class Job(Setup):
         return tuple(prompt for one in self.held_out for prompt in one.prompts)
 
     def for_workers(
-        self,
-        axes: Mapping[str, Axes],
-        run_dir: Path,
-        restore: Path | None = None,
-        generated: int = 0,
+        self, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
     ) -> Setup:
-        """Returns what workers need of the job, once meshes and folder are known.
-
-        Args:
-            generated: batches that the run which resumes has generated.
-        """
+        """Returns what workers need of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
-        return replace(
-            Setup(**kept),
-            row_multiple=multiple,
-            run_dir=run_dir,
-            restore=restore,
-            first_prompts=self._first_prompts(restore is None, generated),
-        )
-
-    def _first_prompts(self, begins: bool, generated: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Returns `first_prompts` of a run that begins, or resumes after `generated` batches."""
-        rollout, teacher = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
-        if begins and self.held_out:  # before the first step
-            held_out = [prompt.to_sample for prompt in self.held_out_prompts]
-            rollout["sample"] = tuple(len(prompt.tokens) for prompt in held_out)
-            read = [prompt.teacher_tokens or prompt.tokens for prompt in held_out]
-            if self.evaluates_teacher:
-                teacher["sample"] = tuple(map(len, read))
-        samples = method_of(self.config).samples_policy(self.config)
-        if generated < self.config.steps and samples and on_policy(self.config, generated):
-            prompts = [prompt.to_sample for prompt in self.train.batch(generated)]
-            rollout["generate"] = tuple(len(prompt.tokens) for prompt in prompts)
-        return {"rollout": rollout, "teacher": teacher}
+        return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
 
     def data_notes(self) -> list[str]:
         """Says what a reader should know of the data: sizes, prompts that were left out or cut, and

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import cloudpickle
 import jax
@@ -107,7 +106,7 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     try:
         for pool in plan.placement.pools:
             roles = [role for role in pool.roles if role in plan.runs]
-            makers = _makers(roles, setup, meshes)
+            makers = {role: partial(MAKERS[role], setup, meshes) for role in roles}
             devices = [d for role in roles if role in meshes for d in meshes[role].devices.flat]
             starting |= worker_group.start(pool.name, devices, makers, deadline, setup.config.lazy)
         for role, started in starting.items():
@@ -171,15 +170,6 @@ def pool_makers(
         for role in roles
         if role in axes
     }
-    return _makers(roles, setup, meshes)
-
-
-def _makers(
-    roles: Sequence[str], setup: Setup, meshes: Mapping[str, Mesh]
-) -> dict[str, Callable[[], object]]:
-    """Maps each role of a pool to the function that makes it. The rollout comes first: its programs
-    are then compiled while the others read their weights."""
-    roles = sorted(roles, key=lambda role: role != "rollout")
     return {role: partial(MAKERS[role], setup, meshes) for role in roles if role in MAKERS}
 
 
@@ -214,7 +204,6 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         teacher=receiver_of_teacher(setup, meshes.get("teacher")),
         base=base,
         base_name=student.base_name,
-        publishes_first=bool(setup.first_prompts.get("rollout")),
     )
     verify_arrays("actor", (actor.state, frozen, base), mesh)
     return actor
@@ -249,9 +238,7 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     base = _base(setup, mesh, rollout.compute_dtype, "stacked" if rollout.merge else "unstacked")
     if base:
         verify_arrays("rollout", base, mesh)
-    sampler = _sampler(setup, setup.student, mesh, base=base)
-    sampler.compile_ahead(setup.first_prompts.get("rollout", {}), rollout.compute_dtype)
-    return sampler
+    return _sampler(setup, setup.student, mesh, params=None, base=base)
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
@@ -320,12 +307,14 @@ def _sampler(
     setup: Setup,
     source: ModelSource,
     mesh: Mesh,
+    params: Params | None,
     base: Params | None = None,
     teacher: bool = False,
 ) -> Sampler:
-    """Builds a `Sampler` on `mesh`, whose weights come later.
+    """Builds a `Sampler` on `mesh`.
 
     Args:
+        params: the weights; None if they come later.
         base: the frozen base weights of adapters.
         teacher: it samples for a teacher, with the teacher's tokenizer where that has its own.
     """
@@ -333,9 +322,7 @@ def _sampler(
     aligner = setup.open_aligner() if teacher else None
     if aligner is not None:
         tokenizer, eos_ids = aligner.teacher.tokenizer, aligner.teacher.end_ids
-    more: dict[str, Any] = {}
-    if not teacher:
-        more["episodes"] = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
+    made = partial(episodes, config, tokenizer, run_dir=setup.run_dir)
     return Sampler(
         config,
         source.config,
@@ -346,8 +333,9 @@ def _sampler(
         eos_ids=eos_ids,
         row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
+        params=params,
         base=base,
         teacher=teacher,
         max_new_tokens=None if aligner is None else config.teacher_new_tokens,
-        **more,
+        **({} if teacher else {"episodes": made}),
     )

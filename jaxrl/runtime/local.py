@@ -239,7 +239,6 @@ class LocalWorker:
                 self.running = None
             del call  # a worker that waits keeps no call alive
             self.phase.name, self.phase.since = "idle", time.monotonic()
-        self.ledger.closed = True
         for role in self._roles.values():
             if hasattr(role, "close"):  # it has processes of its own
                 role.close()

@@ -433,28 +433,6 @@ def _constrain(
     )
 
 
-def as_returned(
-    config: DecoderConfig, mesh: Mesh | None, cache: Cache, rows: tuple[str, ...] | None
-) -> Cache:
-    """Gives an abstract cache the shardings with which a program returns one that it constrained:
-    the same, without axes of one device and dims that are whole."""
-    if mesh is None:
-        return cache
-
-    def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        dims = []
-        for axes in spec:
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            names = tuple(name for name in names if mesh.shape[name] > 1)
-            dims.append(names if len(names) > 1 else names[0] if names else None)
-        while dims and dims[-1] is None:
-            dims.pop()
-        sharding = NamedSharding(mesh, PartitionSpec(*dims))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, cache, cache_specs(config, mesh, rows, cache))
-
-
 def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Divides slots over (data, fsdp)."""
     if mesh is None:

@@ -26,12 +26,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Wrapped
 
 from jaxrl.errors import UserError
 from jaxrl.models.buckets import bucket, round_up
@@ -53,7 +51,7 @@ from jaxrl.sampling.partial_completion import (
 from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import PagePool, Slots, pages_of, pool_pages
-from jaxrl.sharding.axes import ROWS, row_shards
+from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, Turn
@@ -295,35 +293,6 @@ class Engine:
         self.stats.seconds = time.perf_counter() - started
         return [done[i * n : (i + 1) * n] for i in range(len(prompts))]
 
-    def compile_ahead(
-        self,
-        params: Params,
-        lengths: Sequence[int],
-        *,
-        n: int,
-        sampling: SamplingParams,
-        record_experts: bool = False,
-    ) -> None:
-        """Has the programs compiled that `generate` calls up to the end of its first launch; what
-        follows depends on the samples. For the thread of `Ledger.trace_ahead`.
-
-        Args:
-            params: abstract, with the shardings that they will have.
-            lengths: tokens of each prompt.
-        """
-        most = sampling.max_new_tokens
-        samples = [
-            PartialCompletion(index, 0, sample, most, most)
-            for index in range(len(lengths))
-            for sample in range(n)
-        ]
-        prompts, knobs = [[0] * length for length in lengths], sampling_arrays(sampling, 0, 0)
-        rehearsal = _Rehearsal(
-            self, params, prompts, n, sampling, knobs, samples, None, record_experts
-        )
-        rehearsal._refill()
-        rehearsal._start_launch()
-
     def cache_length(self, reach: int, slots: int) -> int:
         """Returns the positions of each slot when completions reach `reach` positions in `slots`
         slots: rounded up to a bucket."""
@@ -471,7 +440,7 @@ class _Generation:
                 source[row] = unfilled.pop(row) - self.prefilled.start
             if (source >= 0).any():
                 caches = self.prompt_cache, self.prefilled_cache
-                self.prompt_cache = self._call(decode.insert, *caches, source)
+                self.prompt_cache = decode.insert(*self.on, *caches, source)
             if preempted:
                 rows = {(row // count, prompt): row % count for row, prompt in unfilled.items()}
                 self._read_again(preempted, rows)
@@ -494,9 +463,10 @@ class _Generation:
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
         self.prefilled_cache = []
-        arguments = self.params, tokens, lengths
-        self.prefilled_cache, experts = self._call(decode.prefill, *arguments, record=self.record)
-        jax.block_until_ready(self.prefilled_cache)
+        arguments = (*self.on, self.params, tokens, lengths)
+        with self.ledger.running(decode.prefill, *arguments, record=self.record):
+            self.prefilled_cache, experts = decode.prefill(*arguments, record=self.record)
+            jax.block_until_ready(self.prefilled_cache)
         self._record()
         self.prompt_experts = None if experts is None else np.asarray(experts)
         self.stats.prefill_rows += len(chosen)
@@ -533,11 +503,13 @@ class _Generation:
                 filled = self.pool.of(sample)[: pages_of(len(sample.tokens))]
                 pages[shard, : len(filled)] = filled
                 where[shard] = rows.pop((shard, sample.prompt), -1)
-            again, _ = self._call(decode.prefill, self.params, tokens, lengths, apart=True)
+            arguments = (*self.on, self.params, tokens, lengths)
+            with self.ledger.running(decode.prefill, *arguments, apart=True):
+                again, _ = decode.prefill(*arguments, apart=True)
             self._record(again)
             caches = self.cache, self.prompt_cache, again
-            self.cache, self.prompt_cache = self._call(
-                decode.insert_again, *caches, where, starts, pages
+            self.cache, self.prompt_cache = decode.insert_again(
+                *self.on, *caches, where, starts, pages
             )
             self._record()
             self.stats.read_again += int(lengths[pages[:, 0] >= 0].sum())
@@ -548,7 +520,21 @@ class _Generation:
         ones. Returns the number of tokens."""
         started = time.perf_counter()
         engine, slots = self.engine, self.slots
-        drawn, routed = self._start_launch()
+        seats, pages = self._fit()
+        # The launch ends early once so many slots are free that to fill them again pays.
+        total, waiting = len(slots.table), len(slots.queue)
+        exit_free = min(engine.min_free, waiting) if waiting else total
+        if self.partner is not None:  # also for slots whose turn ends
+            exit_free = engine.min_free
+        if self.partner is not None or self.pool is not None:  # some decode nothing from the start
+            exit_free = min(int((~slots.decoding()).sum()) + exit_free, total)
+        prompts, exits = (self.prompt_cache, seats), np.int32(exit_free)
+        arguments = *self.on, self.params, self.cache, slots.table.copy(), exits
+        static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
+        static |= {"record": self.record}
+        more = self.knobs, prompts, pages
+        with self.ledger.running(decode.launch, *arguments, *more, **static):
+            self.cache, drawn, routed = decode.launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
         out = np.asarray(drawn)
         experts = None if routed is None else np.asarray(routed)
@@ -576,32 +562,6 @@ class _Generation:
         if self.partner is not None or (self.sampling.stop and not engine.search_beside):
             self._find_ends()
         return int(counts.sum())
-
-    def _start_launch(self) -> tuple[jax.Array, jax.Array | None]:
-        """Starts one launch. Returns its tokens and experts (`decode.launch`)."""
-        engine, slots = self.engine, self.slots
-        seats, pages = self._fit()
-        # The launch ends early once so many slots are free that to fill them again pays.
-        total, waiting = len(slots.table), len(slots.queue)
-        exit_free = min(engine.min_free, waiting) if waiting else total
-        if self.partner is not None:  # also for slots whose turn ends
-            exit_free = engine.min_free
-        if self.partner is not None or self.pool is not None:  # some decode nothing from the start
-            exit_free = min(int((~slots.decoding()).sum()) + exit_free, total)
-        prompts, exits = (self.prompt_cache, seats), np.int32(exit_free)
-        self.cache, drawn, routed = self._call(
-            decode.launch,
-            *(self.params, self.cache, slots.table.copy(), exits, self.knobs, prompts, pages),
-            n_tokens=engine.launch_tokens,
-            check_every=engine.check_every,
-            record=self.record,
-        )
-        return drawn, routed
-
-    def _call(self, program: Wrapped, *arguments: Any, **static: Any) -> Any:
-        """Calls a program of `decode`."""
-        with self.ledger.running(program, *self.on, *arguments, **static):
-            return program(*self.on, *arguments, **static)
 
     def _fit(self) -> tuple[Seats, Pages | None]:
         """Makes the caches as large as the next launch needs them. Returns which prompts and pages
@@ -640,8 +600,7 @@ class _Generation:
             kept: the rows that stay, as of `decode.resize`; None: all, and new ones behind them.
         """
         if not cache:
-            dtype = self.params["norm"]["scale"].dtype
-            cache += self._call(decode.new_cache, rows, length, dtype)
+            cache += decode.new_cache(*self.on, rows, length, self.params["norm"]["scale"].dtype)
             self._record()
         before, shards = keys_of(cache).shape, self.engine.row_shards
         if kept is None and before[decode.BATCH] < rows:
@@ -650,7 +609,9 @@ class _Generation:
             for i, layer in enumerate(cache):  # one at a time, so that only one exists twice
                 if not layer or (isinstance(layer, Recurrent) and kept is None):
                     continue  # it has no positions
-                cache[i : i + 1] = self._call(decode.resize, [layer], length, kept)
+                arguments = (*self.on, [layer], length, kept)
+                with self.ledger.running(decode.resize, *arguments):
+                    cache[i : i + 1] = decode.resize(*arguments)
             self._record()
 
     def _record(self, *more: Cache) -> None:
@@ -779,7 +740,9 @@ class _Generation:
             used[shard] += 1
         each = (x.reshape(-1) for x in (positions, starts, lengths, slots, rows))
         caches, read = (self.cache, self.prompt_cache), tokens.reshape(-1, width)
-        self.cache = self._call(decode.extend, self.params, *caches, read, *each)
+        arguments = (*self.on, self.params, *caches, read, *each)
+        with self.ledger.running(decode.extend, *arguments):
+            self.cache = decode.extend(*arguments)
         return left
 
     def _free(self, sample: PartialCompletion) -> None:
@@ -787,26 +750,6 @@ class _Generation:
             self.slots.free(sample)
             if self.partner is not None:
                 self.partner.end(sample.prompt, sample.sample_id)
-
-
-class _Rehearsal(_Generation):
-    """A call of `generate` up to its first launch, with abstract arrays: what it would call is
-    compiled ahead in place of being called."""
-
-    def __init__(self, engine: Engine, *arguments: Any):
-        """Takes the arguments of `_Generation`."""
-        super().__init__(engine, *arguments)
-        self.stats, self.ledger = EngineStats(), Ledger()
-
-    def _call(self, program: Wrapped, *arguments: Any, **static: Any) -> Any:
-        self.engine.ledger.compile_ahead(program, *self.on, *arguments, **static)
-        out = jax.eval_shape(program, *self.on, *arguments, **static)
-        if isinstance(out, list):
-            return decode.as_returned(*self.on, out, ROWS)
-        cache, *read = out  # what the host reads may be anything
-        read = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), read)
-        rows = None if program is decode.prefill else ROWS
-        return decode.as_returned(*self.on, cache, rows), *read
 
 
 def prefill_batch(slots: int, prompts: int, n: int, width: int, shards: int) -> int:

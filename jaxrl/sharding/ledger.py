@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeGuard
@@ -28,7 +26,6 @@ import jax
 from jax.sharding import Sharding
 
 from jaxrl.errors import UserError
-from jaxrl.process.streams import to_stderr
 from jaxrl.types import Tree
 
 HOST = "pinned_host"
@@ -74,8 +71,7 @@ def attribute(owner: object, name: str) -> tuple[Callable[[], Tree], Callable[[T
 
 @dataclass
 class Ledger:
-    """The memory of one pool, and its programs. Only the thread of its worker may use it, but for
-    `compile_ahead`."""
+    """The memory of one pool. Only the thread of its worker may use it."""
 
     announce: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Sets the worker's phase while it waits for a transfer."""
@@ -92,17 +88,10 @@ class Ledger:
     """Transfers back that were started and not yet waited for: name, arrays, start."""
     _stage: str = ""
     _after: dict[str, str] = field(default_factory=dict)
-    _programs: weakref.WeakKeyDictionary[object, dict[object, int | Future[int]]] = field(
+    _programs: weakref.WeakKeyDictionary[object, dict[object, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    """Program -> shapes and shardings of its arguments -> bytes of temporaries and outputs; a
-    future where it is compiled ahead of its first call."""
-    ahead: list[threading.Thread] = field(default_factory=list)
-    """Threads that trace and compile ahead of the first calls."""
-    closed: bool = False
-    """Nothing more is compiled ahead: the worker has ended."""
-    _tracing: list[threading.Thread] = field(default_factory=list)
-    """Those of them that may still ask for programs."""
+    """Program -> shapes and shardings of its arguments -> bytes of temporaries and outputs."""
 
     def resident(
         self,
@@ -217,72 +206,30 @@ class Ledger:
         The bytes are those of XLA's `memory_analysis`, looked up once per shapes and shardings of
         the arguments. This costs no further compilation.
         """
-        known, form = self._programs.setdefault(program, {}), _form(args, kwargs)
-        while form not in known and self._tracing:
-            self._tracing.pop().join()  # it may be about to ask for this very program
-        size = known.get(form)
-        if isinstance(size, Future):
-            with self.announce(f"compiling {_name(program)}"):
-                size = None if size.exception() is not None else size.result()
-        if size is None:
-            size = _new_bytes(program.lower(*args, **kwargs).compile())
-        known[form] = size
-        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        known = self._programs.setdefault(program, {})
+        form = (
+            tree,
+            *(
+                (tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
+                if hasattr(leaf, "dtype")
+                else leaf  # static arguments can be hashed
+                for leaf in leaves
+            ),
+        )
+        if form not in known:
+            found = program.lower(*args, **kwargs).compile().memory_analysis()
+            new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0
+            known[form] = found.temp_size_in_bytes + max(new, 0) if found else 0
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         devices = set().union(*(array.sharding.addressable_devices for array in arrays))
-        name = f"temporaries of {_name(program)}"
-        self._held[name] = Counter(dict.fromkeys(devices, size))
+        name = f"temporaries of {getattr(program, '__name__', 'a program')}"
+        self._held[name] = Counter(dict.fromkeys(devices, known[form]))
         self._note()
         try:
             yield
         finally:
             self.drop(name)
-
-    def trace_ahead(self, trace: Callable[[], None]) -> None:
-        """Runs a function on another thread that asks for programs by `compile_ahead`, before
-        anything calls them. Whatever it raises is reported, and costs no more than time: what was
-        not compiled ahead is compiled at its first call. Does nothing where that is no gain."""
-        if not compiles_ahead():
-            return
-
-        def work() -> None:
-            try:
-                trace()
-            except Exception as error:
-                _report("programs are compiled at their first call", error)
-
-        self._tracing.append(self._begin(work))
-
-    def compile_ahead(self, program: jax.stages.Wrapped, *args: object, **kwargs: object) -> None:
-        """Compiles a jitted function on another thread, for a first call with arrays of these
-        shapes, dtypes and shardings: `running` waits for it, and the call then neither traces nor
-        compiles again. Arrays may be abstract; only a function of `trace_ahead` may call this."""
-        known, form = self._programs.setdefault(program, {}), _form(args, kwargs)
-        if form in known:
-            return
-        compiled = known[form] = Future()
-        try:
-            lowered = program.lower(*args, **kwargs)
-        except BaseException as error:
-            compiled.set_exception(error)
-            raise
-
-        def work() -> None:
-            try:
-                with COMPILING:
-                    if not self.closed:
-                        compiled.set_result(_new_bytes(lowered.compile()))
-            except BaseException as error:
-                compiled.set_exception(error)
-                _report(f"{_name(program)} is compiled at its first call", error)
-
-        self._begin(work)
-
-    def _begin(self, work: Callable[[], None]) -> threading.Thread:
-        # Not a daemon: Python must not end while a thread is in XLA, which aborts the process then.
-        thread = threading.Thread(target=work, name="compile ahead")
-        self.ahead.append(thread)
-        thread.start()
-        return thread
 
     def take_moves(self) -> tuple[Move, ...]:
         taken, self.moves = tuple(self.moves), []
@@ -349,50 +296,6 @@ class Ledger:
 
     def _note(self) -> None:
         self.peak = max([self.peak, *sum(self._held.values(), Counter()).values()])
-
-
-COMPILING = threading.Semaphore(max(1, (os.cpu_count() or 1) - 1))
-"""Held by who compiles ahead: a core stays for who reads weights, and what is needed first is not
-slowed down by what is needed later."""
-
-
-def compiles_ahead() -> bool:
-    """Returns whether to compile ahead of first calls: in one process, since several must compile
-    in one order, and not on emulated CPU devices, whose workers compile side by side anyway."""
-    return jax.process_count() == 1 and (
-        jax.default_backend() != "cpu" or jax.local_device_count() == 1
-    )
-
-
-def _name(program: object) -> str:
-    return str(getattr(program, "__name__", "a program"))
-
-
-def _form(args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """Returns what decides which program a call runs: static arguments, shapes, dtypes and
-    shardings of arrays."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    return (
-        tree,
-        *(
-            (tuple(leaf.shape), leaf.dtype, getattr(leaf, "sharding", None))
-            if hasattr(leaf, "dtype")
-            else leaf  # static arguments can be hashed
-            for leaf in leaves
-        ),
-    )
-
-
-def _new_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes of temporaries and new outputs, by the compiler; 0 where it tells none."""
-    found = compiled.memory_analysis()
-    new = found.output_size_in_bytes - found.alias_size_in_bytes if found else 0
-    return int(found.temp_size_in_bytes + max(new, 0)) if found else 0
-
-
-def _report(consequence: str, error: BaseException) -> None:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    to_stderr(f"compiling ahead failed, {consequence}: {first}")
 
 
 _here = threading.local()

@@ -64,11 +64,6 @@ def put(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(placed, tree, jax.tree.broadcast(shardings, tree))
 
 
-def placed(shapes: Tree, shardings: Tree) -> Tree:
-    """Returns a tree of `jax.ShapeDtypeStruct`s with these shardings, a tree of the same form."""
-    return jax.tree.map(lambda x, at: Abstract(x.shape, x.dtype, sharding=at), shapes, shardings)
-
-
 def reshard(tree: Tree, shardings: Tree) -> Tree:
     """Moves the arrays of `tree` into `shardings` (a tree of the same form, or one sharding for
     all).
