@@ -54,9 +54,10 @@ ASSUMED = (
 """Lines: what `stage_costs` takes for granted."""
 
 
-OTHERS = "others"
+OTHERS, REPLICAS = "others", "replicas"
 Sent = Mapping[str, float]
-"""Bytes that a device sends, by kind: those of `HIDDEN`, and `OTHERS`, which it waits for."""
+"""Bytes that a device sends, by kind: those of `HIDDEN`; `OTHERS`, which it waits for; and
+`REPLICAS`, the same, to the other copies of the weights (`data`)."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,17 @@ def stage_costs(
     found: dict[Stage, float] = {}
     for (role, method), parts in work.items():
         where = inputs.placement.roles[role].devices
-        n, link = len(where), links.of(where, host_size) * LINKS
+        n, block = len(where), len(where) // axes[role].data
+        # `data` is the outermost axis: the devices of one copy of the weights are consecutive.
+        copies = [where[i : i + block] for i in range(0, n, block)]
+        link = min(links.of(copy, host_size) for copy in copies) * LINKS
+        across = links.of(where, host_size) * LINKS
         computed = sum(part_seconds(part, n, ceilings) for part in parts)
         sent, seen = _COLLECTIVES[role](m), compiled.get(role, Traffic())
         hidden = sum(sent[kind] * seen.hidden.get(kind, share) for kind, share in HIDDEN.items())
-        beside, alone = (x * seen.scale / link for x in (hidden, sum(sent.values()) - hidden))
-        found[role, method] = max(computed, beside) + alone
+        replicas = sent.get(REPLICAS, 0.0)
+        waited = (sum(sent.values()) - hidden - replicas) / link + replicas / across
+        found[role, method] = max(computed, seen.scale * hidden / link) + seen.scale * waited
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
     found["rollout", "generate"] *= (share := sampled_share(config))
     if share:
@@ -210,8 +216,12 @@ def _update(m: Setting) -> Sent:
     exchanges = 2 if c.actor.remat == "none" else 3  # dots keeps no exchanged heads either
     moved += exchanges * _exchanged(m, "actor", m.student, tokens)
     replicas = grads / axes.weights * 2 * (axes.data - 1) / axes.data
-    waited = passes * moved + c.updates_per_batch * replicas
-    return {GATHER: passes * gathers, SCATTER: passes * scattered, OTHERS: waited}
+    return {
+        GATHER: passes * gathers,
+        SCATTER: passes * scattered,
+        OTHERS: passes * moved,
+        REPLICAS: passes * replicas,
+    }
 
 
 def _generate(m: Setting) -> Sent:

@@ -191,8 +191,8 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
 
 def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, int]]:
     """Ways to use the devices of a role: of the axes `data`, `fsdp` and `tensor` two at most, and
-    no copies of what is trained. What does not divide the model's widths or heads is left out:
-    those weights would be whole on each device."""
+    copies of what is trained in each of several hosts alone. What does not divide the model's
+    widths or heads is left out: those weights would be whole on each device."""
     n, model = len(inputs.placement.roles[role].devices), inputs.model(role)
     long = isinstance(config.roles[role].parallel, LongParallelConfig)
     long = long and sum(inputs.widths(config)) >= LONG
@@ -202,6 +202,9 @@ def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, i
             continue
         rest = n // (tensor * context)
         found = [Axes(fsdp=rest, tensor=tensor, context=context)]
+        hosts = inputs.spanned(role)
+        if role == "actor" and rest % hosts == 0 and 1 < hosts < rest:
+            found.append(found[0]._replace(data=hosts, fsdp=rest // hosts))
         if role != "actor":
             found = [Axes(data=rest, tensor=tensor, context=context)] + found * (tensor == 1 < rest)
         for axes in found:

@@ -283,6 +283,7 @@ def build(
         teacher,
         (None,) * len(placement.pools) if hosts else _limits(placement, seen, limit_gb),
         target,
+        host_of=_host_numbers(seen.devices),
         hosts=hosts,
         **(frozen or {}),
     )
@@ -339,6 +340,13 @@ def build(
         planning=planning,
         fits_elsewhere=fits_elsewhere,
     )
+
+
+def _host_numbers(devices: Sequence[DeviceFacts]) -> tuple[int, ...]:
+    """Returns `PlanInputs.host_of`. A process of another launcher than Ray's has a host alone."""
+    names = [getattr(device, "host", device.process_index) for device in devices]
+    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return tuple(order[name] for name in names) if len(order) > 1 else ()
 
 
 def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:

@@ -14,6 +14,7 @@ from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError, counted
+from jaxrl.models.kernels import GPU
 from jaxrl.plan.accounts import pool_peaks
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import GB, PlanInputs
@@ -302,9 +303,36 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
         given = config.roles[role].parallel.model_dump(exclude_none=True)
         if role in inputs.roles and inputs.placement.roles[role].devices and not given:
             config = _with_own_axes(config, inputs, role, notes)
+    config = _with_copy_in_each_host(config, inputs, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:
         config = _with_slots(config, inputs, notes)
     return config, tuple(notes)
+
+
+def _with_copy_in_each_host(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
+    """Divides the actor's weights among the GPUs of each host, and copies them across hosts, where
+    that fits (hybrid sharding): gradients travel between hosts then, and no weights. On one host,
+    and on TPUs, whose links are as fast between hosts, `fsdp` divides them among all devices."""
+    axes = inputs.axes(config).get("actor")
+    given = config.actor.parallel.model_dump(exclude_none=True)
+    hosts = inputs.spanned("actor") if axes is not None else 1
+    if axes is None or given or hosts in (1, axes.size) or inputs.target.platform not in GPU:
+        return config
+    choice = set_key(config, "actor.parallel.data", hosts)
+    choice = set_key(choice, "actor.parallel.fsdp", axes.size // hosts)
+    peak = pool_peaks(inputs, choice)[inputs.placement.roles["actor"].pool]
+    takes = f"its pool takes {peak.bytes / GB:.1f} GB"
+    if not peak.fits:
+        notes.append(
+            f"actor.parallel.fsdp={axes.fsdp} divides the weights among all hosts: with a copy in"
+            f" each host {takes}"
+        )
+        return config
+    notes.append(
+        f"actor.parallel.data={hosts} fsdp={axes.size // hosts}: each host has a copy of the"
+        f" weights, so that only gradients travel between hosts; {takes}"
+    )
+    return choice
 
 
 def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[str]) -> Config:

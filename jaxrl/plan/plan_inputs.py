@@ -165,6 +165,8 @@ class PlanInputs:
     """All teachers where there are several; `teacher` is then the largest of them."""
     adapted: bool = False
     """The student begins with adapters that were trained before, which its reference keeps."""
+    host_of: tuple[int, ...] = ()
+    """Number of each device's host; empty where all are on one, or not known."""
     hosts: tuple[HostMemory, ...] = ()
     """Those of emulated devices; the `limits` are None then."""
 
@@ -245,6 +247,15 @@ class PlanInputs:
             replace(pool, limit=min((n for n in each if n is not None), default=None))
             for pool, each in zip(found, left, strict=True)
         )
+
+    def spanned(self, role: str) -> int:
+        """Returns the number of hosts among which the devices of a role are divided evenly; 1 where
+        they are not, or on one host."""
+        devices = self.placement.roles[role].devices
+        hosts = [self.host_of[i] for i in devices] if self.host_of else []
+        count = len(set(hosts))
+        even = count > 1 and all(hosts.count(host) * count == len(hosts) for host in set(hosts))
+        return count if even and hosts == sorted(hosts) else 1
 
     def together(self, a: str, b: str) -> bool:
         """Returns whether two roles share a worker."""

@@ -231,6 +231,25 @@ def test_a_pool_is_not_split_between_hosts_without_need():
         tried._placed("actor=6,rollout=4,teacher=6")
 
 
+def test_a_copy_of_the_weights_in_each_host_is_tried_and_is_faster():
+    """Gathers and scatters then stay on the links inside a host; gradients of one sixteenth of the
+    weights cross, not of all."""
+    config, inputs = run_of("actor+rollout+teacher=16")
+    inputs = replace(inputs, host_of=(0,) * 8 + (1,) * 8)
+    tried = list(_axes(config, inputs, "actor"))
+    assert {"data": 2, "fsdp": 8} in tried and {"fsdp": 16} in tried
+    ceilings = ceilings_of(machine(1).devices[0], "bfloat16")
+
+    def update(axes: dict[str, int], host_size: int) -> float:
+        chosen = _with_axes(config, "actor", axes)
+        links = Links(450e9, 50e9)
+        made = stage_costs(chosen, inputs, inputs.axes(chosen), ceilings, links, host_size)
+        return made["actor", "update"]
+
+    assert update({"data": 2, "fsdp": 8}, 8) < 0.9 * update({"fsdp": 16}, 8)
+    assert update({"data": 2, "fsdp": 8}, 16) == pytest.approx(update({"fsdp": 16}, 16), rel=0.1)
+
+
 def test_only_batches_that_the_rollout_samples_take_its_time():
     stage, mesh = ("rollout", "generate"), "actor=2,rollout=2,teacher=4"
     always = costs(mesh)[stage]

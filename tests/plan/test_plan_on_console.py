@@ -3,6 +3,8 @@ the machine that is asked about."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxrl.config.schema import Config
@@ -99,3 +101,32 @@ def test_a_target_decides_by_what_a_run_may_use_of_its_devices(name, monkeypatch
         if not fits:
             assert plan.misfit[0] == verdict and len(plan.misfit) > 1
     assert verdicts[0] and verdicts[1] == (target.usable > 60e9)
+
+
+@pytest.mark.parametrize(
+    ("target", "memory", "parallel", "axes"),
+    [
+        ("h100x8", 1.0, {}, "fsdp=8"),
+        ("h100x16", 1.0, {}, "data=2 fsdp=8"),
+        ("h100x32", 1.0, {}, "data=4 fsdp=8"),
+        ("h100x16", 0.12, {}, "fsdp=16"),  # a copy in each host does not fit
+        ("h100x16", 1.0, {"fsdp": -1}, "fsdp=16"),
+        ("h100x16", 1.0, {"tensor": 2}, "fsdp=8 tensor=2"),
+        ("tpu-v5e:4x4", 1.0, {}, "fsdp=16"),  # whose links are the same between hosts
+    ],
+)
+def test_each_host_has_a_copy_of_the_weights_where_it_fits(
+    target, memory, parallel, axes, monkeypatch
+):
+    monkeypatch.setattr("jaxrl.plan.model_config", lambda model: LARGE)
+    monkeypatch.setattr("jaxrl.plan.lora_of", lambda config: None)
+    machine = target_machine(target, "--target")
+    cut = replace(machine, chip=replace(machine.chip, memory=round(memory * machine.chip.memory)))
+    keys = {"mesh": f"actor+rollout={machine.count}", "data": {"train": "arithmetic"}}
+    keys |= {"student": {"model": "large"}, "actor": {"parallel": parallel, "remat": "full"}}
+    keys |= {"algorithm": "gspo", "group_size": 4, "reward": {"functions": ["exact"]}}
+    keys |= {"batch_size": 64, "teacher": {"model": None}}
+    plan = target_plan(Config.parse(keys), ("actor", "rollout"), cut)
+    assert str(plan.axes["actor"]) == axes
+    noted = [note for note in plan.notes if "each host" in note]
+    assert len(noted) == (not parallel and machine.count > 8 and target.startswith("h"))
