@@ -169,7 +169,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Returns the loss function: the negative log-likelihood of the completion tokens."""
-    options: Keywords = {"chunk": config.distill.chunk_tokens, "mesh": mesh}
+    options: Keywords = {"chunk": config.distill.loss_chunk, "mesh": mesh}
     options["softcap"] = model.final_softcap
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
