@@ -23,9 +23,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
+from jaxrl.plan import _transfer_notes
 from jaxrl.plan.advice import with_choices
 from jaxrl.plan.array_bytes import layer_bytes
-from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.plan_context import STORE, Setting
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
@@ -148,6 +149,36 @@ def test_one_device_has_no_collectives():
     slow, fast = (costs("actor=1,rollout=1,teacher=1", link) for link in (1e6, 1e15))
     assert slow.pop(("actor", "publish")) > fast.pop(("actor", "publish"))
     assert slow == fast
+
+
+@pytest.mark.parametrize("signal", ["hidden", "topk", "sampled"])
+def test_what_crosses_hosts_takes_its_seconds_and_the_plan_says_them(signal):
+    """7B teaches 1.5B on two hosts: weights and the signal go through the object store, between
+    roles of one pool nothing does."""
+    distill = {"signal": signal, "jsd_beta": 1.0 if signal == "sampled" else 0.5}
+    token = {"hidden": 3584 * 2, "topk": 8 * 64 + 4, "sampled": 4}[signal]
+    seconds = {
+        "teacher": 48 * 4 * 2048 * token / STORE,
+        "actor": STUDENT.n_params * 2 / STORE,
+    }
+    stages = {"teacher": ("teacher", "score"), "actor": ("actor", "publish")}
+    ceilings, links = ceilings_of(machine(1).devices[0], "bfloat16"), Links(450e9, 50e9)
+    for mesh, apart in (
+        ("actor=8,rollout=4,teacher=4", {"teacher", "actor"}),
+        ("actor+rollout=8,teacher=8", {"teacher"}),
+        ("actor+rollout+teacher=16", set()),
+    ):
+        config, inputs = run_of(mesh, distill=distill)
+        axes = inputs.axes(config)
+        two = replace(inputs, host_of=(0,) * 8 + (1,) * 8)
+        one, both = (stage_costs(config, x, axes, ceilings, links, 8) for x in (inputs, two))
+        notes = list(_transfer_notes(config, two))
+        assert len(notes) == len(apart) and not list(_transfer_notes(config, inputs))
+        for sender, stage in stages.items():
+            expected = seconds[sender] if sender in apart else 0.0
+            # From device to device the weights take a fiftieth of that at most.
+            assert both[stage] - one[stage] == pytest.approx(expected, rel=0.02, abs=1e-9)
+            assert not expected or any(f"about {expected:.1f} s" in note for note in notes)
 
 
 def test_the_compiled_programs_say_what_collectives_send():
