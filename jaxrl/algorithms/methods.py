@@ -218,6 +218,7 @@ def _forward(
 ) -> tuple[Packing, jax.Array, Routed | None]:
     """Returns the packing, the hidden states of its completions, and what the routers did."""
     packing = pack(batch.sequences, mesh)
+    model = replace(model, reduce_in_float32=config.actor.reduce_dtype == "float32")
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
     hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)

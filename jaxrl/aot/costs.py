@@ -207,9 +207,10 @@ def _update(m: Setting) -> Sent:
     passes = count * c.minibatches * c.actor.epochs_per_batch
     forward = 2 if c.actor.remat == "full" else 1
     gathers = (forward + 1) * _gathered(m, "actor", m.student)
-    grads = layer_bytes(m.student, axes.gathered, "float32")
-    if m.student.lora is not None:
-        grads = trained_bytes(m.student, axes.gathered, "float32")
+    reduced = c.actor.reduce_dtype or c.actor.compute_dtype
+    grads = trained_bytes(m.student, axes.gathered, reduced)
+    if m.student.lora is None:
+        grads = layer_bytes(m.student, axes.gathered, reduced)
     scattered = grads * (axes.weights - 1) / axes.weights
     tokens = rows * m.width // axes.context
     moved = (forward + 1) * _reduced(m, "actor", m.student, tokens)

@@ -23,7 +23,7 @@ FREE = re.compile(
 )
 """Keys that change where and how a run works, never what it computes."""
 REPORTED = re.compile(
-    r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
+    r"\w+\.(dtype|param_dtype|moment_dtype|reduce_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
     r"|rollout\.(slots|launch_tokens|cache_tokens|layout|merge)|student\.base_dtype|steps|deterministic"
     r"|distill\.chunk_tokens"
 )

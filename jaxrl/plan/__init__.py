@@ -289,8 +289,10 @@ def build(
     )
     run = config
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
-    run = set_key(run, "rollout.slots", config.rollout.slots)
-    run = set_key(run, "distill.chunk_tokens", config.distill.chunk_tokens)
+    if config.rollout.slots != run.rollout.slots:
+        run = set_key(run, "rollout.slots", config.rollout.slots)
+    if config.distill.chunk_tokens != run.distill.chunk_tokens:
+        run = set_key(run, "distill.chunk_tokens", config.distill.chunk_tokens)
     axes, accounts = inputs.axes(config), role_accounts(inputs, config)
     pools = inputs.pools(accounts)
     notes = (
@@ -346,6 +348,8 @@ def build(
 def _with_chunk_of(asked: Config, config: Config) -> Config:
     """Returns `config` with the loss chunk that the user set: the plan's own choice would be
     smaller for a larger batch."""
+    if config.distill.chunk_tokens == asked.distill.chunk_tokens:
+        return config
     return set_key(config, "distill.chunk_tokens", asked.distill.chunk_tokens)
 
 
