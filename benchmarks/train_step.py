@@ -137,7 +137,7 @@ def parts(
             teacher_head,
             flat.sequences.loss_mask,
             beta=job.config.distill.jsd_beta,
-            chunk=job.config.distill.chunk_tokens,
+            chunk=job.config.distill.loss_chunk,
             mesh=mesh,
         )[0]
 

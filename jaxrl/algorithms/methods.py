@@ -169,7 +169,7 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Returns the loss function: the negative log-likelihood of the completion tokens."""
-    options: Keywords = {"chunk": config.distill.chunk_tokens, "mesh": mesh}
+    options: Keywords = {"chunk": config.distill.loss_chunk, "mesh": mesh}
     options["softcap"] = model.final_softcap
 
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
@@ -218,6 +218,7 @@ def _forward(
 ) -> tuple[Packing, jax.Array, Routed | None]:
     """Returns the packing, the hidden states of its completions, and what the routers did."""
     packing = pack(batch.sequences, mesh)
+    model = replace(model, reduce_in_float32=config.actor.reduce_dtype == "float32")
     routed: list[Routed] = []
     options: Keywords = {"remat": config.actor.remat, "dtype": jnp.dtype(config.actor.dtype)}
     hidden = completion_hidden(model, params, packing, mesh, routed=routed, **options)

@@ -124,7 +124,7 @@ def policy_objective(
     options: Keywords = {
         "softcap": model.final_softcap,
         "temperature": config.sampling.temperature,
-        "chunk": config.distill.chunk_tokens,
+        "chunk": config.distill.loss_chunk,
         "mesh": mesh,
     }
 

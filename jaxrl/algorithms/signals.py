@@ -94,7 +94,7 @@ class Projection:
     def options(self) -> Keywords:
         d = self.distill
         temperature = d.distill_temperature if self.temperature is None else self.temperature
-        return {"chunk": d.chunk_tokens, "mesh": self.mesh, "temperature": temperature}
+        return {"chunk": d.loss_chunk, "mesh": self.mesh, "temperature": temperature}
 
     @property
     def of_student(self) -> Keywords:

@@ -129,13 +129,16 @@ def stage_costs(
         waited = (sum(sent.values()) - hidden - replicas) / link + replicas / across
         found[role, method] = max(computed, seen.scale * hidden / link) + seen.scale * waited
     found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
-    found["rollout", "generate"] *= (share := sampled_share(config))
-    if share:
-        found["actor", "publish"] = _sync(m, "rollout", links, host_size)
-        found["rollout", "load"] = 0.0  # in its queue: what is sampled next waits for it
-    if config.teacher_follows and "teacher" in axes:
-        found["actor", "publish_to_teacher"] = _sync(m, "teacher", links, host_size)
-        found["teacher", "load"] = 0.0
+    found["rollout", "generate"] *= sampled_share(config)
+    for sender, receiver in m.sent:
+        stored = m.store_seconds(sender, receiver)
+        if sender == "teacher":  # from device to device its signal takes next to nothing
+            found["teacher", "score"] += stored or 0.0
+            continue
+        name = "publish" if receiver == "rollout" else "publish_to_teacher"
+        linked = _weight_sync(m, receiver, links, host_size)
+        found["actor", name] = linked if stored is None else stored
+        found[receiver, "load"] = 0.0  # in its queue: what it does next waits for the weights
     return found
 
 
@@ -159,14 +162,11 @@ def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     return steps * (layers * KERNELS * LAUNCH_S + latency)
 
 
-def _sync(m: Setting, role: str, links: Links, host_size: int) -> float:
+def _weight_sync(m: Setting, role: str, links: Links, host_size: int) -> float:
     """Returns the seconds of sending the weights from the actor's devices to a role's."""
-    if m.on_actors_mesh(role):
-        return 0.0
-    size = trained_bytes(m.student, Axes(), m.config.roles[role].compute_dtype)
     roles = m.inputs.placement.roles
     link = links.of((*roles["actor"].devices, *roles[role].devices), host_size)
-    return size / (link * LINKS * m.axes["actor"].size)
+    return m.sent["actor", role] / (link * LINKS * m.axes["actor"].size)
 
 
 def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
@@ -207,9 +207,10 @@ def _update(m: Setting) -> Sent:
     passes = count * c.minibatches * c.actor.epochs_per_batch
     forward = 2 if c.actor.remat == "full" else 1
     gathers = (forward + 1) * _gathered(m, "actor", m.student)
-    grads = layer_bytes(m.student, axes.gathered, "float32")
-    if m.student.lora is not None:
-        grads = trained_bytes(m.student, axes.gathered, "float32")
+    reduced = c.actor.reduce_dtype or c.actor.compute_dtype
+    grads = trained_bytes(m.student, axes.gathered, reduced)
+    if m.student.lora is None:
+        grads = layer_bytes(m.student, axes.gathered, reduced)
     scattered = grads * (axes.weights - 1) / axes.weights
     tokens = rows * m.width // axes.context
     moved = (forward + 1) * _reduced(m, "actor", m.student, tokens)

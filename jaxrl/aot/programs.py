@@ -373,7 +373,7 @@ def reference(run: AbstractRun) -> Iterator[Program]:
     parts = c.reference.num_microbatches
     model = run.setting.reference
     jitted = reference_program(
-        model, run.meshes["reference"], c.sampling.temperature, c.distill.chunk_tokens
+        model, run.meshes["reference"], c.sampling.temperature, c.distill.loss_chunk
     )
     rows = run.scored("reference", model, parts)
     given = (run.params("reference", model), run.sequences("reference", *rows))

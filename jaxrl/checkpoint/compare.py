@@ -23,8 +23,9 @@ FREE = re.compile(
 )
 """Keys that change where and how a run works, never what it computes."""
 REPORTED = re.compile(
-    r"\w+\.(dtype|param_dtype|moment_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
+    r"\w+\.(dtype|param_dtype|moment_dtype|reduce_dtype|micro_batch_tokens|num_microbatches|batch_tokens)"
     r"|rollout\.(slots|launch_tokens|cache_tokens|layout|merge)|student\.base_dtype|steps|deterministic"
+    r"|distill\.chunk_tokens"
 )
 """Keys that may change, and are reported: precision, kernels and memory, for other devices; numbers
 differ from then on, if by rounding alone. And more steps."""

@@ -346,6 +346,10 @@ class ActorConfig(RoleConfig):
     """Dtype of gradients inside the optimizer, and of their average (first moment, momentum).
     Averages of squared gradients are float32, and so is an average whose decay exceeds 0.92, as
     with muon and, by default, lion: in bfloat16 they would not follow the gradients."""
+    reduce_dtype: Literal["float32"] | None = None
+    """Dtype in which devices add their parts of the gradients of kernels, other than experts'.
+    null: `actor.dtype`. float32: with bfloat16 twice the bytes between devices, and only the sum
+    is rounded. Parts of the other gradients, but for experts', are added in float32 anyway."""
     micro_batch_tokens: Positive | None = 16384
     """Upper bound of the tokens per device in one micro-batch, the part of a minibatch whose
     gradient is computed at once. The number of rows is such that the bound holds even if every row

@@ -176,6 +176,10 @@ class SamplingConfig(Section):
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+CHUNK_TOKENS = 512
+"""`distill.chunk_tokens` where neither the config nor the plan sets it."""
+
+
 class DistillConfig(Section):
     """The divergence from a teacher (GKD, arXiv 2306.13649), alone or in combination with rewards
     (`distill_weight`)."""
@@ -216,12 +220,18 @@ class DistillConfig(Section):
     `distill.entropy_aware`."""
     entropy_top_k: Positive = 16
     """Number of the teacher's most probable tokens in the term of `distill.entropy_aware`."""
-    chunk_tokens: Positive = 512
+    chunk_tokens: Positive | None = None
     """Tokens whose logits exist at once, in the losses of all algorithms; a smaller number needs
-    less memory."""
+    less memory, a larger one reads the LM head less often. null: 512; on GPUs 2048 or 1024 where
+    the plan says that they fit."""
     lean: Flag = False
     """Recompute the logits of the divergence from the teacher in the backward pass: less memory,
     more time. Changes nothing for signal=sampled, sft and the policy losses, which always do so."""
+
+    @property
+    def loss_chunk(self) -> int:
+        """Returns the number of tokens whose logits exist at once."""
+        return self.chunk_tokens or CHUNK_TOKENS
 
     def _rules(self) -> Iterator[str]:
         if self.seq_kd and self.on_policy_fraction == 1:

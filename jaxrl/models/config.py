@@ -85,6 +85,9 @@ class DecoderConfig:
     quantised: Quantisation | None = None
     """How the kernels of `quantisable` are held; None: as all other weights. Nor does it name
     this."""
+    reduce_in_float32: bool = False
+    """Whether devices add their parts of a projection's gradient in float32 (`layers.product_of`).
+    Nor this."""
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

@@ -109,13 +109,47 @@ def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None
         low: `low_rank` of another projection, whose A this one reads.
     """
     rows = x.reshape(-1, x.shape[-1])  # on CPU the backward of a 3-D product is twice as slow
-    y = product(rows, p["kernel"], p[SCALE]) if SCALE in p else rows @ p["kernel"].astype(x.dtype)
+    quantised = SCALE in p
+    y = product(rows, p["kernel"], p[SCALE]) if quantised else product_of(c, rows, p["kernel"])
     low = low_rank(c, p, x) if low is None else low
     if low is not None and "lora_b" in p:
-        y = y + low @ p["lora_b"].astype(x.dtype)
+        y = y + product_of(c, low, p["lora_b"])
     y = y.reshape(*x.shape[:-1], -1)
     y = plus_vector(y, p["bias"].astype(x.dtype)) if "bias" in p else y
     return checkpoint_name(y, PROJECTED)
+
+
+def product_of(c: DecoderLike, rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes rows [n, in] @ kernel [in, out] in the dtype of the rows."""
+    kernel = kernel.astype(rows.dtype)
+    return _reduced_in_float32(rows, kernel) if c.reduce_in_float32 else rows @ kernel
+
+
+@jax.custom_vjp
+def _reduced_in_float32(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes rows @ kernel. The kernel's gradient is a product with a float32 result, so that
+    devices add their parts of it in float32, and is rounded to the kernel's dtype after that."""
+    return rows @ kernel
+
+
+def _product_forward(
+    rows: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return rows @ kernel, (rows, kernel)
+
+
+def _product_backward(
+    kept: tuple[jax.Array, jax.Array], d_y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    rows, kernel = kept
+    # Without a transposed kernel, which XLA would gather beside the one that it recomputes with.
+    d_rows = jax.lax.dot_general(d_y, kernel, (((1,), (1,)), ((), ())))
+    over_rows = ((0,), (0,)), ((), ())
+    d_kernel = jax.lax.dot_general(rows, d_y, over_rows, preferred_element_type=jnp.float32)
+    return d_rows, d_kernel.astype(kernel.dtype)
+
+
+_reduced_in_float32.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp
@@ -176,7 +210,7 @@ def low_rank(
         return None
     if "lora_a" not in p:
         return None
-    return c.lora.scale * (x.reshape(-1, x.shape[-1]) @ p["lora_a"].astype(x.dtype))
+    return c.lora.scale * product_of(c, x.reshape(-1, x.shape[-1]), p["lora_a"])
 
 
 def attention_parameters(c: DecoderLike) -> Parameters:

@@ -22,7 +22,7 @@ from jaxrl.models.experts import Routed
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kernels import Kernel
 from jaxrl.models.layer_kind import Layer, LayerKind
-from jaxrl.models.layers import Rope, by_rows, layer_angles, rms_norm
+from jaxrl.models.layers import Rope, by_rows, layer_angles, product_of, rms_norm
 from jaxrl.models.parameters import Params, at_blocks, blocks_of, layout_of
 from jaxrl.sharding.axes import ROWS, WEIGHTS, AxisName
 from jaxrl.types import Array, Tree
@@ -60,7 +60,7 @@ def embed(
         given, width = params["layer_inputs"], config.layer_inputs
         rows = by_rows(_look_up(given["embedding"], tokens, *how), mesh, *split)
         by_layer = (*x.shape[:2], config.n_layers, width)
-        read = jnp.einsum("btd,ed->bte", x, given["projection"].astype(x.dtype))
+        read = product_of(config, x.reshape(-1, config.d_model), given["projection"].T)
         read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         rows = rows * jnp.asarray(math.sqrt(width), x.dtype)
         both = rms_norm(config, given["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)

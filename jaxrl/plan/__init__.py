@@ -291,6 +291,8 @@ def build(
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
     if config.rollout.slots != run.rollout.slots:
         run = set_key(run, "rollout.slots", config.rollout.slots)
+    if config.distill.chunk_tokens != run.distill.chunk_tokens:
+        run = set_key(run, "distill.chunk_tokens", config.distill.chunk_tokens)
     axes, accounts = inputs.axes(config), role_accounts(inputs, config)
     pools = inputs.pools(accounts)
     notes = (
@@ -304,10 +306,11 @@ def build(
         *_dtype_notes(asked, run, inputs),
         *_kernel_notes(config, inputs),
         *_sharing_notes(config, inputs),
+        *_transfer_notes(config, inputs),
         *(_host_note(host, pools) for host in hosts),
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
-    verdict += filter(None, [room(config, inputs)])
+    verdict += filter(None, [room(_with_chunk_of(asked, config), inputs)])
     verdict += faster(config, inputs)
     planning = fits_elsewhere = False
     if (seen.emulated or not seen.devices) and limit_gb is None:
@@ -340,6 +343,14 @@ def build(
         planning=planning,
         fits_elsewhere=fits_elsewhere,
     )
+
+
+def _with_chunk_of(asked: Config, config: Config) -> Config:
+    """Returns `config` with the loss chunk that the user set: the plan's own choice would be
+    smaller for a larger batch."""
+    if config.distill.chunk_tokens == asked.distill.chunk_tokens:
+        return config
+    return set_key(config, "distill.chunk_tokens", asked.distill.chunk_tokens)
 
 
 def _host_numbers(devices: Sequence[DeviceFacts]) -> tuple[int, ...]:
@@ -480,6 +491,20 @@ def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
             " which a decode step reads once for all of them"
         )
+
+
+def _transfer_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
+    """Yields what a run on several hosts sends through the object store in a step, in seconds."""
+    m = Setting(config, inputs, inputs.axes(config))
+    for (sender, receiver), size in m.sent.items():
+        seconds, what = m.store_seconds(sender, receiver), "the weights"
+        if sender == "teacher":
+            what = f"its signal ({config.distill.signal})"
+        if seconds is not None:
+            yield (
+                f"{sender} to {receiver}: {what}, {size / GB:.2f} GB a step, take about"
+                f" {seconds:.1f} s through Ray's object store (docs/cluster.md)"
+            )
 
 
 def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
@@ -642,7 +667,9 @@ def _elsewhere(
         if split:
             verdict += f" ({', '.join(split)})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
+        lines += [
+            f"  {line}" for line in filter(None, [room(_with_chunk_of(config, choice), there)])
+        ]
         lines += [f"  {line}" for line in faster(choice, there)]
         if not fits:
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]

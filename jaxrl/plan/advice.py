@@ -34,6 +34,9 @@ MOST = 1 << 16
 """Where the search for the largest batch ends."""
 SMALL_CHUNK = 128
 """Tokens; with fewer, the loss's matrix products get slow."""
+GPU_CHUNKS = (2048, 1024)
+"""Tokens: for each chunk the LM head is read again, which takes a GPU as long as the products of a
+few hundred tokens."""
 
 Change = tuple[str, Any]
 """A dotted key and its new value."""
@@ -255,7 +258,7 @@ def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]
     yield [("actor.micro_batch_tokens", width * n) for n in fewer]
     yield [("actor.remat", "full")]
     yield (
-        [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.chunk_tokens > SMALL_CHUNK else []
+        [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.loss_chunk > SMALL_CHUNK else []
     )
     yield [("distill.lean", True)]
     kept = average_dtype(config.optimizer, "bfloat16")
@@ -306,7 +309,23 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     config = _with_copy_in_each_host(config, inputs, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:
         config = _with_slots(config, inputs, notes)
+    if config.distill.chunk_tokens is None and inputs.target.platform in GPU:
+        config = _with_large_chunk(config, inputs, notes)
     return config, tuple(notes)
+
+
+def _with_large_chunk(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
+    """Sets `distill.chunk_tokens` to the first of `GPU_CHUNKS` that is known to fit."""
+    if not all(inputs.limits):
+        return config
+    for chunk in GPU_CHUNKS:
+        choice = set_key(config, "distill.chunk_tokens", chunk)
+        if _fits(choice, inputs):
+            notes.append(
+                f"distill.chunk_tokens={chunk}: the losses read the LM head once for so many tokens"
+            )
+            return choice
+    return config
 
 
 def _with_copy_in_each_host(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:

@@ -21,6 +21,8 @@ from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 
 F32 = 4
+MUON_ARRAYS = 8
+"""Arrays of the size of one layer's kernel that are alive while it is orthogonalised, at most."""
 ITEMSIZE: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -128,19 +130,16 @@ def optimizer_bytes(
 @lru_cache(maxsize=64)
 def optimizer_scratch(model: DecoderConfig, axes: Axes, optimizer: OptimizerConfig) -> int:
     """Returns the bytes that an optimizer step writes out beside the gradient and its state, on one
-    device: the clipped gradient or the update in float32 (adafactor: both), and of muon the
-    kernels of the blocks while they are orthogonalised (Newton-Schulz, Jordan et al. 2024).
+    device: the clipped gradient or the update in float32 (adafactor: both), and of muon one layer's
+    largest kernel while it is orthogonalised: gathered, with the products of a step of Newton and
+    Schulz (Jordan et al. 2024).
     """
     whole = trained_bytes(model, axes, "float32")
     if optimizer.name != "muon":
         return whole * (2 if optimizer.name == "adafactor" else 1)
-    kernels = [
-        shard
+    kernels = (
+        shard.size // shard.local[0]
         for shard in trained_shards(model, axes.gathered)
         if shard.path.endswith(("kernel", *NAMES)) and len(shard.shape) >= 3
-    ]
-    if axes.weights > 1:  # several kernels are gathered at once
-        return 2 * whole + 8 * max(shard.size for shard in kernels) * F32
-    # A step of Newton and Schulz takes products X @ X.T and squares of these.
-    squares = [math.prod(s.shape[:-2]) * min(s.shape[-2:]) ** 2 * F32 for s in kernels]
-    return 2 * whole + max(2 * sum(squares) if axes.size == 1 else 0, 3 * max(squares))
+    )
+    return whole + MUON_ARRAYS * max(kernels) * F32

@@ -27,6 +27,10 @@ from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sampling.slots import pool_pages
 from jaxrl.sharding.axes import Axes
 
+STORE = 1.1e9
+"""Bytes per second from a process to another through Ray's object store, packed and loaded: the
+least of docs/cluster.md's best rounds, of hosts without GPUs."""
+
 
 class Setting:
     """A config with the mesh axes of its roles: all inputs from which the memory is computed."""
@@ -48,6 +52,32 @@ class Setting:
                 self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
         # Whether the loss sums the head's gradient in float32 during its forward pass.
         self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    @property
+    def sent(self) -> dict[tuple[str, str], int]:
+        """Maps (sender, receiver) to the bytes that all devices of a role send to those of another
+        in a step, 0 where both have the same: the policy's weights, and the teacher's signal."""
+        c, found = self.config, {}
+        follow = [("rollout", sampled_share(c) > 0), ("teacher", c.teacher_follows)]
+        for role in (role for role, gets in follow if gets and role in self.axes):
+            found["actor", role] = trained_bytes(self.student, Axes(), c.roles[role].compute_dtype)
+        if "teacher" in self.axes:
+            found["teacher", "actor"] = self.sequences * self.new_tokens * self.signal_bytes
+        return {
+            ends: 0 if self.on_actors_mesh(ends[0 if ends[1] == "actor" else 1]) else size
+            for ends, size in found.items()
+        }
+
+    def store_seconds(self, sender: str, receiver: str) -> float | None:
+        """Returns the seconds that this part of `sent` takes through the object store; None where
+        the run has one host, or the roles are in one process."""
+        inputs = self.inputs
+        if not inputs.host_of or inputs.together(sender, receiver):
+            return None
+        devices = (inputs.placement.roles[role].devices for role in (sender, receiver))
+        # Each host has a process of its own, which sends or takes its part.
+        processes = min(len({inputs.host_of[i] for i in numbers}) for numbers in devices)
+        return self.sent[sender, receiver] / (STORE * processes)
 
     def on_actors_mesh(self, role: str) -> bool:
         """Returns whether a role has the actor's devices and axes."""
@@ -234,7 +264,7 @@ class Setting:
     def chunk(self, rows: int, role: str = "actor") -> int:
         """Returns how many completion tokens of `rows` sequences are projected onto the vocabulary
         at once."""
-        return min(self.config.distill.chunk_tokens, rows * self.completions(role))
+        return min(self.config.distill.loss_chunk, rows * self.completions(role))
 
     def micro_batches(self) -> tuple[int, int]:
         """Returns the number of micro-batches of an update, and the rows of one on a device."""

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.lora import NAMES
@@ -85,21 +85,61 @@ def make_optimizer(
             ),
             optax.scale_by_learning_rate(rate, flip_sign=False),
         ),
-        "muon": lambda: muon(
-            rate,
-            beta=MUON_DECAY,
-            weight_decay=c.weight_decay,
-            weight_decay_mask=decayed,
-            mu_dtype=average,
-            adam_b1=c.b1,
-            adam_b2=c.b2,
-            adam_weight_decay=0.0,
-            eps=c.eps,
-            muon_weight_dimension_numbers=_muon_dims,
+        "muon": lambda: optax.partition(
+            {
+                "muon": optax.chain(
+                    muon_by_layer(average, c.eps),
+                    optax.stateless_with_tree_map(_scaled_by_shape),
+                    optax.add_decayed_weights(c.weight_decay),
+                    optax.scale_by_learning_rate(rate),
+                ),
+                "adam": optax.adamw(
+                    rate, c.b1, c.b2, c.eps, mu_dtype=average, weight_decay=0.0, nesterov=True
+                ),
+            },
+            lambda params: jax.tree.map(lambda k: "muon" if k else "adam", decayed(params)),
         ),
     }
     clip = [] if c.clip_norm is None else [optax.clip_by_global_norm(c.clip_norm)]
     return in_float32(optax.chain(*clip, makers[c.name]()), moment_dtype)
+
+
+def muon_by_layer(average: DTypeLike, eps: float) -> optax.GradientTransformation:
+    """Returns optax's `scale_by_muon` for kernels of the blocks [L, in, out] and of experts
+    [L, E, in, out], each matrix by itself.
+
+    A loop goes over the layers and writes over gradients and momentum: what orthogonalising needs
+    beside them is of one layer.
+    """
+    inner = scale_by_muon(
+        beta=MUON_DECAY,
+        eps=eps,
+        mu_dtype=average,
+        weight_dimension_numbers=MuonDimensionNumbers(-2, -1),
+    )
+
+    def update(grads: Tree, state: MuonState, params: Tree = None) -> tuple[Tree, MuonState]:
+        def kernel(grad: Array, momentum: Array) -> tuple[Array, Array]:
+            def layer(i: Array, arrays: tuple[Array, Array]) -> tuple[Array, Array]:
+                grad, momentum = arrays
+                change, moved = inner.update(grad[i], state._replace(mu=momentum[i]))
+                return grad.at[i].set(change), momentum.at[i].set(moved.mu)
+
+            start = grad.astype(jnp.float32), momentum
+            return jax.lax.fori_loop(0, len(grad), layer, start)
+
+        leaves, tree = jax.tree.flatten(grads)
+        moved = [kernel(*pair) for pair in zip(leaves, jax.tree.leaves(state.mu), strict=True)]
+        changes, momenta = (jax.tree.unflatten(tree, part) for part in zip(*moved, strict=True))
+        return changes, state._replace(count=optax.safe_increment(state.count), mu=momenta)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _scaled_by_shape(change: Array, _: object) -> Array:
+    """Returns Muon's change of kernels [..., in, out] times sqrt(max(1, out / in))."""
+    fan_in, fan_out = change.shape[-2:]
+    return change * max(1, fan_out / fan_in) ** 0.5
 
 
 def average_dtype(config: OptimizerConfig, moment_dtype: DTypeLike) -> jnp.dtype:
@@ -211,13 +251,3 @@ def state_shardings(
         return placed[own] if own and leaf.shape == shapes[own] else everywhere
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
-
-
-def _muon_dims(params: Tree) -> Tree:
-    """Selects Muon for the kernels of the blocks [L, in, out] and of experts [L, E, in, out], and
-    Adam, its fallback, for the rest."""
-
-    def dims(kernel: bool, x: Array) -> MuonDimensionNumbers | None:
-        return MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if kernel else None
-
-    return jax.tree.map(dims, decayed(params), params)

@@ -100,7 +100,7 @@ class ActorPrograms:
         ) -> jax.Array:
             weights = cast(params, jnp.dtype(c.dtype))
             out = jnp.zeros(batch.sequences.loss_mask.shape, jnp.float32)
-            temperature, chunk = config.sampling.temperature, config.distill.chunk_tokens
+            temperature, chunk = config.sampling.temperature, config.distill.loss_chunk
 
             def body(out: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
                 micro = micro_batch(batch, index, mesh, group, room).sequences

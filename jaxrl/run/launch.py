@@ -257,7 +257,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
         params,
         mesh,
         config.sampling.temperature,
-        config.distill.chunk_tokens,
+        config.distill.loss_chunk,
         config.offload.frozen,
     )
 

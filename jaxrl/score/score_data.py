@@ -225,7 +225,7 @@ def storage_error(
     arrays = in_storage(HiddenSignal(hidden), stored)
     kept = arrays["hidden"]
     back = dequantised(kept, arrays["scale"]) if stored == "int8" else kept
-    back, chunk = back.astype(hidden.dtype), distill.chunk_tokens
+    back, chunk = back.astype(hidden.dtype), distill.loss_chunk
     model = jnp.asarray(head), inverse(distill.distill_temperature), softcaps_of(softcap)
     each = [
         np.asarray(_kl(hidden[i : i + chunk], back[i : i + chunk], *model))

@@ -143,7 +143,7 @@ class Options(ProtocolMessage):
             entropy_top_k=distill.entropy_top_k if entropy else None,
             distill_temperature=distill.distill_temperature,
             vocab_size=vocab_size,
-            chunk_tokens=distill.chunk_tokens,
+            chunk_tokens=distill.loss_chunk,
         )
 
     def distill(self, most_chunk: int) -> DistillConfig:

@@ -101,6 +101,20 @@ def test_the_plan_counts_prompts_that_slots_share_once(made):
     assert seats.slots.size == seats.places.size  # each prompt has a row, each sample a slot
 
 
+@pytest.mark.parametrize(("reduced", "dtype"), [(None, "bf16"), ("float32", "f32")])
+def test_layer_gradients_are_scattered_in_the_dtype_that_is_asked_for(
+    pool: ThreadPoolExecutor, tmp_path: Any, reduced: str | None, dtype: str
+) -> None:
+    """The MLP's kernels [1536, 8960], of which each of four devices gets a quarter. What is
+    gathered stays in bfloat16."""
+    actor = {"micro_batch_tokens": PROMPT + GROUP * NEW, "reduce_dtype": reduced}
+    (update,) = compiling(pool, config(tmp_path, actor=actor), "h100x8", "update")
+    scattered = re.findall(r"= (.*) reduce-scatter-done\(", update.text)
+    kernels = set(re.findall(r"(\w+)\[384,8960\]", " ".join(scattered)))
+    assert kernels == {dtype}
+    assert not re.findall(r"f32\[1536,8960\]\S* all-gather", update.text)
+
+
 @pytest.fixture(scope="module")
 def paged(
     pool: ThreadPoolExecutor, made: object, tmp_path_factory: pytest.TempPathFactory

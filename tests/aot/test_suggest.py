@@ -23,9 +23,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
+from jaxrl.plan import _transfer_notes
 from jaxrl.plan.advice import with_choices
-from jaxrl.plan.array_bytes import layer_bytes
-from jaxrl.plan.plan_context import Setting
+from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes
+from jaxrl.plan.plan_context import STORE, Setting
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
@@ -150,6 +151,36 @@ def test_one_device_has_no_collectives():
     assert slow == fast
 
 
+@pytest.mark.parametrize("signal", ["hidden", "topk", "sampled"])
+def test_what_crosses_hosts_takes_its_seconds_and_the_plan_says_them(signal):
+    """7B teaches 1.5B on two hosts: weights and the signal go through the object store, between
+    roles of one pool nothing does."""
+    distill = {"signal": signal, "jsd_beta": 1.0 if signal == "sampled" else 0.5}
+    token = {"hidden": 3584 * 2, "topk": 8 * 64 + 4, "sampled": 4}[signal]
+    seconds = {
+        "teacher": 48 * 4 * 2048 * token / STORE,
+        "actor": STUDENT.n_params * 2 / STORE,
+    }
+    stages = {"teacher": ("teacher", "score"), "actor": ("actor", "publish")}
+    ceilings, links = ceilings_of(machine(1).devices[0], "bfloat16"), Links(450e9, 50e9)
+    for mesh, apart in (
+        ("actor=8,rollout=4,teacher=4", {"teacher", "actor"}),
+        ("actor+rollout=8,teacher=8", {"teacher"}),
+        ("actor+rollout+teacher=16", set()),
+    ):
+        config, inputs = run_of(mesh, distill=distill)
+        axes = inputs.axes(config)
+        two = replace(inputs, host_of=(0,) * 8 + (1,) * 8)
+        one, both = (stage_costs(config, x, axes, ceilings, links, 8) for x in (inputs, two))
+        notes = list(_transfer_notes(config, two))
+        assert len(notes) == len(apart) and not list(_transfer_notes(config, inputs))
+        for sender, stage in stages.items():
+            expected = seconds[sender] if sender in apart else 0.0
+            # From device to device the weights take a fiftieth of that at most.
+            assert both[stage] - one[stage] == pytest.approx(expected, rel=0.02, abs=1e-9)
+            assert not expected or any(f"about {expected:.1f} s" in note for note in notes)
+
+
 def test_the_compiled_programs_say_what_collectives_send():
     """Twice the counted bytes take twice the time of what is waited for."""
     tensor = {"teacher": {"model": "teacher", "parallel": {"tensor": 4}}}
@@ -164,17 +195,21 @@ def test_the_compiled_programs_say_what_collectives_send():
     assert more == pytest.approx(waited)
 
 
-def test_what_the_compiled_update_does_not_hide_takes_time():
-    """Twelve scattered gradients of 1.3 G block weights in float32, half of each to the other
-    device."""
+@pytest.mark.parametrize("reduced", [None, "float32"])
+def test_what_the_compiled_update_does_not_hide_takes_time(reduced):
+    """Twelve scattered gradients of 1.3 G block weights, in the compute dtype or in float32, half
+    of each to the other device."""
     mesh, stage = "actor=2,rollout=2,teacher=4", ("actor", "update")
+    actor = {"micro_batch_tokens": 12288, "remat": "full", "reduce_dtype": reduced}
     shares = [{"all-gather": 1.0, "reduce-scatter": share} for share in (1.0, 0.25)]
-    hidden, seen = (search(mesh, compiled={"actor": Traffic(1.0, each)}) for each in shares)
-    config, inputs = run_of(mesh)
+    compiled = [{"actor": Traffic(1.0, each)} for each in shares]
+    hidden, seen = (search(mesh, compiled=each, actor=actor) for each in compiled)
+    config, inputs = run_of(mesh, actor=actor)
     count, _ = Setting(config, inputs, inputs.axes(config)).micro_batches()
-    waited = 0.75 * count * layer_bytes(STUDENT, Axes(), "float32") / 2 / (450e9 * LINKS)
+    dtype = reduced or "bfloat16"
+    waited = 0.75 * count * layer_bytes(STUDENT, Axes(), dtype) / 2 / (450e9 * LINKS)
     more = seen.now.stages[stage] - hidden.now.stages[stage]
-    assert waited > 0.1 and more == pytest.approx(waited)
+    assert waited > 0.1 * ITEMSIZE[dtype] / 4 and more == pytest.approx(waited)
 
 
 def test_the_shares_are_those_of_the_compiled_programs():

@@ -327,6 +327,39 @@ def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: s
     assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= mask.size] == []
 
 
+def products_over(jaxpr: Any, terms: int) -> list[str]:
+    """Lists the dtype of every product of so many terms in a program and those inside it."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            if math.prod(shape[axis] for axis in contracted) == terms:
+                found.append(str(equation.outvars[0].aval.dtype))
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            found += products_over(inner, terms) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernels_gradient_is_reduced_in_float32_on_request(name: str) -> None:
+    """A product over all tokens is what devices hold parts of, and add in its dtype."""
+    config, params = tiny_model(name)
+    shape = 7, 31  # a number of tokens that is no width, nor positions times heads
+    tokens, mask = np.ones(shape, np.int32), np.ones(shape, bool)
+
+    def found(config: Any) -> set[str]:
+        def loss(params: Any) -> jax.Array:
+            hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
+            return hidden.astype(jnp.float32).sum()
+
+        return set(products_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, mask.size))
+
+    assert "bfloat16" in found(config)
+    assert found(replace(config, reduce_in_float32=True)) == {"float32"}
+
+
 @pytest.mark.parametrize("axes", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
 def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
     axes: tuple[int, ...],

@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.plan import BRIEF_LINES, Plan, build, target_plan
+from jaxrl.plan import BRIEF_LINES, Plan, build, make_plan, target_plan
+from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import TABLE_WIDTH, TITLES
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible
@@ -130,3 +131,43 @@ def test_each_host_has_a_copy_of_the_weights_where_it_fits(
     assert str(plan.axes["actor"]) == axes
     noted = [note for note in plan.notes if "each host" in note]
     assert len(noted) == (not parallel and machine.count > 8 and target.startswith("h"))
+
+
+@pytest.mark.parametrize(
+    ("target", "distill", "room", "chunk"),
+    [
+        ("h100x8", {}, 1.0, 2048),
+        ("h100x8", {}, 0.5, 1024),
+        ("h100x8", {}, 0.0, 512),
+        ("h100x8", {"chunk_tokens": 256}, 1.0, 256),
+        ("tpu-v5e:4x4", {}, 1.0, 512),
+    ],
+)
+def test_gpus_read_the_head_less_often_where_a_larger_chunk_fits(
+    target, distill, room, chunk, monkeypatch
+):
+    """`room`: of what the largest chunk takes beyond the usual one, how much a device has."""
+    monkeypatch.setattr("jaxrl.plan.model_config", lambda model: replace(TINY, vocab_size=152064))
+    monkeypatch.setattr("jaxrl.plan.lora_of", lambda config: None)
+    machine = target_machine(target, "--target")
+    keys = {"mesh": f"actor+rollout={machine.count}", "data": {"train": "arithmetic"}}
+    keys |= {"student": {"model": "large"}, "algorithm": "gspo", "group_size": 4}
+    keys |= {"batch_size": 256, "teacher": {"model": None}, "reward": {"functions": ["exact"]}}
+    keys |= {"actor": {"remat": "full", "micro_batch_tokens": 4096}, "rollout": {"slots": 8}}
+
+    def planned(of, limit):
+        return make_plan(
+            Config.parse(keys | {"distill": of}),
+            ("actor", "rollout"),
+            lambda needed: Visible(machine.devices, None),
+            limit / GB,
+        )
+
+    peaks = [planned({"chunk_tokens": n}, 10**12).pools[0].bytes for n in (512, 2048)]
+    limit = peaks[0] + room * (peaks[1] - peaks[0])
+    assert peaks[1] > peaks[0]
+    plan = planned(distill, limit)
+    assert plan.config.distill.loss_chunk == chunk
+    noted = [note for note in plan.notes if note.startswith(f"distill.chunk_tokens={chunk}:")]
+    assert len(noted) == (not distill and chunk > 512)
+    assert "largest that fits" in plan.text()

@@ -275,6 +275,11 @@ def test_rematerialisation_and_lean_change_nothing(reference, remat, tmp_path):
     assert_close(trained(cfg, mesh(1, 1, 1), tmp_path)[0], reference[0], 2e-6)
 
 
+def test_gradients_reduced_in_float32_are_those_of_a_float32_run(reference, tmp_path):
+    cfg = config("actor.reduce_dtype=float32", "actor.remat=dots")
+    assert_close(trained(cfg, mesh(1, 2, 2), tmp_path)[0], reference[0], 2e-6)
+
+
 def test_minibatches_and_epochs_count_updates(tmp_path):
     cfg = config("actor.minibatches=3", "actor.epochs_per_batch=2")
     params, report = trained(cfg, mesh(1, 2, 1), tmp_path, steps=2)

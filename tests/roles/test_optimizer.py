@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers, muon
 from tiny_models import random_params, tiny_config
 
 from jaxrl.config.settings import OptimizerConfig
@@ -16,6 +17,7 @@ from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.optimizer import (
+    MUON_DECAY,
     apply_changes,
     decayed,
     learning_rate,
@@ -192,18 +194,45 @@ def test_moments_lie_where_their_parameters_do(name):
     assert matched == {"adamw": 2, "adam": 2, "sgd": 1, "lion": 1, "adafactor": 1, "muon": 1}[name]
 
 
-def test_muon_takes_each_kernel_of_experts_by_itself():
-    """A change of such kernels is that of the same kernels in a stack of matrices."""
-    kernels = jax.random.normal(jax.random.key(0), (2, 3, 8, 6))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_muon_by_layer_is_optaxs_muon(dtype):
+    """Kernels, wide and tall, and those of experts, each matrix by itself: the changes and the
+    state, by path, are those of optax's `muon`, which orthogonalises all layers at once."""
+    c = config(name="muon", weight_decay=0.1, clip_norm=None)
+    shapes = {"up": (2, 6, 8), "down": (2, 8, 6), "experts": (2, 3, 8, 6)}
+    mlp = {name: {"kernel": jnp.ones(shape)} for name, shape in shapes.items()}
+    params = {"layers": {"mlp": mlp, "norm": jnp.ones((2, 8))}, "head": jnp.ones((8, 4))}
 
-    def change(x):
-        tree = {"layers": {"mlp": {"gate": {"kernel": x}}}}
-        optimizer = make_optimizer(config(name="muon", weight_decay=0.0), 10, jnp.float32)
-        updates, _ = optimizer.update(tree, optimizer.init(tree), tree)
-        return updates["layers"]["mlp"]["gate"]["kernel"]
+    def dims(tree):
+        kernel = MuonDimensionNumbers(-2, -1)
+        return jax.tree.map(lambda k: kernel if k else None, decayed(tree))
 
-    apart = change(kernels.reshape(6, 8, 6)).reshape(kernels.shape)
-    np.testing.assert_allclose(change(kernels), apart, rtol=1e-4, atol=1e-6)
+    whole = muon(
+        learning_rate(c, 10),
+        beta=MUON_DECAY,
+        weight_decay=c.weight_decay,
+        weight_decay_mask=decayed,
+        adam_b1=c.b1,
+        adam_b2=c.b2,
+        eps=c.eps,
+        muon_weight_dimension_numbers=dims,
+    )
+    ours = make_optimizer(c, 10, dtype)
+    state, theirs = ours.init(params), whole.init(params)
+    for seed in range(2):
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        pairs = zip(keys, leaves, strict=True)
+        grads = tree.unflatten([jax.random.normal(k, x.shape, dtype) for k, x in pairs])
+        full = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        change, state = jax.jit(ours.update)(grads, state, params)
+        expected, theirs = jax.jit(whole.update)(full, theirs, params)
+    for actual, other in (((change,), (expected,)), (state, (theirs,))):  # one chain around ours
+        by_path, of_optax = map(jax.tree_util.tree_leaves_with_path, (actual, other))
+        assert [path for path, _ in by_path] == [path for path, _ in of_optax]
+        for (path, x), (_, y) in zip(by_path, of_optax, strict=True):
+            if dtype == jnp.float32 or "kernel" in jax.tree_util.keystr(path):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 SETTINGS = [
