@@ -141,7 +141,7 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
         lazy=setup.config.lazy,
-        environment=worker_environment(setup.config.deterministic)
+        environment=worker_environment(setup.config.deterministic, setup.run_dir)
         | worker_share()
         | hub.environment(),
         protocols=protocols(setup.config),
