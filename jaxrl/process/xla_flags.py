@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax._src import xla_bridge  # no public function tells whether a backend runs
 
 from jaxrl.errors import UserError
@@ -82,7 +82,7 @@ def keep_autotuning(folder: Path, process: str) -> str | None:
     Returns:
         Why the choices are not kept; None where they are. Call it before jax starts.
     """
-    folder = folder.absolute() / f"jaxlib-{jaxlib.__version__}"
+    folder = folder.absolute() / f"jaxlib-{version('jaxlib')}"
     written, before = (folder / f"{process}{end}.textproto" for end in ("", ".before"))
     if len(str(folder).split()) > 1:
         return f"XLA's choice of kernels is not kept: its flags take no path with a space: {folder}"

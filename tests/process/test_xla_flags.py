@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jaxlib
@@ -136,7 +137,7 @@ def test_a_file_that_was_cut_leaves_the_choices_of_before(tmp_path, monkeypatch)
         values = dict(flag.split("=") for flag in os.environ["XLA_FLAGS"].split())
         assert values[TUNED] == str(folder / "rollout.textproto")
         before = values.get(TUNED_BEFORE)
-        assert (before and open(before).read()) == taken
+        assert (before and Path(before).read_text()) == taken
 
 
 def test_choices_that_cannot_be_kept_are_a_note(tmp_path, monkeypatch):
