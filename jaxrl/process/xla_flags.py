@@ -26,6 +26,58 @@ and whence it takes such choices, once, at the first; a file of the latter that 
 another version of XLA, ends the compilation (jaxlib 0.10 to 0.12)."""
 TUNED_DIR, TUNED_VARIABLE = "autotune", "JAXRL_AUTOTUNE_DIR"
 """The folder of these files in that of the run, and the variable that names it to workers."""
+ON, OFF = ("true", "1", ""), ("false", "0")
+COSTLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "--xla_gpu_enable_triton_gemm": (
+        ON,
+        "matrix products of few rows, as of a decode step, are slower; leave it out",
+    ),
+    "--xla_gpu_autotune_level": (
+        ("1", "2", "3", "4", "5"),
+        "XLA takes its default tiles for matrix products, which are slower; leave it out",
+    ),
+    "--xla_gpu_enable_command_buffer": (
+        (),
+        "it replaces what XLA puts into CUDA graphs, and what jaxrl adds to it for a rollout with"
+        " tensor or expert above 1; with an empty value the host launches each kernel by itself",
+    ),
+    "--xla_gpu_graph_min_graph_size": (
+        ("1", "2", "3", "4", "5"),
+        "the host launches the kernels of smaller graphs one by one",
+    ),
+    "--xla_gpu_enable_latency_hiding_scheduler": (
+        OFF,
+        "an update takes several GB more than planned, and hides hardly more of its collectives",
+    ),
+    **dict.fromkeys(
+        (
+            "--xla_gpu_enable_pipelined_all_gather",
+            "--xla_gpu_enable_pipelined_reduce_scatter",
+            "--xla_gpu_enable_pipelined_all_reduce",
+            "--xla_gpu_enable_while_loop_double_buffering",
+        ),
+        (
+            OFF,
+            "an update of 8B weights takes about 7 GB more than planned, for at most 2% of its time"
+            " in one host",
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            "--xla_gpu_all_gather_combine_threshold_bytes",
+            "--xla_gpu_reduce_scatter_combine_threshold_bytes",
+            "--xla_gpu_all_reduce_combine_threshold_bytes",
+        ),
+        ((), "collectives of larger pieces take memory that the plan does not count"),
+    ),
+    "--xla_gpu_deterministic_ops": (
+        OFF,
+        "slower than deterministic=true, which excludes only what depends on timing",
+    ),
+}
+"""Flag of XLA, often found in recipes of other programs -> values that cost nothing here, and what
+others cost. Where a number stands, it is of programs compiled for H100 and H200
+(docs/troubleshooting.md)."""
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
 """XLA's CPU runtime ends the process, and saves nothing, once a device has waited 40 s for another
 in a collective, which on loaded cores may only be slow. A run's own deadlines are named, longer and
@@ -47,6 +99,17 @@ def exclude_nondeterministic() -> None:
             " nothing before the run; on a CPU leave deterministic=false, for every run is"
             " deterministic"
         )
+
+
+def user_flag_notes() -> list[str]:
+    """Returns a note for each flag of the user's own XLA_FLAGS that makes a run on GPUs slower, or
+    its memory other than planned."""
+    notes = []
+    for flag, (harmless, cost) in COSTLY.items():
+        value = value_of(flag)
+        if value is not None and value.lower() not in harmless:
+            notes.append(f"{VARIABLE} has {flag}{'=' * bool(value)}{value}: {cost}")
+    return notes
 
 
 def wait_for_slow_devices() -> None:

@@ -24,13 +24,19 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
+from jaxrl.models.kernels import GPU
 from jaxrl.models.packing import RowDevices
 from jaxrl.plan import Plan, make_plan, target_plan
 from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.text_tables import terminal_width
-from jaxrl.process.xla_flags import TUNED_DIR, exclude_nondeterministic, keep_autotuning
+from jaxrl.process.xla_flags import (
+    TUNED_DIR,
+    exclude_nondeterministic,
+    keep_autotuning,
+    user_flag_notes,
+)
 from jaxrl.profile.splits import run_advice
 from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
@@ -79,6 +85,8 @@ def plan_run(config: Config, dry: bool = False, target: TargetMachine | None = N
     dated, roles = with_date(config), needed_roles(config)
     if target is None:
         plan = make_plan(dated, roles, devices_for(config))
+        if plan.inputs.target.platform in GPU:
+            notes = (*notes, *user_flag_notes())
     else:
         plan = target_plan(dated, roles, target)
     return replace(plan, notes=(*notes, *plan.notes))

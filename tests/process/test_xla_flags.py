@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,9 @@ from runs import SHORT
 
 from jaxrl import Config
 from jaxrl.errors import UserError
+from jaxrl.models.kernels import Target
 from jaxrl.process.xla_flags import (
+    COSTLY,
     DETERMINISTIC,
     PATIENT,
     TUNED,
@@ -23,9 +26,11 @@ from jaxrl.process.xla_flags import (
     TUNED_VARIABLE,
     exclude_nondeterministic,
     keep_autotuning,
+    user_flag_notes,
     wait_for_slow_devices,
     worker_environment,
 )
+from jaxrl.run import attempt
 
 PROGRAM = """
 import os, sys
@@ -65,6 +70,46 @@ def test_a_limit_that_somebody_set_is_kept(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", theirs)
     wait_for_slow_devices()
     assert os.environ["XLA_FLAGS"] == theirs
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", []),
+        ("--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=4 --xla_dump_to=/d", []),
+        ("--xla_gpu_enable_triton_gemm=false", ["--xla_gpu_enable_triton_gemm=false"]),
+        ("--xla_gpu_autotune_level=0 --a=b", ["--xla_gpu_autotune_level=0"]),
+        ("--xla_gpu_enable_latency_hiding_scheduler", ["_hiding_scheduler: an update"]),
+        ("--xla_gpu_enable_latency_hiding_scheduler=False", []),
+        ("--xla_gpu_enable_command_buffer=", ["--xla_gpu_enable_command_buffer: it replaces"]),
+    ],
+)
+def test_flags_that_cost_time_or_memory_are_noted(flags, named, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    notes = user_flag_notes()
+    assert len(notes) == len(named)
+    assert all(part in note for part, note in zip(named, notes, strict=True))
+
+
+def test_the_page_on_troubles_names_every_such_flag():
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert [flag for flag in COSTLY if f"`{flag}" not in page] == []
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_plan_of_a_run_on_gpus_has_the_notes(platform, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0")
+    make = attempt.make_plan
+
+    def planned(*given):
+        plan = make(*given)
+        return replace(plan, inputs=replace(plan.inputs, target=Target(platform)))
+
+    monkeypatch.setattr(attempt, "make_plan", planned)
+    noted = [
+        note for note in attempt.plan_run(Config.load(None, SHORT)).notes if "autotune" in note
+    ]
+    assert len(noted) == (platform == "gpu")
 
 
 def test_the_flags_of_a_worker_are_beside_those_of_its_host(tmp_path):
