@@ -202,11 +202,11 @@ def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str
     Returns:
         For each kernel that failed, what failed and what is slower for it.
     """
-    devices = [device for device in devices if isinstance(device, jax.Device)]
-    mine = [device for device in devices if device.process_index == jax.process_index()]
+    real = [device for device in devices if isinstance(device, jax.Device)]
+    mine = [device for device in real if device.process_index == jax.process_index()]
     if not mine:
         return []
-    target = target_of(devices)
+    target = target_of(real)
     trials: dict[tuple[Kernel | StepKernel, int, str], Callable[[], object]] = {}
     for head_dim, dtype, samples in uses:
         fused = kernel_of(target, head_dim, dtype)
@@ -218,7 +218,7 @@ def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str
     trials = {key: trial for key, trial in trials.items() if (target, *key) not in _TRIED}
     with jax.default_device(mine[0]):
         reasons = {key: _why_it_fails(trial) for key, trial in trials.items()}
-    if trials and len({device.process_index for device in devices}) > 1:
+    if trials and len({device.process_index for device in real}) > 1:
         failed = np.array([reason is not None for reason in reasons.values()])
         failed = np.asarray(multihost_utils.process_allgather(failed)).any(0)
         for key in (key for key, fails in zip(reasons, failed, strict=True) if fails):
