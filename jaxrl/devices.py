@@ -249,13 +249,13 @@ def cluster_page(cluster: Cluster) -> list[Table | str]:
         _table(titles, nodes),
         _table(("worker", "roles", "process", "devices", "phase"), workers)
         if workers
-        else "no worker of jaxrl on it",
+        else "no jaxrl workers",
     ]
 
 
 def _memory(part: int | None, whole: int | None) -> str:
     if part is None or whole is None:
-        return "not told"
+        return "unknown"
     return f"{part / GB:.1f} of {whole / GB:.1f} GB"
 
 
@@ -285,7 +285,8 @@ def check_address(address: str) -> None:
     """Raises UserError for what cannot be an address, and for any without Ray."""
     if not re.fullmatch(r"auto|(ray://)?[^\s/]+:\d{1,5}", address):
         raise UserError(
-            f"{address!r} is no address of a Ray cluster: write HOST:PORT, or auto for the cluster"
+            f"{address!r} is not the address of a Ray cluster: write HOST:PORT, or auto for the"
+            f" cluster"
             " of this host (--address, or else RAY_ADDRESS)"
         )
     if importlib.util.find_spec("ray") is None:

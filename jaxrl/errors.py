@@ -28,10 +28,14 @@ class UserError(ValueError):
     """Bad input: a key, a value, a path or an option that the user can change."""
 
 
-def closest(name: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice spelt most like ``name``, or None when none is close."""
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return found[0] if found else None
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the choice spelt most like ``name``, or None when none is close.
+
+    Args:
+        cutoff: least similarity, from 0 to 1 (`difflib`'s ratio).
+    """
+    similar = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
+    return similar[0] if similar else None
 
 
 def near(name: str, choices: Iterable[str]) -> str:

@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
     add("--layers", type=int, metavar="K", help="keep K evenly spaced layers")
     add("--keep", metavar="0,3,6", help="keep exactly these layers, in this order")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default bfloat16")
-    add("--force", action="store_true", help="replace a model folder that stands at DEST")
+    add("--force", action="store_true", help="replace an existing model folder at DEST")
     add(
         "--format",
         default="hf",
@@ -187,7 +187,7 @@ def _check_destination(destination: Path, force: bool) -> None:
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not any((destination / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"{destination} is not empty and holds no model; it is left alone")
+        raise UserError(f"{destination} is not empty and contains no model; it is not changed")
     if not force:
         raise UserError(f"{destination} is not empty; --force replaces it")
 

@@ -151,7 +151,7 @@ def _parser() -> cli.Parser:
     add("--min-p", type=float, default=0.0, help="keep this fraction of the best (default 0: all)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end there; may be repeated")
     add("--seed", type=int, default=0)
-    add("--devices", type=int, default=1, help="devices to use; emulated where there are none")
+    add("--devices", type=int, default=1, help="devices to use; emulated if there are none")
     add("--tensor", type=int, default=1, help="devices that share one copy of the weights")
     add("--dtype", choices=DTYPES, default=DTYPES[0])
     add("--out", metavar="FILE.jsonl", help="write the completions there instead of showing them")

@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
             while True:
                 time.sleep(60)
         except KeyboardInterrupt:
-            _log(f"stopping: {options.drain_seconds:g} s for the requests in hand")
+            _log(f"stopping: {options.drain_seconds:g} s for the current requests")
         drained = server.drain(options.drain_seconds)  # a second signal ends this at once
     counts = ", ".join(f"{n} {kind}" for kind, n in server.counts.items())
     _log(f"stopped; requests: {counts}" + ("" if drained else "; some in hand were cut off"))

@@ -1,4 +1,4 @@
-"""Makes two small teachers of which each knows one operator, and the data for both.
+"""Trains two small teachers, one for each operator, and the data for both.
 
 Both start from the quickstart's student and learn worked sums (`algorithm: sft`) of one operator
 only: `plus` solves 37+48+9=, and guesses at 97-48-9=; `minus` the other way round.

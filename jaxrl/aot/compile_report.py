@@ -476,4 +476,4 @@ def _suggestion(report: Report) -> str:
         return f"suggested, and compiled below: {words}"
     if report.failures:
         return "suggested: nothing; no candidate compiles and fits"
-    return "suggested: the run as it is"
+    return "suggested: the run as configured"

@@ -50,7 +50,7 @@ ASSUMED = (
     "every prompt and completion is as long as the config allows;",
     "of what fsdp gathers and scatters the share travels while layers compute that does so in the"
     " compiled",
-    "programs of the run as it is; of what tensor and context send, nothing;",
+    "programs of the run as configured; nothing of what tensor and context send;",
     "reward models, encoders and samples of the teacher are not counted",
 )
 """Lines: what `stage_costs` takes for granted."""

@@ -101,7 +101,7 @@ def verify(checkpoint: Checkpoint) -> None:
             if found != size:
                 raise Damaged(f"{file} has {found} bytes, {size} were written")
             if _checksum(file) != crc:
-                raise Damaged(f"{file} is not what was written (its checksum differs)")
+                raise Damaged(f"{file} differs from what was written (another checksum)")
         except OSError as error:
             raise _unread(file, error) from error
 

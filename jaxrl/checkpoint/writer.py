@@ -161,7 +161,7 @@ class CheckpointWriter:
         self.stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._notify(f"a checkpoint is still unwritten after {timeout:g} s: it is given up")
+            self._notify(f"a checkpoint is still unwritten after {timeout:g} s: it is abandoned")
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:

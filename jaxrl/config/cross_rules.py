@@ -139,12 +139,12 @@ def _with_own_tokenizer(c: RunConfig) -> Iterator[str]:
     d, s = c.distill, c.sampling
     if c.data.completion_turns == "all":
         yield (
-            "teacher.tokenizer=own aligns the text of completions, and one of several turns is no"
-            " text: set data.completion_turns=last, or teacher.tokenizer=student"
+            "teacher.tokenizer=own aligns the text of completions, and a completion of several"
+            " turns is not one text: set data.completion_turns=last, or teacher.tokenizer=student"
         )
     if d.signal == "student_topk":
         yield (
-            "distill.signal=student_topk asks for the probabilities of the student's tokens, and a"
+            "distill.signal=student_topk needs the probabilities of the student's tokens, and a"
             " teacher with teacher.tokenizer=own has others: set hidden, topk or sampled"
         )
     if d.entropy_aware:
@@ -225,7 +225,7 @@ def _with_teachers(c: RunConfig, alone: str | None) -> Iterator[str]:
     weighted = [name for name, one in c.teachers.items() if one.weight is not None]
     if key is not None and weighted:
         yield (
-            f"teachers.{weighted[0]}.weight is for the mixture of all rows, and"
+            f"teachers.{weighted[0]}.weight applies to the mixture of all rows, but"
             f" data.teacher_key={key} gives each row its own: set one of them to null"
         )
     if c.mixture is not None and c.distill.seq_kd:
@@ -251,7 +251,8 @@ def _with_environment(c: RunConfig) -> Iterator[str]:
     if c.teacher.tokenizer == "own":
         yield (
             "teacher.tokenizer=own aligns the text of completions, and an episode"
-            f" (environment.name={c.environment.name}) is no text: give student and teacher one"
+            f" (environment.name={c.environment.name}) is not one text: give student and teacher"
+            f" one"
             " tokenizer, or set environment.name=null"
         )
 

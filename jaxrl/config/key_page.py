@@ -36,9 +36,9 @@ The defaults are for models of one to several billion parameters on accelerators
 such a run from the quickstart, add `--config builtin:quickstart`.
 
 Every file of [configs](../configs) comes with the package, as `builtin:NAME` wherever a config file
-is accepted (`--config builtin:` lists them). In it, data and code beside the file (`data/...`,
-`rewards/...`) are the package's, `runs/...` is in the working directory, and the comment at its top
-has the commands that make what it reads there. `config.yaml` in the run's folder is a copy of all
+is accepted (`--config builtin:` lists them). In such a file, `data/...` and `rewards/...` are in
+the package and `runs/...` is in the working directory; the comment at its top has the commands that
+write what it reads there. `config.yaml` in the run's folder is a copy of all
 keys to start your own from.
 
 Every run needs `student.model` and `data.train`. The algorithm `gkd` also needs a teacher: one of
@@ -49,11 +49,11 @@ says what it means there. "null: the algorithm's own" is the value in the table 
 Some keys name files or folders to read: `student.model`, `teacher.model`, each model of `teachers`,
 `teacher.cache`, `teacher.ca_file`, `reward.model`, `grouper.model`, `data.train`, `data.eval`,
 `data.few_shot`, `reward.functions` and the file of an `algorithm`. Their relative paths are looked
-for in the working directory; in a config file, first in that file's own folder, so that a config
-with its files beside it runs from anywhere. A path is recognised by a slash or a suffix: write
-`./folder` for a folder beside the config. Paths to write (`run_dir`, `compile_cache`) are relative
-to the working directory. The `config.yaml` that a run writes contains absolute paths of what was
-found beside the config file, and of every file of `reward.functions`.
+for in the working directory; in a config file, first in the folder of that file, so that a folder
+with a config and its files works from anywhere. A path is recognised by a slash or a suffix: write
+`./folder` for a folder next to the config. Paths to write (`run_dir`, `compile_cache`) are relative
+to the working directory. The `config.yaml` that a run writes contains absolute paths of the files
+that were found in the folder of the config, and of every file of `reward.functions`.
 
 Which keys may change when a run is resumed is in
 [checkpoints.md](checkpoints.md)."""

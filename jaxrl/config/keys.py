@@ -195,7 +195,11 @@ def _leaves(path: str, value: object) -> Iterator[str]:
 
 
 def near_key(path: str, known: list[str]) -> str:
-    """Returns a hint at the key meant: in the same section, else the same word, else any."""
+    """Returns a hint at the key meant: in the same section, else the same word, else any.
+
+    A guess from another section must be the same word, or one that differs by a letter or two:
+    sections share many words, and a far-fetched guess costs more than none.
+    """
     if path in known:
         return ": in a file, nest it (a section's name, then the key indented below)"
     exact = alias_hint(path, whole=True)
@@ -206,13 +210,15 @@ def near_key(path: str, known: list[str]) -> str:
     if same_word and not section:
         return f" (did you mean {' or '.join(same_word[:3])}?)"
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    sibling = closest(word, siblings)
+    sibling = closest(word, siblings, cutoff=0.65)
     if sibling is not None:
         return f" (did you mean {siblings[sibling]}?)"
     alias = alias_hint(path)
     if alias:
         return alias
-    return near(path, same_word) or near(path, known) or ALL
+    spelled = closest(word, {key.rpartition(".")[2] for key in known}, cutoff=0.85)
+    similar = [key for key in known if key.rpartition(".")[2] == spelled]
+    return near(path, similar) or ALL
 
 
 def alias_hint(path: str, whole: bool = False) -> str:
@@ -230,7 +236,9 @@ def alias_hint(path: str, whole: bool = False) -> str:
             return f" (here it is {' or '.join(aliases[end])})"
         if end in absent:
             return f" ({absent[end]})"
-    return f" ({trees[words[0]]})" if words[0] in trees and not whole else ""
+    beginnings = (".".join(words[:i]) for i in range(len(words) - 1, 0, -1))
+    tree = None if whole else next((trees[start] for start in beginnings if start in trees), None)
+    return "" if tree is None else f" ({tree})"
 
 
 @cache

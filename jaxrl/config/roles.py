@@ -82,14 +82,14 @@ class StudentConfig(Section):
     `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`."""
     lora: LoraConfig = LoraConfig()
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
-    """With `student.lora.rank`: dtype in which the actor holds the frozen base weights.
-    null: `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles that have the policy's
-    weights hold the kernels of its layers in 8 or 4 bits, and the rest in their own dtype."""
+    """With `student.lora.rank`: dtype in which the actor holds the frozen base weights. null:
+    `actor.dtype`. `int8` or `nf4` (QLoRA, arXiv 2305.14314): all roles with the policy's weights
+    hold the kernels of its layers in 8 or 4 bits, and the other weights in the role's dtype."""
     router_aux_loss_coef: NonNegative = 0.0
-    """Of a mixture of experts: weight of the loss that balances the experts, which is added to the
-    loss (Switch Transformer, arXiv 2101.03961, eq. 4-6, over the tokens of a minibatch, those of a
-    prompt once for each completion). If a minibatch is cut into micro-batches, each update takes
-    another forward pass without the LM head, which counts the tokens at each expert."""
+    """For mixtures of experts: weight of the load-balancing loss (Switch Transformer, arXiv
+    2101.03961, eq. 4-6, over the tokens of a minibatch; tokens of a prompt count once per
+    completion). If a minibatch has several micro-batches, each update needs an additional forward
+    pass without the LM head, which counts the tokens of each expert."""
 
     def _rules(self) -> Iterator[str]:
         if self.lora.rank is None and self.base_dtype is not None:
@@ -191,23 +191,23 @@ class TeacherConfig(FrozenConfig):
     teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the teacher has the policy's
     newest weights. 1: it keeps the weights from before training."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """Template of the prompt that the teacher reads in place of the student's, as in `{prompt}
-    Hint: {answer}`. It replaces the text of the row, in a chat that of its last message. Names in
-    braces: `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and
-    `messages` (the whole chat as text, which the template then replaces); where rewards are learnt
-    from also `attempt` (the completion that is scored) and `feedback` (what the reward functions
-    say of it). null: the student's prompt."""
+    """Template of the prompt that the teacher reads instead of the student's, as in `{prompt} Hint:
+    {answer}`. It replaces the text of the row, or the last message of a chat. Names in braces:
+    `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and `messages`
+    (the chat as text, all of which the template then replaces); in algorithms that learn from
+    rewards also `attempt` (the completion that is scored) and `feedback` (messages of the reward
+    functions about it). null: the student's prompt."""
     tokenizer: Literal["student", "own"] = "student"
-    """student: the teacher's tokens must be the student's. own: they may be others. The teacher
-    reads the text of prompts and completions by its own tokenizer and chat template, and its tokens
-    are aligned with the student's by the bytes that they stand for."""
+    """student: the teacher must have the student's tokenizer. own: the teacher encodes the text of
+    prompts and completions with its own tokenizer and chat template, and its tokens are aligned
+    with the student's by bytes."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt of the teacher where `teacher.prompt` or `teacher.tokenizer=own` is set, in
-    its tokens; rows with a longer one are dropped, and counted. null: `max_prompt_tokens`, with a
-    tokenizer of its own twice that."""
+    """Longest prompt of the teacher, in its tokens, if `teacher.prompt` or `teacher.tokenizer=own`
+    is set; rows with a longer prompt are dropped and counted. null: `max_prompt_tokens`, or twice
+    that with `teacher.tokenizer=own`."""
     max_new_tokens: Positive | None = None
     """With `teacher.tokenizer=own`: longest completion in the teacher's tokens; the student does
-    not learn from what follows. null: twice `max_new_tokens`."""
+    not learn from tokens beyond it. null: twice `max_new_tokens`."""
     num_microbatches: Positive = 1
     """Number of micro-batches in which the teacher scores a batch; a larger number needs less
     activation memory."""
@@ -237,7 +237,7 @@ class TeacherConfig(FrozenConfig):
     def _rules(self) -> Iterator[str]:
         if self.cache is not None and self.address is not None:
             yield (
-                f"cache={self.cache} and address={self.address}: a cache stands alone, or beside"
+                f"cache={self.cache} and address={self.address}: a cache is used alone, or with"
                 " model; set one of them to null"
             )
         if self.cache is not None and self.prompt is not None:
@@ -368,8 +368,8 @@ class RolloutConfig(RoleConfig):
 
     slots: Positive | None = None
     """Slots: sequences decoded at once over the whole mesh. A slot whose sequence has ended takes
-    the next one. null: one slot for each sequence of the batch, or on accelerators that lack the
-    memory for so many, as many as the plan finds room for."""
+    the next one. null: one slot for each sequence of the batch, or on accelerators, if these do not
+    fit, as many as fit according to the plan."""
     launch_tokens: Positive = 32
     """Decode steps per device launch, in each of which every slot samples one token; free slots are
     refilled between launches."""
@@ -378,12 +378,13 @@ class RolloutConfig(RoleConfig):
     that exist instead of for `max_new_tokens` in every slot. A page has 64 tokens and belongs to
     one completion, so that at least 64 tokens per slot are needed to use every slot. The cache must
     hold the longest completion. If pages run out, the youngest completion is preempted, and a
-    prefill recomputes it later, which changes numbers by rounding. null: every slot has room for
+    prefill recomputes it later, which changes numbers by rounding. null: every slot has memory for
     `max_new_tokens`."""
     merge: Flag = False
     """With `student.lora.rank`: sample with a copy of the weights to which the adapters are added,
-    made at each weight sync. It decodes as fast as without adapters, takes the memory of the copy,
-    and rounds the sum to `rollout.dtype`. false: the adapters are applied beside the weights."""
+    made at each weight sync. It decodes as fast as without adapters, needs memory for the copy, and
+    rounds the sum to `rollout.dtype`. false: the adapters are applied separately, with additional
+    products."""
 
 
 class ReferenceConfig(FrozenConfig):
@@ -406,24 +407,23 @@ class GrouperConfig(FrozenConfig):
     lazy: Flag = True
     """Load the encoder at its first use instead of at the start of the run."""
     batch_tokens: Positive = 4096
-    """Tokens that one device embeds at once, padding included."""
+    """Tokens that one device embeds at once, including padding."""
     method: Literal["agglomerative_silhouette", "connected_components", "leader"] = (
         "agglomerative_silhouette"
     )
-    """How completions of a prompt are clustered. agglomerative_silhouette: average linkage, with
-    the number of clusters of the best silhouette. connected_components: joined by any chain of
+    """Method that clusters the completions of a prompt. agglomerative_silhouette: average linkage,
+    with the number of clusters of the best silhouette. connected_components: joined by any chain of
     similarities of at least tau (DARLING, arXiv 2509.02534). leader: with the first earlier leader
     at least tau similar, else a new cluster (GiGPO, arXiv 2505.10978)."""
     use: Literal["subgroup", "blend", "size_weight", "distinct", "smi", "mmr"] = "subgroup"
-    """What the clusters change. subgroup: a reward is compared within its cluster, so differences
+    """Effect of the clusters. subgroup: a reward is compared within its cluster, so differences
     between clusters give no gradient. blend: alpha of that advantage and 1 - alpha of the prompt's
     (Stratified GRPO, arXiv 2510.06214). size_weight: |cluster|^-alpha times the prompt's advantage
     (arXiv 2601.08763). The others change the task reward, before penalties for length and KL are
-    added and it is compared within the prompt:
-    distinct multiplies it by the fraction of the prompt's other completions that are in other
-    clusters, at least 0.1 (DARLING); smi divides it by the sum of its similarities to all, itself
-    included (DRA-GRPO, arXiv 2505.09655); mmr takes the score at which maximal marginal relevance
-    picks the completion (arXiv 2601.09085)."""
+    added and it is compared within the prompt: distinct multiplies it by the fraction of the
+    prompt's other completions that are in other clusters, at least 0.1 (DARLING); smi divides it by
+    the sum of its similarities to all, itself included (DRA-GRPO, arXiv 2505.09655); mmr takes the
+    score at which maximal marginal relevance picks the completion (arXiv 2601.09085)."""
     std_scope: Literal["cluster", "prompt", "none"] = "cluster"
     """Standard deviation that divides the advantages of `grouper.use` subgroup and blend: of the
     cluster (the advantages of two unequal rewards are then always +-0.707), of the prompt, or none.
@@ -456,27 +456,26 @@ class RewardConfig(FrozenConfig):
     """Reward functions: `path/to/file.py:function` (in a config file from that file's folder, else
     from the working directory) or `package.module:function`; a verifier of `data.verifier` by its
     name; `regex:PATTERN` (1 where it matches); `format` (1 for
-    `<think>...</think><answer>...</answer>`); `python:NAME`, which a Python program gives, as in
+    `<think>...</think><answer>...</answer>`); `python:NAME`, a function passed from Python, as in
     `train(config, rewards=[NAME])`."""
     weights: tuple[Number, ...] | None = None
     """Weight of each reward function in the sum, one number per function; 0: reported, not trained
     on. null: 1 each. Completions for which a function returns None have no reward, unless it
-    returns None for all of their prompt: there it does not count. A completion on which a function
-    fails (exception, crash, timeout) has no reward."""
+    returns None for all completions of the prompt: then it is left out for that prompt. A
+    completion on which a function fails (exception, crash, timeout) has no reward."""
     model: Name | None = None
     """Reward model, a `*ForSequenceClassification` checkpoint in a folder, in `package:NAME` or on
     the hub; its score is one more reward. null: none."""
     model_weight: Number = 1.0
     """Weight of the reward model's score in the sum."""
     batch_tokens: Positive = 4096
-    """Tokens that the reward model reads at once on one device, padding included."""
+    """Tokens that the reward model reads at once on one device, including padding."""
     max_tokens: Positive | None = None
-    """Longest text that the reward model reads, in its own tokens; longer texts lose their
-    beginning. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
+    """Longest text that the reward model reads, in its tokens; the beginning of longer texts is
+    cut. null: `max_prompt_tokens` + `max_new_tokens` + 128."""
     timeout: PositiveNumber = 10.0
-    """Seconds that a reward function may take for one completion. A call that takes longer is
-    killed with its process: the completion has no reward, and is counted in
-    `reward/NAME/timeouts`."""
+    """Seconds that a reward function may take for one completion. After that its process is killed;
+    the completion has no reward, and is counted in `reward/NAME/timeouts`."""
     workers: Positive | None = None
     """Processes that run the reward functions. null: half the CPU cores, at most 8."""
     memory_mb: Positive | None = None
@@ -484,8 +483,8 @@ class RewardConfig(FrozenConfig):
     a function gets a MemoryError, counted in `reward/NAME/failures`. null: no limit; if the
     machine's memory runs out, the kernel kills these processes first, not the run."""
     max_processes: Positive = 256
-    """Most processes that a reward function may have at once, the one that runs it included: beyond
-    it all of them are killed, which counts in `reward/NAME/failures`."""
+    """Maximum number of simultaneous processes of a reward function, including the one that runs
+    it; if it is exceeded, all of them are killed, which counts in `reward/NAME/failures`."""
     max_failures: Fraction = 0.5
     """Share of a batch's completions on which a reward function may fail (exception, crash,
     timeout); beyond it the run ends."""
@@ -498,9 +497,9 @@ class RewardConfig(FrozenConfig):
     """Penalty that is subtracted from the reward of a completion of `max_new_tokens`, where
     `reward.overlong_buffer` is not 0."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Completions that are cut: at `max_new_tokens`, and episodes at `environment.max_turns` or
-    `environment.turn_tokens` too. keep: trained on like any other. mask: compared with the others
-    of their prompt, but not trained on."""
+    """Treatment of truncated completions: those that reach `max_new_tokens`, and episodes that
+    reach `environment.max_turns` or `environment.turn_tokens`. keep: trained on like any other.
+    mask: compared with the others of their prompt, but not trained on."""
 
     def _rules(self) -> Iterator[str]:
         given, functions = self.weights_of_functions, len(self.functions)

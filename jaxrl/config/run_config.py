@@ -77,7 +77,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and, without `run_dir`, of its folder under `runs/`."""
     run_dir: Name | None = None
-    """Folder of everything that the run writes: checkpoints, metrics, samples, logs. null:
+    """Folder for everything that the run writes: checkpoints, metrics, samples, logs. null:
     `runs/NAME`."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume the run in `run_dir`, or start one where there is none. never: start a new run;
@@ -89,12 +89,12 @@ class RunConfig(Section):
     """Seed of the data's order, of every sample and of every other random choice."""
     deterministic: Flag = False
     """Use only kernels whose result does not depend on timing, and keep those that XLA chose by
-    timing them in the run directory: a resumed run on a GPU is then the same bit for bit as one
-    that was not interrupted, but slower; on a CPU it always is. Sets
+    timing them in the run directory: a resumed run on a GPU then agrees bit for bit with one that
+    was not interrupted, but is slower; on a CPU it always agrees. Sets
     `--xla_gpu_exclude_nondeterministic_ops=true` and the files of autotuning in XLA_FLAGS."""
     mesh: Annotated[str, BeforeValidator(_mesh_text)] = "actor+rollout=1"
-    """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share theirs.
-    A role that the run needs and the mesh does not name joins the actor's pool. A mapping, as in
+    """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share devices.
+    A role that the run needs and the mesh does not name joins the actor's pool. A mapping, such as
     `{actor: 2, rollout: 2}`, means the same."""
     launcher: Literal["auto", "local", "ray"] = "auto"
     """Workers as threads of this process (local) or as Ray processes (ray). auto: ray where a
@@ -108,8 +108,8 @@ class RunConfig(Section):
     """Weight of the divergence from a teacher that is added to the policy loss; above 0 a teacher
     is needed."""
     schedule: Literal["serial", "one_step_off", "two_step_off"] = "serial"
-    """How many batches the weights of the rollout may lag behind those of the actor: serial 0,
-    one_step_off 1, two_step_off 2. With a lag, generating and training overlap."""
+    """Number of batches by which the weights of the rollout lag behind those of the actor: serial
+    0, one_step_off 1, two_step_off 2. With a lag, generating and training overlap."""
     steps: Positive = 200
     """Batches to train on."""
     batch_size: Positive = 32
@@ -117,11 +117,11 @@ class RunConfig(Section):
     group_size: Positive = 4
     """Completions per prompt."""
     max_prompt_tokens: Positive = 512
-    """Longest prompt, in tokens; longer ones are dropped or cut (`data.long_prompts`), and
+    """Longest prompt, in tokens; longer prompts are dropped or cut (`data.long_prompts`), and
     counted."""
     max_new_tokens: Positive = 512
-    """Longest completion, in tokens, the end-of-sequence token included; with an environment, the
-    longest episode: all turns and all that the environment says."""
+    """Longest completion, in tokens, including the end-of-sequence token; with an environment, the
+    longest episode: all turns and all answers of the environment."""
     compile_cache: Name | None = "~/.cache/jaxrl/compile"
     """Folder of compiled programs that are kept between runs, unless JAX_COMPILATION_CACHE_DIR
     names one. null: none are kept."""
@@ -130,10 +130,10 @@ class RunConfig(Section):
     teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
     place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
-    of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}` with
-    `api` and `api_model` as in `teacher`; the other keys of `teacher` are for all of them. Which
-    rows learn from which: `data.teacher_key` and `distill.mixture`; in the mixture of all rows
-    `weight` is the share of a teacher relative to the others' (null: 1)."""
+    of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}`, with
+    `api` and `api_model` as in `teacher`; the other keys of `teacher` apply to all of them.
+    `data.teacher_key` and `distill.mixture` determine which rows learn from which teacher; in the
+    mixture of all rows `weight` is the relative weight of a teacher (null: 1)."""
     data: DataConfig = Field(default={}, validate_default=True)
     sampling: SamplingConfig = SamplingConfig()
     distill: DistillConfig = DistillConfig()

@@ -74,7 +74,7 @@ class Base:
             if not named:
                 raise
             raise UserError(
-                f"{error}\nfrom the built-in quickstart, for there is no --config:"
+                f"{error}\nfrom the built-in quickstart, because there is no --config:"
                 f" {', '.join(named)}"
             ) from error
 

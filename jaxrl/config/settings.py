@@ -96,10 +96,11 @@ class DataConfig(Section):
     null: no evaluation."""
     prompt_key: str | None = "prompt"
     """Field of a row with the prompt, as text or as chat messages, which the tokenizer's chat
-    template renders. In this and the other names of fields a dot leads into an object, as in
+    template renders. In the names of fields a dot selects an element of an object, as in
     `reward_model.ground_truth`. null: none."""
     messages_key: str | None = "messages"
-    """Field of a row with a chat; a last message of the assistant is the completion. null: none."""
+    """Field of a row with a chat; if the last message is the assistant's, it is the completion.
+    null: none."""
     completion_key: str | None = "completion"
     """Field of a row with a completion to learn from (sft and off-policy batches), as text or as
     chat messages. null: none."""
@@ -107,9 +108,10 @@ class DataConfig(Section):
     """Field of a row with the JSON schemas of tools, a list or its text, which the chat template
     shows. null: none."""
     completion_turns: Literal["last", "all"] = "last"
-    """What is learned of a chat that ends with a turn of the assistant (sft and off-policy
-    batches). last: that turn; all before it is the prompt. all: every turn of the assistant; the
-    prompt ends where the first one begins, and what others say after it is read, not learned."""
+    """Which turns of a chat that ends with the assistant are learned (sft and off-policy batches).
+    last: the last turn; everything before it is the prompt. all: every turn of the assistant; the
+    prompt ends where the first one begins, and later messages of others are context without
+    loss."""
     answer_key: str | None = "answer"
     """Field of a row with the reference answer that a verifier compares with. null: none."""
     teacher_key: str | None = None
@@ -117,23 +119,24 @@ class DataConfig(Section):
     `distill.mixture` it may also hold the weights of several, as in `{math: 0.7, code: 0.3}`. null:
     every row learns from the mixture of all."""
     chat: Literal["auto", "raw"] = "auto"
-    """auto: a text prompt becomes a user message where the tokenizer has a chat template. raw: text
-    prompts stay as they are."""
+    """auto: a text prompt becomes a user message if the tokenizer has a chat template. raw: text
+    prompts are not changed."""
     chat_date: Annotated[str | None, BeforeValidator(_day)] = None
-    """Date, as 2026-03-31, that chat templates show which tell the model the date (`strftime_now`).
-    null: that of the day on which the run begins, which its `config.yaml` then has, so that it
-    resumes with the same prompts."""
+    """Date, as 2026-03-31, for chat templates that show the current date (`strftime_now`). null:
+    the day on which the run begins, which is recorded in its `config.yaml`, so that it resumes with
+    the same prompts."""
     system_prompt: str | None = None
     """System message put before every chat prompt that has none. null: none."""
     few_shot: Annotated[Words, Field(min_length=1)] | None = None
-    """Source of solved examples put before every prompt, those of `data.eval` too: as chat turns,
-    or before a text prompt as `PROMPTCOMPLETION` with a blank line after each. null: none."""
+    """Source of solved examples that are put before every prompt, also those of `data.eval`: as
+    chat turns, or before a text prompt as `PROMPTCOMPLETION` with a blank line after each. null:
+    none."""
     few_shot_rows: Positive = 4
-    """How many rows of `data.few_shot` are used, from its first one."""
+    """Number of rows of `data.few_shot` that are used, beginning with the first."""
     long_prompts: Literal["drop", "cut"] = "drop"
-    """What happens to prompts longer than `max_prompt_tokens`; both are counted. drop: they are
-    left out. cut: the row's text (in a chat its longest user message) loses its beginning; prompts
-    of procedural tasks are left out all the same."""
+    """Treatment of prompts longer than `max_prompt_tokens`, which are counted. drop: they are left
+    out. cut: the beginning of the row's text (in a chat, of its longest user message) is removed;
+    prompts of procedural tasks are still dropped."""
     shuffle: Flag = True
     """Shuffle the data differently in each epoch, by `seed`."""
     verifier: str = "auto"
@@ -174,14 +177,14 @@ class SamplingConfig(Section):
 
 
 class DistillConfig(Section):
-    """The divergence from a teacher (GKD, arXiv 2306.13649), by itself or beside rewards
+    """The divergence from a teacher (GKD, arXiv 2306.13649), alone or in combination with rewards
     (`distill_weight`)."""
 
     signal: Literal["hidden", "topk", "student_topk", "sampled"] = "hidden"
     """What the teacher sends for each token. hidden: its last hidden states (exact divergence).
-    topk, student_topk: log-probs of its own or the student's top-k tokens, and of all others
-    together (a lower bound). sampled: the log-prob of the sampled token (unbiased for reverse
-    KL)."""
+    topk, student_topk: log-probs of the teacher's or the student's top-k tokens, and of all other
+    tokens together (a lower bound). sampled: the log-prob of the sampled token (unbiased for
+    reverse KL)."""
     jsd_beta: Fraction = 0.5
     """Generalised JSD between teacher and student, which tends to 0 at both ends. Exactly 0 selects
     KL(teacher||student) and exactly 1 KL(student||teacher), so that the scale of the loss jumps
@@ -202,9 +205,9 @@ class DistillConfig(Section):
     """With `distill.signal=sampled` or `teacher.tokenizer=own`: cap on the importance ratio between
     the learner and the policy that sampled."""
     mixture: MixtureKind | None = None
-    """How several `teachers` are one. arithmetic: the mixture of their distributions, sum_k w_k
-    P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with `data.teacher_key`,
-    none: each row learns from one teacher."""
+    """How several `teachers` are combined. arithmetic: the mixture of their distributions, sum_k
+    w_k P_k. geometric: proportional to prod_k P_k ** w_k. null: arithmetic or, with
+    `data.teacher_key`, none: each row learns from one teacher."""
     entropy_aware: Flag = False
     """Add KL(teacher||student) at tokens where the teacher is uncertain (arXiv 2603.07079): to the
     divergence or, where `distill_weight` is 0, to the policy loss with `policy.opd_coef`."""
@@ -212,7 +215,7 @@ class DistillConfig(Section):
     """Teacher entropy, in nats, from which a token counts in the term of
     `distill.entropy_aware`."""
     entropy_top_k: Positive = 16
-    """How many of the teacher's most probable tokens the term of `distill.entropy_aware` reads."""
+    """Number of the teacher's most probable tokens in the term of `distill.entropy_aware`."""
     chunk_tokens: Positive = 512
     """Tokens whose logits exist at once, in the losses of all algorithms; a smaller number needs
     less memory."""
@@ -302,11 +305,11 @@ class PolicyConfig(Section):
     """Completions with which a reward is compared. group: all of the same prompt. similarity: those
     of the same prompt with a similar text (section `grouper`)."""
     reward_combination: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """How several rewards become one advantage. sum_then_normalize: their weighted sum is compared
-    within the group. normalize_then_sum: each reward is normalised by itself within its group, the
-    weighted sum is normalised over the batch (GDPO), so that rewards of different sizes keep their
-    weights and combinations stay apart that have the same sum. Penalties for length and KL count as
-    rewards of their own then; scale_by_std=false only centres, in both places."""
+    """How several rewards are combined into one advantage. sum_then_normalize: their weighted sum
+    is compared within the group. normalize_then_sum: each reward is normalised separately within
+    its group, and the weighted sum is normalised over the batch (GDPO), so that weights do not
+    depend on the scale of a reward, and combinations with the same sum remain distinct. Penalties
+    for length and KL then count as further rewards; scale_by_std=false only subtracts the means."""
     scale_by_std: Flag | None = None
     """Divide advantages by the standard deviation of the rewards that they are compared with (for
     similarity groups `grouper.std_scope` chooses which). null: the algorithm's own."""
@@ -330,8 +333,8 @@ class PolicyConfig(Section):
     """Upper clip: in algorithms that clip, the importance ratio is kept below 1 + clip_high. null:
     the algorithm's own."""
     clip_dual: PositiveNumber | None = None
-    """Dual clip, in algorithms that clip: at negative advantages the importance ratio counts as no
-    more than this (above 1; 3 is usual). null: it is not bounded there."""
+    """Dual clip, in algorithms that clip: upper bound of the importance ratio at negative
+    advantages (above 1; 3 is usual). null: no bound."""
     ratio_cap: PositiveNumber | None = None
     """CISPO: upper bound of the importance ratio that weights a token's gradient. null: the
     algorithm's own."""
@@ -351,21 +354,21 @@ class PolicyConfig(Section):
     """Estimator of the KL that `policy.kl_coef` weighs. On-policy, the gradient of k2 is that of
     KL(policy||reference), the gradient of k3 that of KL(reference||policy)."""
     reward_kl_coef: NonNegative = 0.0
-    """KL penalty in the reward: this, times the nats of KL(policy||reference) of a whole
-    completion, is subtracted from its reward."""
+    """KL penalty in the reward: this coefficient times KL(policy||reference) of the completion, in
+    nats, is subtracted from its reward."""
     reward_kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL that `policy.reward_kl_coef` weighs."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus: above 0 the loss makes the policy's entropy larger."""
+    """Weight of the entropy bonus; a positive value increases the policy's entropy."""
     opd_coef: NonNegative = 0.0
-    """On-policy distillation: this, times the nats by which the policy's log-prob of a sampled
-    token exceeds the teacher's, is subtracted from the token's advantage; needs a teacher and
+    """On-policy distillation: this coefficient times (policy's log-prob - teacher's log-prob) of a
+    sampled token, in nats, is subtracted from the token's advantage; needs a teacher and
     `distill.signal=sampled`."""
     dynamic_sampling: Literal["off", "drop", "refill"] | None = None
-    """What happens to prompts whose completions all have the same task reward (functions and reward
-    model, before penalties), or no reward. off: they stay. drop: the policy loss leaves them out.
-    refill: others are sampled in their place (needs `schedule=serial`). null: off, except for dapo:
-    refill with `schedule=serial`, else drop."""
+    """Treatment of prompts whose completions all have the same task reward (functions and reward
+    model, before penalties), or no reward. off: they are kept. drop: they are left out of the
+    policy loss. refill: other prompts are sampled instead (needs `schedule=serial`). null: off,
+    except for dapo: refill with `schedule=serial`, else drop."""
     max_refills: Positive = 4
     """With `policy.dynamic_sampling=refill`: most additional rounds of sampling for one batch."""
     correction: Corrections | None = None
@@ -390,9 +393,9 @@ class PolicyConfig(Section):
     start of the batch: the clip acts on the whole ratio, and no off-policy correction is
     applied."""
     router_replay: Flag = False
-    """Of a mixture of experts: record the experts that the sampler chose for each token of prompts
-    and completions, in each layer, and let the learner's tokens pass the same ones. Rounding then
-    cannot send a token elsewhere; the weights of its experts are the learner's own."""
+    """For mixtures of experts: record the experts that the sampler chose for each token of prompts
+    and completions, in each layer, and route the learner's tokens to the same experts, with the
+    learner's routing weights. Rounding then cannot change the routing."""
 
     def _rules(self) -> Iterator[str]:
         if self.bypass and self.correction not in (None, ("none",)):
@@ -412,36 +415,37 @@ class EnvironmentConfig(Section):
     which a Python program gives, as in `train(config, environment=NAME)`. null: none; a completion
     is one turn."""
     arguments: Keywords = {}
-    """Keyword arguments with which the environment's class is called, as in `{id: FrozenLake-v1}`
-    with `environment.name=gymnasium`."""
+    """Keyword arguments for the environment's class, as in `{id: FrozenLake-v1}` with
+    `environment.name=gymnasium`."""
     max_turns: Positive = 8
-    """Most turns of the policy in an episode."""
+    """Maximum number of turns of the policy in an episode."""
     turn_tokens: Positive | None = None
-    """Most tokens of one turn of the policy; a turn that reaches it ends the episode. null: only
-    the episode is limited, by `max_new_tokens`."""
+    """Maximum number of tokens of one turn of the policy; a turn that reaches it ends the episode.
+    null: only the episode is limited, by `max_new_tokens`."""
     weight: Number = 1.0
-    """Weight of the environment's reward in the sum of rewards, beside `reward.functions` and
+    """Weight of the environment's reward in the sum with those of `reward.functions` and
     `reward.model`. 0: reported, not trained on."""
     credit: Literal["episode", "turn"] = "episode"
-    """What a turn's tokens learn from. episode: the reward of the whole episode, compared with the
-    others of its prompt. turn: the rewards of this turn and of those after it, each compared with
-    all turns of its prompt's episodes (process supervision of GRPO, arXiv 2402.03300, section
-    4.1.3). A turn with reward 0 is compared, one without a reward (None) is not: with 0 until a
-    final 1, short episodes are preferred even where all succeed."""
+    """Reward from which the tokens of a turn learn. episode: that of the whole episode, compared
+    with the other episodes of its prompt. turn: the rewards of this turn and of those after it,
+    each compared with all turns of its prompt's episodes (process supervision of GRPO, arXiv
+    2402.03300, section 4.1.3). A turn with reward 0 is compared, one without a reward (None) is
+    not: with 0 until a final 1, short episodes are preferred even if all succeed."""
     discount: Fraction = 1.0
     """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
     by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later
     by discount^k."""
     timeout: PositiveNumber = 30.0
-    """Seconds that an environment may take for one answer. One that takes longer is killed with its
-    process: its episode ends without a reward, and is counted in `environment/timeouts`."""
+    """Seconds that an environment may take for one answer. After that its process is killed; the
+    episode ends without a reward, and is counted in `environment/timeouts`."""
     workers: Positive | None = None
     """Processes that run environments; each holds many episodes. null: twice the CPU cores, at most
     16 and at most one for each episode of a batch."""
     memory_mb: Positive | None = None
     """Megabytes of address space for each of these processes. null: no limit."""
     max_processes: Positive = 256
-    """Most processes that an environment may have at once, the one that runs it included."""
+    """Maximum number of simultaneous processes of an environment, including the one that runs
+    it."""
     max_failures: Fraction = 0.5
     """Share of a batch's episodes that may fail (exception, crash, timeout); beyond it the run
     ends."""
@@ -478,7 +482,7 @@ class EvalConfig(Section):
     every: Count = 25
     """Steps between evaluations; 0: only before the first step and after the last."""
     prompts: Positive = 256
-    """Held-out prompts of each set that are evaluated, the same ones each time; all of a set that
+    """Held-out prompts per set that are evaluated, the same each time; all prompts of a set that
     has fewer."""
     samples: Positive = 1
     """Completions per held-out prompt; accuracy is their mean (mean@k), and above 1 pass@k is
@@ -493,8 +497,7 @@ class EvalConfig(Section):
     max_new_tokens: Positive | None = None
     """Longest completion in evaluations, in tokens. null: the run's `max_new_tokens`."""
     teacher: Flag = True
-    """Evaluate the teacher once, before the first step: the accuracy that the student should
-    reach."""
+    """Evaluate the teacher once, before the first step, as a target for the student."""
 
     def _rules(self) -> Iterator[str]:
         greedy = self.temperature == 0
@@ -518,10 +521,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints, which are written while training continues; 0: only at the last
     step and when interrupted."""
     keep_last: Positive = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_best: Count = 1
-    """How many further checkpoints are kept for the best `eval/accuracy`, among steps that were
-    evaluated."""
+    """Number of further checkpoints that are kept for the best `eval/accuracy`, among evaluated
+    steps."""
 
 
 class DeadlinesConfig(Section):
@@ -531,7 +534,7 @@ class DeadlinesConfig(Section):
     startup: PositiveNumber = 600.0
     """Seconds to load weights and build a role."""
     generate: PositiveNumber = 600.0
-    """Seconds to sample one batch of completions, compilation included."""
+    """Seconds to sample one batch of completions, including compilation."""
     score: PositiveNumber = 600.0
     """Seconds to score one batch (teacher, reference, reward, grouper)."""
     update: PositiveNumber = 600.0
@@ -547,7 +550,7 @@ class DeadlinesConfig(Section):
     """Seconds to write the trained model at the end of a run."""
     interrupt: PositiveNumber | None = None
     """Seconds to finish the running update and save after Ctrl-C, SIGTERM or SIGHUP; a second
-    Ctrl-C ends the run at once. null: what the deadlines of these calls allow."""
+    Ctrl-C ends the run at once. null: as long as the deadlines of these calls allow."""
 
 
 class RayConfig(Section):
@@ -555,14 +558,14 @@ class RayConfig(Section):
 
     address: Name | None = None
     """Ray cluster to join: `HOST:PORT` of its head, or `auto` for one that runs on this host. null:
-    RAY_ADDRESS, or else a cluster of the run's own on this host."""
+    RAY_ADDRESS, or else a new cluster on this host, for this run alone."""
     devices_per_worker: Positive | None = None
-    """Most devices of one Ray process; the processes of a pool are one SPMD program. null: one
-    process for a pool's share of a host."""
+    """Maximum number of devices per Ray process; the processes of a pool run one SPMD program.
+    null: one process for a pool's share of a host."""
     max_restarts: Count = 3
-    """How many times dead or late workers are restarted before the run gives up. The count is reset
-    after each trained step. A second count, of returns to the newest checkpoint, has the same limit
-    and is reset by each newer checkpoint."""
+    """Maximum number of restarts of dead or late workers before the run ends with an error. The
+    count is reset after each trained step. A second count, of returns to the newest checkpoint, has
+    the same limit and is reset by each newer checkpoint."""
 
 
 class LoggingConfig(Section):

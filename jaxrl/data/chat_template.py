@@ -32,8 +32,8 @@ _LONGEST_FORM = 1000
 _LONGEST_HEADER = 64
 """Characters before a turn that are looked for, where it has no header of its own."""
 _NO_BORDERS = (
-    "where this turn of the assistant begins and ends cannot be told from the chat template's"
-    " text; set data.completion_turns=last, or give the model a template that marks what is"
+    "where this turn of the assistant begins and ends cannot be found in the chat template's text;"
+    " set data.completion_turns=last, or give the model a template that marks what is"
     " learned with {% generation %}"
 )
 
@@ -220,13 +220,13 @@ class _Chat:
             note = (
                 f"message {at}: the chat template's generation prompt goes on with"
                 f" {unwritten[:40]!r}, its text of the whole chat with"
-                f" {whole[begins:][:40]!r}: learned is the text of the whole chat, from there on"
+                f" {whole[begins:][:40]!r}: from there on, the text of the whole chat is learned"
             )
             if not unwritten:
                 parted = self._whole_tokens(len(os.path.commonprefix([prompt, whole])))
                 note = (
-                    f"message {at}: the chat template writes the messages before this turn in"
-                    f" another way once the chat goes on: {prompt[parted:][:40]!r} in the"
+                    f"message {at}: the chat template writes the messages before this turn"
+                    f" differently once the chat continues: {prompt[parted:][:40]!r} in the"
                     f" generation prompt, {whole[parted:][:40]!r} in the text of the whole chat,"
                     " which is learned"
                 )
@@ -496,7 +496,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 part = f"renders only a part of its `content` ({said[:40]!r}): that part is learned"
                 note("content", at, part)
         elif message.get("tool_calls"):
-            lost = f"does not render its `content` beside `tool_calls` ({said[:40]!r}): it is"
+            lost = f"does not render its `content` with `tool_calls` ({said[:40]!r}): it is"
             note("content", at, f"{lost} learned without it")
         else:
             raise UserError(

@@ -288,8 +288,9 @@ class PromptEncoder:
                 raise
             self.noted.setdefault(
                 "turn by turn",
-                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: what is"
-                " learned is no text that the template writes of a whole chat. To avoid that, give"
+                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
+                f" learned text is not one that the template writes for a whole chat. To avoid"
+                f" that, give"
                 " the model a template that renders the whole chat",
             )
             found = self._turn_by_turn(example, prompt, eos_ids)
@@ -336,8 +337,8 @@ class PromptEncoder:
         for shot in self.few_shot:
             if not isinstance(shot.prompt, str):
                 raise UserError(
-                    "data.few_shot has chats, which cannot stand before a text prompt; give rows "
-                    "with text prompts"
+                    "data.few_shot has chats, which cannot precede a text prompt; use rows with"
+                    " text prompts"
                 )
         return "".join(f"{shot.prompt}{shot.completion}\n\n" for shot in self.few_shot)
 

@@ -204,7 +204,7 @@ def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Opt
             )
     size = options.get("size", SIZE)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UserError(f"{label}: size={size!r} must be a whole number of at least 1")
+        raise UserError(f"{label}: size={size!r} must be an integer of at least 1")
     return {key: value for key, value in options.items() if key != "size"}, size
 
 

@@ -307,10 +307,10 @@ def _bytes_of_token(tokenizer: Tokenizer, role: str) -> Callable[[str], bytes]:
     if backend is not None and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return _sentencepiece
     raise UserError(
-        f"teacher.tokenizer=own compares tokens by the bytes that they stand for, which"
-        f" the {role}'s tokenizer ({type(tokenizer).__name__}, decoder"
-        f" {', '.join(sorted(str(kind) for kind in kinds))}) does not tell: byte-level BPE,"
-        " SentencePiece and character tokenizers do; choose another model, or"
+        f"teacher.tokenizer=own compares tokens by their bytes, which the {role}'s tokenizer"
+        f" ({type(tokenizer).__name__}, decoder"
+        f" {', '.join(sorted(str(kind) for kind in kinds))}) does not define: byte-level BPE,"
+        f" SentencePiece and character tokenizers do; choose another model, or"
         " teacher.tokenizer=student"
     )
 

@@ -104,7 +104,7 @@ def load(source: EnvironmentSource) -> Callable[..., Environment]:
             made: Callable[..., Environment] = pickle.loads(source.code)
         except BaseException as error:
             raise UserError(
-                f"{KEY}: {source.text} cannot be loaded in a process of its own:"
+                f"{KEY}: {source.text} cannot be loaded in a separate process:"
                 f" {type(error).__name__}: {error}; write it in a file, and name it path.py:Class"
             ) from error
         return made

@@ -205,7 +205,7 @@ class GgufFile:
         if n not in (None, 0, 1, len(readers)):
             raise UserError(
                 f"{first}: it is one of {n} files of a model, by split.count: name them"
-                f" NAME-00001-of-{n:>05}.gguf and so on, beside each other"
+                f" NAME-00001-of-{n:>05}.gguf and so on, in one folder"
             )
         self._tensors: dict[str, ReaderTensor] = {}
         self._file_of: dict[str, Path] = {}

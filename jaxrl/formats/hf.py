@@ -424,7 +424,7 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
                 number += 1
                 aside = final.with_name(f"{final.name}.before-{number}")
             os.rename(final, aside)
-            to_stderr(f"{final} was no folder of its own: it is now {aside}")
+            to_stderr(f"{final} was not a separate folder: it is now {aside}")
         os.rename(partial, final)
         _merge(old, final)
     finally:

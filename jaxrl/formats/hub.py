@@ -367,7 +367,7 @@ def _storage(name: HubName) -> Path:
 
 
 T = TypeVar("T")
-KEPT = "whole files stay in the hub's cache, and the same command fetches the others"
+KEPT = "complete files stay in the hub's cache, and the same command downloads the others"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 PLAIN = re.compile("[0-9A-Za-z_=+:-]{1,200}")
 """An ETag that may become the name of a file."""

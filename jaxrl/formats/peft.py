@@ -125,7 +125,7 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
                 raise UserError(f"{key}={raw[key]!r} is not supported; supported: {known!r}")
         rank, alpha, base = (raw.get(k) for k in ("r", "lora_alpha", "base_model_name_or_path"))
         if type(rank) is not int or rank < 1:
-            raise UserError(f"r={rank!r} must be a whole number of at least 1")
+            raise UserError(f"r={rank!r} must be an integer of at least 1")
         if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
             raise UserError(f"lora_alpha={alpha!r} must be a number above 0")
         if not isinstance(base, str) or not base:

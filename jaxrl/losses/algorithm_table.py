@@ -10,6 +10,7 @@ advantage, |y| the completion's length in tokens; each is maximised.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -165,21 +166,30 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 DEFAULT = "gkd"
 
 _PREFERENCES = (
-    "learns from pairs of answers that somebody has ranked, and jaxrl has none of the DPO family."
+    "learns from pairs of ranked answers, and jaxrl has no algorithm of the DPO family."
     " To learn the preferred answers use sft; to learn from a reward model set reward.model and"
     " an algorithm such as grpo"
 )
+_CRITIC = (
+    "needs a critic, which jaxrl does not have; grpo, dapo and gspo have PPO's clipped objective"
+    " with advantages from the group of a prompt"
+)
+_BASELINE = (
+    "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division by"
+    " the standard deviation"
+)
+_PREFERRED = ("dpo", "ipo", "kto", "bco", "orpo", "simpo", "cpo", "online_dpo", "xpo", "nash_md")
+_REINFORCE = ("reinforce", "reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _OTHERS = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "online_dpo"), _PREFERENCES),
-    "ppo": "needs a critic, which jaxrl does not have; grpo, dapo and gspo have PPO's clipped"
-    " objective with advantages from the group of a prompt",
-    **dict.fromkeys(
-        ("rloo", "reinforce", "reinforce++", "reinforce_plus_plus", "remax"),
-        "is not here; dr_grpo is the closest: the reward minus the mean of its group, no division"
-        " by the standard deviation",
-    ),
+    **dict.fromkeys(_PREFERRED, _PREFERENCES),
+    **dict.fromkeys(("ppo", "vapo", "gae", "a2c", "trpo"), _CRITIC),
+    **dict.fromkeys(("rloo", "remax", "opo", "gpg", *_REINFORCE), _BASELINE),
     "gdpo": "is grpo here, with policy.reward_combination=normalize_then_sum",
     **dict.fromkeys(("opd", "on_policy_distillation", "distillation", "gold"), "is gkd here"),
+    **dict.fromkeys(
+        ("opsd", "sdft", "self_distillation"),
+        "is gkd here, with teacher.model=policy and teacher.prompt (docs/self-distillation.md)",
+    ),
 }
 """Algorithms of other libraries -> the end of the sentence about them."""
 
@@ -193,7 +203,7 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if not is_plugin(name):
-        plain = name.lower().replace("-", "_").replace(" ", "_")
+        plain = re.sub(r"[^a-z0-9+]+", "_", name.lower())
         if plain in ALGORITHMS:
             raise UserError(f"unknown algorithm {name!r}: write {plain}")
         if plain in _OTHERS:
@@ -217,7 +227,7 @@ def described() -> str:
         f"{', '.join(of['teacher'])}: distil a teacher on the student's own samples."
         f" {', '.join(of['data'])}: learn the data's completions, without a teacher."
         f" {', '.join(of['rewards'])}: learn from rewards. `path/to/file.py:NAME` or"
-        " `package.module:NAME`: an algorithm of one's own (docs/add-an-algorithm.md); a relative"
+        " `package.module:NAME`: your own algorithm (docs/add-an-algorithm.md); a relative"
         " path starts at the folder of the file that names it, on the command line at the working"
         " directory."
     )

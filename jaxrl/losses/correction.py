@@ -168,8 +168,8 @@ def make_correction(names: str | Sequence[str], **settings: float | None) -> Cor
         raise ValueError("no off-policy correction is named: none is the name of leaving it out")
     if len([name for name in chosen if name not in MASKS]) > 1 or len(set(chosen)) < len(chosen):
         raise ValueError(
-            f"the off-policy corrections {' and '.join(chosen)} would correct twice: one of them,"
-            f" and {' or '.join(MASKS)} beside it"
+            f"the off-policy corrections {' and '.join(chosen)} would correct twice: use one of"
+            f" them, and optionally {' or '.join(MASKS)}"
         )
     given = {key: value for key, value in settings.items() if value is not None}
     known = {name: tuple(inspect.signature(CORRECTIONS[name]).parameters) for name in chosen}

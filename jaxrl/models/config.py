@@ -237,8 +237,8 @@ class DecoderConfig:
         """Returns the config of a model that has only these of its layers."""
         if self.layer_inputs or self.lenders:
             raise UserError(
-                f"layers of {self.family} cannot be left out of a model whose layers have inputs of"
-                " their own, or keys and values in common (hidden_size_per_layer_input,"
+                f"layers of {self.family} cannot be left out of a model whose layers have separate"
+                f" inputs, or share keys and values (hidden_size_per_layer_input,"
                 " num_kv_shared_layers)"
             )
         kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)
@@ -482,7 +482,7 @@ def special_ids(raw: Raw) -> dict[str, Any]:
         ("pad_token_id", [given(raw.get("pad_token_id"), 0)]),
     ):
         if not all(type(i) is int for i in ids):
-            raise UserError(f"{key}={raw[key]!r} is no token id: a whole number is needed, or null")
+            raise UserError(f"{key}={raw[key]!r} is not a token id: an integer or null is required")
     return {
         "eos_ids": tuple(several),
         "bos_id": raw.get("bos_token_id"),

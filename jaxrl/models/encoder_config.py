@@ -155,7 +155,7 @@ def of_file(file: Path) -> Iterator[None]:
 def read_json(file: Path, kind: type = dict) -> Any:
     """Reads the contents of a JSON file, an object or what `kind` says."""
     if file.exists() and not file.is_file():  # a pipe never ends
-        raise UserError(f"{file}: cannot be read: it is no file")
+        raise UserError(f"{file}: cannot be read: it is not a file")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -69,7 +69,7 @@ def why_not_paged(
         episodes: environments answer, whose tokens are read into slots.
     """
     if episodes:
-        return "the answers of environments are read into whole slots"
+        return "answers of environments are read into slots with their prompts"
     if config.n_recurrent:
         return "the state of a layer has no positions"
     windows = any(kind.window is not None for kind in config.kinds)

@@ -232,7 +232,7 @@ def services(config: Config) -> dict[str, str]:
     elif config.teacher.model is None and config.teacher.cache is not None:
         found["teacher"] = f"its scores are read from {config.teacher.cache}"
     if config.learns_from_rewards and config.reward.model is None:
-        found["reward"] = "its functions run in processes of their own"
+        found["reward"] = "its functions run in separate processes"
     return found
 
 
@@ -435,7 +435,7 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
     if inputs.on_cpu and slow:
         yield (
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
-            " weights, slower than float32 and with the copies beside the weights"
+            " weights, slower than float32 and with additional memory for the copies"
         )
 
 
@@ -558,7 +558,7 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
             if dim % size:
                 yield (
                     f"{role}: {axis}={size} does not divide the {name} of {dim}:"
-                    " those weights are whole on each device"
+                    " these weights are replicated on each device"
                 )
     rows = config.batch_size * config.group_size
     multiple = math.lcm(*(sizes.rows for sizes in axes.values()))

@@ -223,8 +223,8 @@ class PlanInputs:
             )
         if balances and config.spec.method is not None:
             raise UserError(
-                f"student.router_aux_loss_coef={balances:g} is a term of jaxrl's own losses, and"
-                f" algorithm={config.algorithm} has a method of its own: set it to 0"
+                f"student.router_aux_loss_coef={balances:g} is a term of jaxrl's losses, and"
+                f" algorithm={config.algorithm} has its own method: set it to 0"
             )
         if config.policy.router_replay and self.student.experts is None:
             raise UserError(

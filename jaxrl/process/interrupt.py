@@ -78,8 +78,8 @@ class Interrupt:
         self._was_asked = True
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         reported = (
-            f"\n{signal.Signals(number).name}: finishing the update that runs and saving, for at"
-            f" most {self.seconds:g} s; once more ends at once\n"
+            f"\n{signal.Signals(number).name}: finishing the current update and saving, for at"
+            f" most {self.seconds:g} s; a second signal ends at once\n"
         )
         with suppress(OSError):  # the terminal may be what has gone
             os.write(2, reported.encode())  # print is not safe in a signal handler

@@ -62,8 +62,8 @@ class Output:
             name = {"<stdout>": "standard output", "<stderr>": "standard error"}
             stream = str(getattr(self._stream, "name", "the output"))
             self.lost(
-                f"{name.get(stream, stream)} cannot be written to: {why}. Training continues; what"
-                " it does not take is lost there, but not here"
+                f"{name.get(stream, stream)} cannot be written to: {why}. Training continues;"
+                f" output that cannot be written is lost there, but not here"
             )
 
 

@@ -227,7 +227,7 @@ class UserProcess:
                 continue
             if answer is not None and 1 <= answer.order <= self._number:
                 return answer
-        raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are no answer")
+        raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are not an answer")
 
     def _refuse(self, answer: object) -> None:
         """Raises Lost where JSON is the guard's report, or is like an answer without being one."""
@@ -541,4 +541,4 @@ class UserCodePool(ABC, Generic[Facts]):
 
 def no_answer(text: str) -> Lost:
     """Returns what to raise about an answer, as JSON, that is none."""
-    return Lost("exception", f"it wrote what is no answer: {short(text)}")
+    return Lost("exception", f"it wrote something that is not an answer: {short(text)}")

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
         "-o",
         "--output",
         metavar="FILE.html",
-        help=f"file to write (default RUN/{REPORT_FILE}; needed where there are several runs)",
+        help=f"file to write (default RUN/{REPORT_FILE}; required for several runs)",
     )
     arguments = parser.parse(argv)
     paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     advice = run_advice(paths[0]).headings if len(paths) == 1 else {}
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
     if arguments.output is None and output.exists() and not output.is_file():
-        raise UserError(f"{output} is no file: name another with -o")
+        raise UserError(f"{output} is not a file: name another with -o")
     cli.check_writable("-o", output)
     # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
     made = page(runs, advice).encode("utf-8", "backslashreplace")

@@ -145,8 +145,8 @@ class RewardFunctions:
             unjudged = [p for p, v in zip(prompts, scores.values, strict=True) if v is None]
             if unjudged:
                 text = (
-                    f"{KEY}: {source.text} cannot judge {len(unjudged)} of the {len(items)} prompts"
-                    f" looked at: {why_unjudged(unjudged)}"
+                    f"{KEY}: {source.text} cannot judge {len(unjudged)} of the {len(items)}"
+                    f" prompts checked: {why_unjudged(unjudged)}"
                 )
                 if len(unjudged) == len(items):
                     raise UserError(text)

@@ -126,7 +126,7 @@ class Function:
                 call = pickle.loads(source.code)
             except BaseException as error:
                 raise UserError(
-                    f"{KEY}: {source.text} cannot be loaded in a process of its own:"
+                    f"{KEY}: {source.text} cannot be loaded in another process:"
                     f" {type(error).__name__}: {error}; write it in a file, and name it"
                     " path.py:function"
                 ) from error

@@ -284,9 +284,9 @@ def _attempt(run: Run) -> None:
                     removed += 1
                     checkpoints.forget_removed()
                     notify(
-                        f"files of {path} were removed while the run worked. metrics.jsonl,"
-                        " samples.jsonl, timeline.json, log.txt and the config are restored; what"
-                        " else was removed, such as checkpoints and TensorBoard's files, is lost"
+                        f"files of {path} were removed during the run. metrics.jsonl,"
+                        " samples.jsonl, timeline.json, log.txt and the config are restored; other"
+                        " removed files, such as checkpoints and TensorBoard's files, are lost"
                     )
                 elif lock_removed:
                     notify(f"the lock of {path} was removed: it is taken again")

@@ -79,7 +79,7 @@ def row_of_scores(
 def estimates(scores: Scores) -> dict[str, Estimate]:
     """Computes `accuracy` (mean@k) of one set and, if k > 1, `pass@2`, `pass@4`, ..., `pass@k`.
 
-    pass@K is of the prompts of which every sample is judged, the same for each K, so that it never
+    pass@K is over the prompts whose samples are all judged, the same for each K, so that it never
     falls with K; a value that no prompt is left for is absent.
     """
     known = [[score for score in row if score is not None] for row in scores]

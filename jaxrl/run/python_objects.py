@@ -173,7 +173,7 @@ def entries(
         if isinstance(environment, Environment) or not callable(environment):
             raise UserError(
                 f"environment: {shown(environment)} is neither a class nor a function that makes an"
-                " environment: each episode has an instance of its own"
+                " environment: each episode has a separate instance"
             )
         if inspect.isclass(environment) and not issubclass(environment, Environment):
             raise UserError(
@@ -219,8 +219,8 @@ def _pickled(function: Callable[..., object], what: str, place: str) -> tuple[st
         return f"{PYTHON}{name}@{digest(function)}", cloudpickle.dumps(function)
     except Exception as error:
         raise UserError(
-            f"{what}: {name} cannot be sent to a process of its own: {type(error).__name__}:"
-            f" {error}; take what cannot be pickled out of it, or write it in a file and name it in"
+            f"{what}: {name} cannot be sent to another process: {type(error).__name__}:"
+            f" {error}; remove what cannot be pickled from it, or write it in a file and name it in"
             f" {place}"
         ) from error
 

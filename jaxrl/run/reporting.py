@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.plan import Plan
+from jaxrl.plan.table import MB
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.json_types import JsonObject
@@ -142,10 +143,20 @@ class Reporter:
         trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
         row = self._batch(rollout, futures) | trained.metrics
         row |= self._syncs(step, futures) | self._evaluation(futures) | self._work(futures)
-        peaks = self.worker_group.peaks()
-        for role, planned in self.run.plan.peaks.items():  # as planned where nothing is measured
-            row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, planned))
+        peaks, planned = self.worker_group.peaks(), self.run.plan.peaks
+        for role, size in planned.items():  # as planned where nothing is measured
+            row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
+        if self.first_step_at is None and peaks:
+            sizes = (
+                f"{role} {peaks[role] / MB:,.1f} MB, planned {size / MB:,.1f}"
+                for role, size in planned.items()
+                if role in peaks
+            )
+            self._notify(
+                "memory on the fullest device after the first step, as the device reports it or, on"
+                f" a CPU, arrays and what the compiler reports: {'; '.join(sizes)}"
+            )
         before, self._compiled = self._compiled, self.worker_group.compiled()
         new = self._compiled.since(before)
         row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}

@@ -320,7 +320,7 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
         raise UserError(
             f"run_dir={path}: what {' and '.join(names)} names has changed since step"
             f" {checkpoint.step} of the run there; put it back, name another run_dir, or set"
-            " resume_changed=true to resume with what is there now"
+            " resume_changed=true to resume with the present contents"
         )
     changed += [f"what {name} names" for name in names]
     here = versions()

@@ -61,7 +61,7 @@ class RunTeachers:
         prompts."""
         if self.config.teacher.prompt is not None and (facts.resets or facts.tools):
             raise UserError(
-                f"teacher.prompt is about the rows' own prompts, and {self.config.environment.name}"
+                f"teacher.prompt changes the rows' prompts, and {self.config.environment.name}"
                 " makes others, by its `reset` or its tools: set teacher.prompt=null, or give an"
                 " environment without both"
             )

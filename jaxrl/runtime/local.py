@@ -521,4 +521,4 @@ def device_memory(devices: tuple[jax.Device, ...]) -> str:
         if stats:
             used, limit = stats.get("bytes_in_use", 0), stats.get("bytes_limit", 0)
             reported.append(f"{device}: {used / 1e9:.2f} of {limit / 1e9:.2f} GB")
-    return ", ".join(reported) or "not told by this platform"
+    return ", ".join(reported) or "not reported by this platform"

@@ -443,7 +443,8 @@ class _Generation:
             self._prefill(waiting)
         if self.record:
             for sample in fresh:
-                sample.experts.append(self.prompt_experts[sample.prompt])
+                if not sample.experts:  # it may have lost its slot before it had a token
+                    sample.experts.append(self.prompt_experts[sample.prompt])
             # Samples wait in the order of their prompts.
             first = slots.queue[0].prompt if slots.queue else len(self.prompts)
             old = self.prompt_experts

@@ -182,8 +182,8 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     about it."""
     if config.teacher.tokenizer == "own":
         raise UserError(
-            "teacher.tokenizer=own: scores on disk are of the student's own tokens; set it to"
-            " student, and score with a teacher that has them"
+            "teacher.tokenizer=own: stored scores are for the student's tokens; set it to student,"
+            " and score with a teacher that has the same tokens"
         )
     enable_compile_cache(config.compile_cache)
     config, on_hub = with_commits(config)
@@ -278,8 +278,8 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
             free = shutil.disk_usage(folder).free
             raise RunError(
                 f"--out {folder} cannot be written to: {error.strerror or error} ({free / GB:.3g}"
-                " GB are free there); the rows of whole shards are stored, and the same command"
-                " resumes once there is room"
+                " GB are free there); the rows of complete shards are stored, and the same command"
+                " resumes once there is space"
             ) from error
         done = ScoreCache(folder)
     log(f"{len(done)} rows in {folder}, after {format_seconds(time.monotonic() - began)}")

@@ -429,7 +429,7 @@ def _opened(path: Path) -> safe_open:
         return safe_open(path, "numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path}: truncated or damaged: {error}; remove it, and score again what it held"
+            f"{path}: truncated or damaged: {error}; remove it, and score its rows again"
         ) from error
 
 

@@ -380,7 +380,7 @@ class CompletionsClient:
             except TeacherError as error:
                 problems.append(f"{style}: {error}")
         raise UserError(
-            f"the server at {url} does not tell the log-probs of a prompt of token ids:\n  "
+            f"the server at {url} does not return the log-probs of a prompt of token ids:\n  "
             + "\n  ".join(problems)
         )
 
@@ -467,8 +467,9 @@ class CompletionsClient:
         fewest = min((len(position.best) for position in positions), default=k)
         if fewest < k:
             raise TeacherError(
-                f"{self.endpoint}: it tells {fewest} log-probs a position,"
-                f" distill.top_k={k} asks for more: set distill.top_k={fewest}, or raise"
+                f"{self.endpoint}: it returns {fewest} log-probs per position, but"
+                f" distill.top_k={k}"
+                f" needs more: set distill.top_k={fewest}, or raise"
                 " the server's limit (vLLM: --max-logprobs)"
             )
         if not k:

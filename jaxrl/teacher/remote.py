@@ -204,7 +204,7 @@ def check_remote(
         if d.entropy_aware:
             raise UserError(
                 "distill.entropy_aware=true needs the entropy of the whole vocabulary, which a"
-                " completions server does not tell: set it to false, or serve the teacher with"
+                " completions server does not return: set it to false, or serve the teacher with"
                 " python -m jaxrl.serve_teacher"
             )
         if d.distill_temperature != 1:
@@ -280,7 +280,7 @@ def check_remote_prompts(
     words = [position.decoded for position in positions]
     if not words or None in words or tokenizer is None:
         return (
-            f"{address} does not tell how it spells tokens: that its vocabulary is"
+            f"{address} does not return the text of tokens: whether its vocabulary is"
             " the student's could not be checked"
         )
     ours = tokenizer.decode(list(tokens[1:]), skip_special_tokens=False)

@@ -71,7 +71,7 @@ class LineFile:
         self.size = 0
         """Bytes of the lines that the disk has."""
         if _is_no_file(self._path):
-            notify(f"{path} is no file of a run; it is now {move_aside(self._path)}")
+            notify(f"{path} is not a file of a run; it is now {move_aside(self._path)}")
         try:
             if keep is not None:
                 with suppress(FileNotFoundError), open(path, "rb") as file:

@@ -57,8 +57,8 @@ def _evaluation(prefix: str, where: str) -> dict[str, Metric]:
         (f"{prefix}/accuracy", f"mean verifier score on {where} (mean@k)"),
         (
             f"{prefix}/pass@{{k}}",
-            f"chance that at least one of k samples is right, on {where}; of the prompts of which"
-            " every sample is judged",
+            f"chance that at least one of k samples is right, on {where}; over the prompts whose"
+            f" samples are all judged",
         ),
     ):
         rates[name] = Metric("fraction", meaning)
@@ -116,10 +116,10 @@ METRICS: dict[str, Metric] = {
         " clamped to 20",
     ),
     "distill/aligned_bytes": Metric(
-        "fraction", "bytes of completions in spans that both tokenizers cut, and learnt from"
+        "fraction", "bytes of completions in spans that both tokenizers have, and that are learned"
     ),
     "distill/exact_bytes": Metric(
-        "fraction", "bytes where both tokenizers have the same token, learnt without sampling"
+        "fraction", "bytes where both tokenizers have the same token, learned without sampling"
     ),
     "distill/entropy_aware": Metric("nats/token", "the entropy-aware term, as it enters the loss"),
     "distill/entropy_gate": Metric("fraction", "tokens where the entropy-aware term acts"),
@@ -127,8 +127,8 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("reward", "standard deviation of the same rewards"),
     "reward/trained_mean": Metric(
         "reward",
-        "mean of the completions in the policy loss, which dynamic sampling and masks do not leave"
-        " out; the KL penalty is subtracted",
+        "mean over the completions in the policy loss (without those that dynamic sampling and"
+        " masks leave out), after the KL penalty",
     ),
     "reward/none": Metric("completions", "without a reward: not judged, or a function failed"),
     "reward/kl": Metric("nats", "mean KL(policy||reference) of a completion, unweighted"),
@@ -152,12 +152,12 @@ METRICS: dict[str, Metric] = {
     "policy/kl_k3": Metric("nats/token", "KL(policy||reference), k3"),
     "policy/entropy": Metric("nats/token", "mean entropy of the policy's next token"),
     "policy/experts_load": Metric(
-        "1", "tokens at a layer's busiest expert, by those of equal shares; mean over layers"
+        "1", "tokens at a layer's busiest expert, relative to a uniform load; mean over layers"
     ),
     "policy/experts_balance": Metric(
         "1",
-        "loss that balances the experts, over a minibatch (a mean over micro-batches where"
-        " `student.router_aux_loss_coef` is 0); k where all are alike",
+        "load-balancing loss over a minibatch (a mean over micro-batches if"
+        " `student.router_aux_loss_coef` is 0); k for a uniform load",
     ),
     "policy/experts_entropy": Metric("nats/token", "mean entropy of the routers of experts"),
     "policy/opd_clamped": Metric(
@@ -207,18 +207,22 @@ METRICS: dict[str, Metric] = {
         "completions cut at max_new_tokens; episodes also at environment.max_turns or turn_tokens",
     ),
     "environment/turns_mean": Metric("turns", "the policy's turns in an episode"),
-    "environment/answer_tokens_mean": Metric("tokens", "of an episode, the environment's"),
+    "environment/answer_tokens_mean": Metric(
+        "tokens", "mean number of the environment's tokens in an episode"
+    ),
     "environment/failures": Metric(
-        "episodes", "whose environment raised, ended or answered nonsense; they have no reward"
+        "episodes",
+        "episodes without a reward: their environment raised, ended or gave an invalid answer",
     ),
     "environment/timeouts": Metric(
-        "episodes", "whose environment took longer than environment.timeout; they have no reward"
+        "episodes",
+        "episodes without a reward, because their environment exceeded environment.timeout",
     ),
     "rollout/decode_steps": Metric("steps", "decode steps that the batch took"),
     "rollout/sent_back": Metric(
         "completions",
-        "that lost their slot because rollout.cache_tokens was used up, each time; their tokens are"
-        " read again later: if they are many, raise it, or lower rollout.slots",
+        "preemptions of completions because rollout.cache_tokens was used up; their tokens are"
+        " prefilled again later. If there are many, raise it, or lower rollout.slots",
     ),
     "tokens/generated": Metric("tokens", "completion tokens sampled for this batch"),
     "tokens/per_second": Metric("tokens/s", "actor/tokens over time/step_s"),
@@ -239,7 +243,7 @@ METRICS: dict[str, Metric] = {
         "count", "arrays that arrived with another checksum and were sent again"
     ),
     "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
-    "time/checkpoint_s": Metric("s", "writing the newest finished checkpoint, beside training"),
+    "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),
     "checkpoint/step": Metric("batches", "step of the newest finished checkpoint"),
     "checkpoint/bytes": Metric("bytes", "size of the newest finished checkpoint"),
     **_evaluation("eval", "the held-out prompts"),
@@ -251,16 +255,18 @@ METRICS: dict[str, Metric] = {
     "data/epoch": Metric("passes", "passes over the training data, with a fraction"),
     "compile/programs": Metric(
         "programs",
-        "programs that the processes of the run compiled since the row before, or read from the"
-        " compilation cache: nothing after the first steps, but for lengths that are new",
+        "programs that the processes of the run compiled since the previous row, or read from the"
+        " compilation cache: none after the first steps, except for new lengths",
     ),
     "time/compile_s": Metric("s", "the time that took, summed over threads and processes"),
     "memory/{role}/peak_bytes": Metric(
         "bytes",
         "peak memory so far of the role's fullest device, all roles there together, as the device"
-        " reports it, or by the ledger (docs/hybrid.md) where it reports none (CPU)",
+        " reports it, or by the ledger (docs/hybrid.md) if it reports none (CPU)",
     ),
-    "memory/{role}/planned": Metric("flag", "1 where peak_bytes is planned: nothing was measured"),
+    "memory/{role}/planned": Metric(
+        "flag", "1 if peak_bytes is the planned value, since nothing was measured"
+    ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
 

@@ -278,7 +278,7 @@ class Wandb:
         )
         # Our own axis: wandb's counter would refuse the steps that a resumed run takes again.
         self._run.define_metric("*", step_metric="step")
-        offline = f"offline, {run.folder / 'wandb'}"
+        offline = f"offline, in {run.folder / 'wandb'}"
         run.notify(f"wandb: {offline if self._run.offline else self._run.url or 'disabled'}")
 
     def write(self, row: Row) -> None:

@@ -260,7 +260,7 @@ def damage_manifest_keys(folder):
     ("damage", "told"),
     [
         (damage_cut, "has 5 bytes, 1024 were written"),
-        (damage_flip, "checksum differs"),
+        (damage_flip, "another checksum"),
         (damage_missing, "No such file"),
         (damage_manifest, "cannot be understood"),
         (damage_manifest_keys, "cannot be understood"),

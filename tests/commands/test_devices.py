@@ -130,7 +130,7 @@ def test_the_command_tells_devices_processes_and_what_is_free(
     (owned,) = [line for line in lines if "NVIDIA" in line and "gpu:0" in line]
     assert "64.4 of 150.8 GB" in owned and f"pid {os.getpid()}: " in owned
     (unsure,) = [line for line in lines if "NVIDIA" in line and "gpu:2" in line]
-    assert "not told" in unsure
+    assert "unknown" in unsure
     assert "free: 1 of 4: gpu:1" in lines
     assert any("jaxrl" in line or line.startswith("  process") for line in lines[lines.index("") :])
 
@@ -168,7 +168,7 @@ def test_without_an_accelerator_cpu_devices_are_made_by_each_run(
 @pytest.mark.parametrize(
     ("argv", "environ", "words"),
     [
-        (["--address", "nonsense"], {}, "'nonsense' is no address"),
+        (["--address", "nonsense"], {}, "'nonsense' is not the address"),
         (["--address=a b:1"], {}, "HOST:PORT"),
         ([], {"RAY_ADDRESS": "head"}, "RAY_ADDRESS"),
         (["--adress", "a:1"], {}, "did you mean --address?"),
@@ -211,7 +211,7 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["teacher", "teacher", "head:77", "gpu:4,", "gpu:5", "idle"] in lines
     devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [])))
     printed = capsys.readouterr().out
-    assert "no worker of jaxrl on it" in printed and "TPU" not in printed
+    assert "no jaxrl workers" in printed and "TPU" not in printed
     nodes = [replace(nodes[0], has={**has, "TPU": 8}, free={**free, "TPU": 4})]
     devices.show(devices.cluster_page(Cluster("h:1", nodes, [])))
     printed = capsys.readouterr().out

@@ -158,7 +158,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((folder, out, "--keep", "a"), "give layer numbers"),
         ((folder, out, "--dtype", "int3"), "invalid choice"),
         ((folder, full), "--force replaces it"),
-        ((folder, foreign, "--force"), "holds no model; it is left alone"),
+        ((folder, foreign, "--force"), "contains no model; it is not changed"),
         ((folder, file), "is a file"),
     ]
     for argv, message in cases:

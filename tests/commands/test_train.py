@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import QUICK, SHORT, losses, save_model, save_pair
+from runs import QUICK, SHORT, losses, save_model, save_pair, unlisted_files
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
@@ -161,9 +161,7 @@ def test_dry_run_counts_answers_that_no_verifier_can_read(models, tmp_path, caps
     assert cli.run(main, [*QUICK, *SHORT, *keys, f"run_dir={tmp_path / 'run'}", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert "2 of 3 prompts cannot be judged with data.verifier=number: it cannot read" in told
-    assert (
-        "number cannot judge 2 of the 3 prompts looked at: it cannot read answers such as" in told
-    )
+    assert "number cannot judge 2 of the 3 prompts checked: it cannot read answers such as" in told
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(models, tmp_path, capsys):
@@ -234,6 +232,7 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, t
     told = capsys.readouterr().err
     assert "not finite 2 updates in a row" in told and "Traceback" not in told
     assert list((folder / "nonfinite").glob("step_*.npz"))
+    assert unlisted_files(folder) == set()
 
 
 def test_a_run_directory_that_cannot_be_is_refused(models, tmp_path, capsys, monkeypatch):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config.keys import keys
+from jaxrl.config.keys import keys, other_libraries
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGES = [DOCS / "coming-from-trl.md", DOCS / "coming-from-verl.md"]
+PAGES = sorted(DOCS.glob("coming-from-*.md"))
 KNOWN = {key.path for key in keys(Config)}
 MISSING = "–"
 
@@ -28,6 +28,7 @@ def test_the_tables_are_read() -> None:
     for page in PAGES:
         lines = re.findall(r"^\| `", page.read_text(), re.MULTILINE)
         assert len(lines) == len([row for row in rows() if row[0] == page.stem]) > 30
+    assert len(PAGES) == 4
 
 
 @pytest.mark.parametrize(("page", "theirs", "ours"), rows())
@@ -42,7 +43,8 @@ def test_the_error_about_their_key_names_ours(page: str, theirs: str, ours: str)
     if own != MISSING:
         assert re.search(rf"(?<![\w.]){re.escape(own)}(?![\w.])", str(error.value)), error.value
     else:
-        assert "there is no" in str(error.value), error.value
+        assert any(reason in str(error.value) for reason in other_libraries()[1].values()), error
+        assert "did you mean" not in str(error.value), error.value
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -60,3 +62,38 @@ def test_the_worked_config_is_one(page: Path, tmp_path: Path) -> None:
     for block in blocks:
         (tmp_path / "run.yaml").write_text(block)
         assert Config.load(tmp_path / "run.yaml").learns_from_rewards
+
+
+def test_hints_without_a_key_of_ours_name_what_exists() -> None:
+    """The reasons and the pages of the table of other libraries' keys."""
+    _, absent, trees = other_libraries()
+    for text in {*absent.values(), *trees.values()}:
+        for page in re.findall(r"docs/[\w-]+\.md", text):
+            assert (DOCS.parent / page).exists(), text
+        for key in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?![\w*-]|\.\*)", text):
+            assert key in KNOWN, text
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer.pad_token",
+        "policy.scheduler.milestones",
+        "policy.megatron_cfg.moe_per_layer_logging",
+        "policy.draft.enabled",
+        "grpo.reward_scaling.target_max",
+        "loss_fn.positive_example_nll_weight",
+        "on_policy_distillation.enabled",
+        "data.num_workers",
+        "data_plane.storage_capacity",
+        "log.vf_level",
+        "orchestrator.tasks_per_minute",
+        "trainer.gc.interval",
+        "env_vars.NCCL_DEBUG",
+        "slurm.job_name",
+    ],
+)
+def test_a_key_without_a_counterpart_gets_no_far_fetched_guess(key: str) -> None:
+    with pytest.raises(UserError) as error:
+        Config.load(None, [f"{key}=1"])
+    assert "did you mean" not in str(error.value), error.value

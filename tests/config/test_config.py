@@ -58,7 +58,7 @@ def test_errors_say_which_values_are_the_quickstarts(tmp_path: Path) -> None:
     rewarded = ["algorithm=gspo", "teacher.model=null", "reward.functions=[math]"]
     error, origin = message(*rewarded).splitlines()
     assert "group_size=1" in error
-    assert origin == "from the built-in quickstart, for there is no --config: group_size=1"
+    assert origin == "from the built-in quickstart, because there is no --config: group_size=1"
     assert "quickstart" not in message(*rewarded, "group_size=1")  # whoever sets it knows
     with pytest.raises(UserError) as refused:
         load(tmp_path, MINIMAL, "actor.minibatches=999")

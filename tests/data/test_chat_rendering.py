@@ -296,7 +296,7 @@ def test_a_turn_begins_behind_its_generation_prompt_where_earlier_turns_differ(
     last = spelt(tokenizer, prompt.completion[-prompt.turns[-1].tokens if prompt.turns else 0 :])
     assert last == f"{expected}[final]\n5<|im_end|>"
     (note,) = noted(tokenizer, tmp_path, {"messages": chat})
-    assert "message 3: the chat template writes the messages before this turn in another" in note
+    assert "message 3: the chat template writes the messages before this turn differently" in note
     assert "'think]hm[/think][final]" in note and "'final]\\n4" in note
 
 

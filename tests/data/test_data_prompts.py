@@ -202,7 +202,7 @@ def test_few_shot_refusals(tmp_path):
     with pytest.raises(UserError, match=f"1 rows take {taken} tokens"):
         PromptEncoder(CHAT, taken, 8, few_shot=shots)
     chats = shots_of(path, {"messages": [user("q"), {"role": "assistant", "content": "a"}]})
-    with pytest.raises(UserError, match="chats, which cannot stand before a text prompt"):
+    with pytest.raises(UserError, match="chats, which cannot precede a text prompt"):
         PromptEncoder(PLAIN, 99, 8, few_shot=chats)
     mixed = PromptEncoder(CHAT, 99, 8, few_shot=chats)
     with pytest.raises(UserError, match=r"arithmetic, row \d+: data\.few_shot has chats"):

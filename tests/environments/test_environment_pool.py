@@ -83,7 +83,7 @@ def test_an_episode_has_an_instance_of_its_own(echo: EnvironmentPool) -> None:
         ("regex", "timeout", " in trouble", 1),
         ("exit", "exception", "its process ended with exit code 3", 1),
         ("segfault", "exception", "SIGSEGV", 1),
-        ("flood", "exception", "bytes that are no answer", 1),
+        ("flood", "exception", "bytes that are not an answer", 1),
     ],
 )
 def test_trouble_costs_its_own_episode(

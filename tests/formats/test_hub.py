@@ -311,7 +311,7 @@ def test_a_download_that_breaks_off_loses_nothing_that_is_whole(
     hub.add("org/sharded", sharded)
     shards = sorted(path.name for path in sharded.glob("*.safetensors"))
     hub.cut[shards[1]] = 0
-    refused("org/sharded", "broke off", "whole files stay", "the same command")
+    refused("org/sharded", "broke off", "complete files stay", "the same command")
     assert not hub_has_half_files()
     hub.cut[shards[1]] = 10_000  # goes on behind what came each time
     hub.asked.clear()
@@ -439,5 +439,5 @@ def test_ctrl_c_ends_a_download_at_once(model: Path, hub: Hub) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130, error
-    assert "interrupted while org/tiny was fetched; whole files stay" in error
+    assert "interrupted while org/tiny was fetched; complete files stay" in error
     assert "Traceback" not in error

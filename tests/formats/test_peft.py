@@ -145,7 +145,7 @@ def test_devices_read_the_same_adapters(folders):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"kasa_config": {"x": 1}}, "kasa_config={'x': 1} is not supported; supported: None"),
         ({"lora_alpha": 0}, "lora_alpha=0 must be a number above 0"),
-        ({"r": 0}, "r=0 must be a whole number of at least 1"),
+        ({"r": 0}, "r=0 must be an integer of at least 1"),
         ({"base_model_name_or_path": ""}, "base_model_name_or_path='' must name the model"),
         ({"exclude_modules": ["v_proj"]}, "tensors of v_proj, which exclude_modules in"),
         ({"target_modules": ["q_proj"]}, "which target_modules in adapter_config.json leaves out"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
+import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +18,7 @@ import pytest
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
+from jaxrl.config import cli
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
@@ -59,6 +63,19 @@ def test_links_resolve_and_no_placeholder_is_left(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert links and not [link for link in links if not (page.parent / link).exists()]
     assert "@@" not in text and "TODO" not in text
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and most viewers make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_headings_resolve(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        assert anchor in anchors(target), f"{file}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -236,6 +253,12 @@ def test_the_reader_of_messages_is_strict() -> None:
     assert not any("no such message anywhere" in text for text in messages_in_the_source())
 
 
+def test_messages_are_written_in_the_words_of_the_field() -> None:
+    """As the pages are: DIALECT is below."""
+    found = [text for text in messages_in_the_source() if " " in text and DIALECT.search(text)]
+    assert not found
+
+
 def test_troubleshooting_quotes_messages() -> None:
     assert len(quoted(DOCS / "troubleshooting.md")) >= 15
 
@@ -313,3 +336,161 @@ def test_papers_name_what_is_there() -> None:
             assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), (
                 name
             )
+
+
+COMMAND_LINE = re.compile(r"^    ((?:jaxrl|python -m jaxrl|python benchmarks/|pip install).*)$")
+COMMAND_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Returns the words of every command of a page's code blocks, in order.
+
+    A line that ends with a backslash goes on in the next one; `&&` joins two commands.
+    """
+    text = re.sub(r" \\\n +", " ", page.read_text(encoding="utf-8"))
+    lines = [match[1] for line in text.splitlines() if (match := COMMAND_LINE.match(line))]
+    joined = [shlex.split(line, comments=True) for line in lines]
+    return [
+        list(words)
+        for line in joined
+        for and_then, words in itertools.groupby(line, lambda word: word == "&&")
+        if not and_then
+    ]
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder like the one in which a reader types commands: the checkout with the
+    README's `run.yaml`, but nothing that a run wrote."""
+    for name in ("configs", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(# run.yaml\n.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (tmp_path / "run.yaml").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+class Parsed(Exception):
+    """Ends a command after its options are parsed."""
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config | None:
+    """Parses a command as the program would, and starts nothing.
+
+    Returns:
+        The config of a run's command.
+    """
+    if words == ["pytest"]:
+        return None
+    if words[:2] == ["pip", "install"]:
+        extras = set(re.findall(r"[\w-]+", " ".join(re.findall(r"\[(.*?)\]", " ".join(words)))))
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert extras <= set(project["optional-dependencies"]), words
+        return None
+    if words[0] == "python" and words[1] != "-m":
+        source = Path(words[1]).read_text(encoding="utf-8")
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        shared = (ROOT / "benchmarks" / "common.py").read_text(encoding="utf-8")
+        assert not [option for option in options if option not in source + shared], words
+        return None
+    if words[0] == "python":
+        name, argv = words[2].removeprefix("jaxrl.").replace("_", "-"), words[3:]
+    else:
+        name, argv = words[1], words[2:]
+    if name == "train":
+        argv = [word for word in argv if word != "..."]
+        return cli.parse_run(argv, module="jaxrl.train", description="").config
+    if name.startswith("scripts."):
+        script(words[2].rpartition(".")[2])
+        return None
+    module = {"telemetry.plot": "jaxrl.telemetry.plot"}.get(name) or COMMANDS[name][0]
+    real = cli.Parser.parse
+
+    def parse(parser: cli.Parser, argv: list[str]) -> None:
+        raise Parsed(real(parser, argv))
+
+    with monkeypatch.context() as patch, pytest.raises(Parsed) as parsed:
+        patch.setattr(cli.Parser, "parse", parse)
+        importlib.import_module(module).main(argv)
+    (arguments,) = parsed.value.args
+    for override in getattr(arguments, "overrides", ()):
+        assert override.partition("=")[0] in {key.path for key in keys(Config)}, words
+    config = getattr(arguments, "config", None)
+    return Config.load(config) if config and name == "evaluate" else None
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=name_of)
+def test_the_commands_of_a_page_are_understood(
+    page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options, keys, configs and scripts exist; what a config reads under `runs/` is written by an
+    earlier command of the page, and the page says what else a command needs."""
+    for block in blocks(page):
+        if named := re.match(r"\s*# (\w+\.py)\n", block):
+            (reader / named[1]).write_text(block)
+    written: set[str] = set()
+    page_text = page.read_text(encoding="utf-8")
+    for words in commands(page):
+        config = check_command(words, monkeypatch)
+        text = " ".join(words)
+        if script := re.search(r"jaxrl\.scripts\.(\w+)", text):
+            written |= set(re.findall(r"runs/\w+", text))
+            source = (ROOT / "scripts" / f"{script[1]}.py").read_text(encoding="utf-8")
+            written |= set(re.findall(r"runs/\w+", source))
+        if config is None:
+            continue
+        models = [config.student.model, config.teacher_model or ""]
+        names_model = "run.yaml" not in text  # which has the reader's models
+        if names_model and any(re.fullmatch(r"[A-Z]\w+/[\w.-]+", model) for model in models):
+            assert re.search(r"\bhub\b", page_text), f"{text}: say that it needs the hub"
+        if "=data/" in text:
+            assert re.search(r"\byour (own )?data\b", page_text), (
+                f"{text}: say whose data these are"
+            )
+        if "builtin:" in text:
+            read = set(re.findall(r"runs/\w+", config.dump())) - {f"runs/{config.name}"}
+            assert read <= written, f"{text}: first write {read - written}"
+        written.add(f"runs/{config.name}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
+def test_the_commands_of_a_config_are_understood(
+    path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the comments at its top, one of which runs the config itself."""
+    lines = re.findall(r"^# +(python .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    words = [shlex.split(line) for line in lines]
+    assert any(f"builtin:{path.stem}" in line for line in words)
+    for line in words:
+        check_command(line, monkeypatch)
+
+
+def test_the_reader_of_commands_sees_them() -> None:
+    counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
+    assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60
+
+
+DIALECT = re.compile(
+    r"\b(tells?|told|knows|struck|unawares|at hand|beside|somebody|nobody|whoever|learnt|one's own"
+    r"|of (?:its|their) own)\b",
+    re.IGNORECASE,
+)
+"""Words for persons, or out of use, which a reader stumbles over in a technical page."""
+VAGUE_HEADING = re.compile(r"^#+ (?:who|what|where|when) \b(?!.*\?$)", re.IGNORECASE)
+WRITTEN_BY_BENCHMARKS = re.compile(r"-compared\.md$")
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=name_of)
+def test_a_page_is_written_in_the_words_of_the_field(page: Path) -> None:
+    """No verbs of persons for programs, no dialect, and headings that a search finds."""
+    if WRITTEN_BY_BENCHMARKS.search(page.name):
+        return
+    prose = re.sub(
+        r"^(```|~~~).*?^\1$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    lines = [line for line in prose.splitlines() if not line.startswith(("    ", "> "))]
+    found = [line for line in lines if DIALECT.search(re.sub(r"`[^`]*`", "", line))]
+    found += [line for line in lines if VAGUE_HEADING.match(line)]
+    assert not found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import CONSTANT, SHORT, numbers, start, wait_for, weights
+from runs import CONSTANT, SHORT, numbers, start, unlisted_files, wait_for, weights
 
 from jaxrl import Config
 from jaxrl.telemetry.metrics import read_metrics
@@ -112,6 +112,7 @@ def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> 
         key: before[key] for key in before if key in after
     }
     assert [row["step"] for row in read_metrics(run_dir)] == list(range(5))
+    assert unlisted_files(run_dir) == set()
     again = before_its_end(run_dir)
     resume(again)
     assert weights(again) == weights(run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -129,6 +130,11 @@ def test_the_plan_foresees_the_ledgers_peak(models, tmp_path, offload):
     result = train(made)
     planned = json.loads((result.run_dir / "plan.json").read_text())["pools"][0]["peak"]
     assert result.metrics[-1]["memory/actor/peak_bytes"] == pytest.approx(planned, rel=0.15)
+    told = re.findall(
+        r"actor ([\d.]+) MB, planned ([\d.]+)", (made.run_path / "log.txt").read_text()
+    )
+    peaks = result.metrics[1]["memory/actor/peak_bytes"], planned
+    assert told == [tuple(f"{size / 1e6:.1f}" for size in peaks)]
     assert result.metrics[-1]["memory/actor/planned"] == 0
 
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_loaded(reordered):
 
 def test_scores_on_disk_are_of_the_student_s_tokens(tmp_path):
     config = Config.load("builtin:quickstart", ["teacher.tokenizer=own"])
-    with pytest.raises(UserError, match="scores on disk are of the student's own tokens"):
+    with pytest.raises(UserError, match="stored scores are for the student's tokens"):
         prepare(config, tmp_path, None)
 
 

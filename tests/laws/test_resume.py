@@ -23,6 +23,7 @@ from runs import (
     save_model,
     save_pair,
     start,
+    unlisted_files,
     wait_for,
     weights,
 )
@@ -115,7 +116,7 @@ def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, monkeyp
         patch.setattr(Actor, "update", signalled)
         assert trained_by(arguments(models, tmp_path / "run", *asked)) == 130
     told = "".join(capfd.readouterr())
-    assert "finishing the update that runs" in told and "Traceback" not in told
+    assert "finishing the current update" in told and "Traceback" not in told
     step = store.newest(tmp_path / "run", print).step
     assert f"saved at step {step}" in told and 0 < step < STEPS
     result = run(models, tmp_path / "run", *asked)
@@ -367,6 +368,7 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
     named = [*arguments(finished.models, "x", *FOUR, "steps=1"), "run_dir=null", "name=n"]
     assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
     assert (tmp_path / "runs" / "n-2" / "final").is_dir()
+    assert unlisted_files(finished.run_dir) == unlisted_files(tmp_path / "runs" / "n-2") == set()
 
 
 def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
@@ -423,7 +425,7 @@ def test_a_run_directory_that_is_removed_is_made_again(models, tmp_path, undistu
     updates = [event["args"]["step"] for event in events if event["name"] == "update"]
     assert updates == list(range(STEPS))
     log = (result.run_dir / "log.txt").read_text()
-    assert log.count("were removed while the run worked") == 1
+    assert log.count("were removed during the run") == 1
     assert "run directory:" in log, "the lines before the removal are there too"
 
 

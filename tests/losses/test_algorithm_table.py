@@ -150,6 +150,29 @@ def test_an_entry_that_makes_no_sense_is_refused() -> None:
     assert find_algorithm("gkd") is ALGORITHMS["gkd"]
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *[(name, "DPO family") for name in ("dpo", "DPO", "kto", "orpo", "simpo", "online-dpo")],
+        *[(name, "needs a critic") for name in ("ppo", "PPO", "gae")],
+        *[(name, "dr_grpo is the closest") for name in ("rloo", "REINFORCE", "reinforce++")],
+        *[(name, "dr_grpo is the closest") for name in ("remax", "reinforce_plus_plus", "OPO")],
+        *[(name.upper(), f"write {name}") for name in ALGORITHMS],
+        ("Dr. GRPO", "write dr_grpo"),
+        ("DR-GRPO", "write dr_grpo"),
+        ("gdpo", "normalize_then_sum"),
+        ("opd", "is gkd here"),
+        ("opsd", "teacher.model=policy"),
+        ("gropo", "did you mean grpo"),
+        ("q_learning", "one of cispo"),
+    ],
+)
+def test_an_algorithm_of_another_name_is_answered_in_one_line(name: str, answer: str) -> None:
+    with pytest.raises(UserError) as error:
+        Config.load(None, [f"algorithm={name}"])
+    assert answer in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
 def test_the_notes_of_a_run_say_what_the_ratio_cannot_do() -> None:
     quickstart = ROOT / "configs" / "quickstart_gspo.yaml"
     job = make_job(Config.load(quickstart, ["algorithm=grpo", "data.eval=null"]))

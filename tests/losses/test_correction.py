@@ -181,7 +181,11 @@ def test_bad_settings_are_refused():
         ("sequence_geo_mask", {"threshold": -1.0}, "0 or above"),
         ("sequence_mask", {"threshold": 0.1}, "threshold is no setting of .* it has cap"),
         ("sequence_mask", {"cap": 0.5}, "1 or above"),
-        (("tis_token", "icepop"), {}, "would correct twice: one of them, and sequence_geo_mask"),
+        (
+            ("tis_token", "icepop"),
+            {},
+            "use one of them, and optionally sequence_geo_mask",
+        ),
         (("none", "tis_token"), {}, "would correct twice"),
         (("sequence_geo_mask",) * 2, {}, "would correct twice"),
         ((), {}, "no off-policy correction is named"),

@@ -348,7 +348,10 @@ def test_the_number_of_experts_under_either_name() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: layers without experts"),
+        (
+            {"mlp_only_layers": [0]},
+            r"mlp_only_layers=\[0\]: models that mix layers",
+        ),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 exceeds num_experts=6"),
         ({"num_local_experts": 5}, "num_experts=6 and num_local_experts=5"),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a"),

@@ -534,6 +534,21 @@ def test_what_asks_for_more_takes_more(key: str, value: Any, role: str) -> None:
     assert peak(**{key: value}) > peak()
 
 
+def test_what_a_device_samples_with_does_not_grow_with_their_number() -> None:
+    """With as many completions for each."""
+
+    def sampling(n: int, group: int) -> set[tuple[str, int, str | None]]:
+        mesh, prompts = f"actor=2,rollout={n},teacher=2", 64 * n // group
+        found = plan(mesh, batch_size=prompts, group_size=group, **{"data.eval": None})
+        entries = found.accounts["rollout"].entries
+        return {(e.name, e.bytes, e.phase) for e in entries if e.phase != "weight sync"}
+
+    for group in (1, 8):
+        few = sampling(2, group)
+        assert {"prefill", "decode"} <= {phase for *_, phase in few}
+        assert sampling(8, group) == few == sampling(512, group)
+
+
 PAGED = {"rollout.cache_tokens": 2048, "data.eval": None, "rollout.dtype": "bfloat16"}
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from cases import needs_ray
-from runs import CONSTANT, SHORT, save_pair
+from runs import CONSTANT, SHORT, save_pair, unlisted_files
 
 from jaxrl.algorithms.schedule import SCHEDULES, Schedule
 from jaxrl.config.schema import Config
@@ -126,6 +126,7 @@ def profiled(tmp_path_factory, models):
 
 def test_a_run_leaves_a_trace_of_its_steps_and_a_table(profiled):
     run_dir = profiled[0] / "run"
+    assert unlisted_files(run_dir) == set()
     events = named_events(run_dir / "profile")
     assert {name for name, _ in events} == STAGES
     batches = {batch for name, batch in events if name in ("rollout.generate", "actor.update")}

@@ -257,7 +257,7 @@ def test_a_resumed_run_goes_on_after_damage(made: Path, tmp_path: Path, damage: 
     assert all(isinstance(json.loads(line), dict) for line in (run / METRICS_FILE).open())
     assert (run / LOG_FILE).read_text(errors="replace").rstrip().endswith("goes on")
     if damage == "a pipe" or damage == "a folder":
-        assert len([line for line in said if "is no file of a run" in line]) == 4
+        assert len([line for line in said if "is not a file of a run" in line]) == 4
         assert (run / f"{LOG_FILE}.damaged").exists()
 
 

@@ -10,6 +10,7 @@ import made_run
 import pytest
 from browser import Browser
 from made_run import EVERY, PAUSE, STEPS, accuracy, divergence, make_long_run, make_run
+from runs import unlisted_files
 
 from jaxrl.config import cli
 from jaxrl.report import __main__ as report
@@ -35,6 +36,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("page") / "made")
     assert cli.run(report.main, [str(run)]) == 0
+    assert not unlisted_files(run)
     return run / report.REPORT_FILE
 
 

@@ -402,10 +402,10 @@ def test_a_cluster_that_is_too_small_is_refused_with_both_tables():
     ("address", "told"),
     [
         ("127.0.0.1:1", "does not answer: Connection refused"),
-        ("127.0.0.1", "no address of a Ray cluster"),
-        ("127.0.0.1:port", "no address of a Ray cluster"),
-        ("127.0.0.1:65536", "no address of a Ray cluster"),
-        ("ray://127.0.0.1:10001", "no address of a Ray cluster"),
+        ("127.0.0.1", "not the address of a Ray cluster"),
+        ("127.0.0.1:port", "not the address of a Ray cluster"),
+        ("127.0.0.1:65536", "not the address of a Ray cluster"),
+        ("ray://127.0.0.1:10001", "not the address of a Ray cluster"),
     ],
 )
 @pytest.mark.parametrize("by", ["key", "environment"])
@@ -545,7 +545,7 @@ def test_a_plan_starts_no_cluster(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
     seen = connect(RayConfig(), parse("actor=2,rollout=2,teacher=4"))
     assert len(seen.devices) == 8 and seen.launcher == "ray" and not started
-    assert seen.why == "a cluster of its own on this host"
+    assert seen.why == "a new cluster on this host"
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch, capsys):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -37,6 +39,15 @@ SHORT = [
     "rollout.launch_tokens=4",
     "compile_cache=null",
 ]
+
+
+def unlisted_files(run_dir):
+    """Returns what a run's folder holds that docs/run-folder.md does not list."""
+    page = Path(__file__).parents[2] / "docs" / "run-folder.md"
+    first_cells = re.findall(r"^\| (`.+?`) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    listed = [name.split("/")[0] for cell in first_cells for name in re.findall("`(.+?)`", cell)]
+    names = (entry.name for entry in Path(run_dir).iterdir())
+    return {name for name in names if not any(fnmatch(name, pattern) for pattern in listed)}
 
 
 def save_model(path, d_model, n_layers, seed, rows=264, eos=258, softcap=None):

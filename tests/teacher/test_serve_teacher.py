@@ -1148,7 +1148,7 @@ def test_a_completions_server_is_tried_before_the_run(service: ScoringService) -
         told = check_remote_prompts(asked, remote_info(asked), Words(), prompts, V)
         assert told is not None and "could not be checked" in told
         fake.spelling = "text"
-        with pytest.raises(UserError, match="does not tell the log-probs(.|\n)*return_tokens_as_t"):
+        with pytest.raises(UserError, match="not return the log-probs(.|\n)*return_tokens_as_t"):
             remote_info(asked)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from flax.traverse_util import flatten_dict
+from runs import unlisted_files
 from telemetry_doubles import SAMPLE
 
 from jaxrl import Config
@@ -230,6 +231,14 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
     return module
 
 
+def test_a_wandb_run_without_a_network_says_where_its_files_are(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    messages: list[str] = []
+    open_for(tmp_path, messages, wandb="project").close(timeout=20)
+    assert messages == [f"wandb: offline, in {tmp_path / 'wandb'}"]
+
+
 def test_wandb_gets_the_rows_in_order_and_its_run_again(tmp_path: Path, wandb: FakeWandb) -> None:
     for resumed_at in (None, 1):
         opened = open_for(tmp_path, [], resumed_at, wandb="project")
@@ -246,6 +255,7 @@ def test_wandb_gets_the_rows_in_order_and_its_run_again(tmp_path: Path, wandb: F
     assert first["settings"].console == "off"
     open_for(tmp_path, [], wandb="project").close(timeout=20)
     assert wandb.started[2]["id"] != first["id"]
+    assert not unlisted_files(tmp_path)
 
 
 def test_wandb_reports_where_the_run_is_and_never_asks_for_a_key(
@@ -254,7 +264,7 @@ def test_wandb_reports_where_the_run_is_and_never_asks_for_a_key(
     for mode, key, expected in (
         ("online", True, "wandb: there"),
         ("online", False, "wandb login"),
-        ("offline", True, f"wandb: offline, {tmp_path / 'wandb'}"),
+        ("offline", True, f"wandb: offline, in {tmp_path / 'wandb'}"),
     ):
         module = FakeWandb(mode, key)
         monkeypatch.setitem(sys.modules, "wandb", module)

@@ -19,5 +19,5 @@ def seed_of(row: Columns, column: str) -> int:
         digest = hashlib.sha256(str(row["prompt"]).encode()).digest()
         return int.from_bytes(digest[:8], "little") % 2**31
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Unavailable(f"the row's {column}={value!r} must be a whole number, 0 or more")
+        raise Unavailable(f"the row's {column}={value!r} must be an integer, 0 or more")
     return value

@@ -180,7 +180,7 @@ def _gone(server: Server, error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):  # of the library's tasks
         error = error.exceptions[0]
     reason = str(error) or f"no answer within {LIST_S:g} s"
-    hint = "" if isinstance(server, str) else "; what it printed is above"
+    hint = "" if isinstance(server, str) else "; its output is above"
     if isinstance(error, FileNotFoundError):
         hint = "; is the command on PATH?"
     return f"{_shown(server)} is not available: {type(error).__name__}: {reason}{hint}"

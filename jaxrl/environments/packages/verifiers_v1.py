@@ -209,8 +209,8 @@ class _Play:
         messages = self.request["messages"]
         if messages[: len(before)] != before or len(messages) <= known:
             raise Unavailable(
-                "the environment began another conversation: it must have one agent, and leave what"
-                " was said as it is"
+                "the environment began another conversation: it must have one agent, and must not"
+                " change earlier messages"
             )
         new = messages[known:]
         return [{"role": m["role"], "content": _text(m.get("content"))} for m in new]

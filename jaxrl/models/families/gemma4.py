@@ -96,7 +96,7 @@ def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         return kinds
     if raw.get("enable_moe_block"):
         raise UserError(
-            f"num_kv_shared_layers={shared} is not supported beside enable_moe_block=true"
+            f"num_kv_shared_layers={shared} is not supported together with enable_moe_block=true"
         )
     n = len(kinds) - size(raw, "num_kv_shared_layers")
     if n < 1 or set(kinds[n:]) - set(kinds[:n]):
@@ -180,7 +180,7 @@ def from_gguf(config: DecoderLike, file: GgufFacts) -> JsonObject:
         for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
             if given(file.stated(key), dim) != dim:
                 raise UserError(
-                    f"{key}={file.stated(key)} is not supported beside"
+                    f"{key}={file.stated(key)} is not supported with"
                     f" attention.key_length{end}={dim}: they must be the same"
                 )
     kind = given(file.stated("rope.scaling.type"), "none")

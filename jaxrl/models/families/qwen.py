@@ -22,7 +22,7 @@ def read(raw: Raw) -> JsonObject:
         window = size(raw, "sliding_window")
     first = given(raw.get("max_window_layers"), FULL_LAYERS)
     if type(first) is not int or first < 0:
-        raise UserError(f"max_window_layers={first!r} must be a whole number of at least 0")
+        raise UserError(f"max_window_layers={first!r} must be an integer of at least 0")
     return {"kinds": read_windows(raw, window, lambda i: i >= first)}
 
 

@@ -26,8 +26,8 @@ DEFAULTS: JsonObject = {
 def prepare(raw: Raw) -> Raw:
     if raw.get("mlp_only_layers"):
         raise UserError(
-            f"mlp_only_layers={raw['mlp_only_layers']!r}: layers without experts are not supported"
-            " beside layers with experts; supported: []"
+            f"mlp_only_layers={raw['mlp_only_layers']!r}: models that mix layers with and without"
+            f" experts are not supported; supported: []"
         )
     count = stated_once(raw, "num_experts", "num_local_experts")
     raw = filled({**raw, "num_experts": count}, DEFAULTS)

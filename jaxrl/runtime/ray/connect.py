@@ -81,7 +81,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
     note = None
     if kind == "CPU":
         note = f"no accelerator: emulating {counted(placement.n_devices, 'CPU device')}"
-    why = "a cluster of its own on this host"
+    why = "a new cluster on this host"
     if address is not None:
         why = f"ray.address={address}" if config.address else f"RAY_ADDRESS={address}"
     return Visible(devices_of(placement, slots, kind), note, "ray", why)
@@ -215,14 +215,14 @@ def _environment(address: str | None) -> dict[str, str]:
     if address is not None:
         if _imported_for == "own":
             raise UserError(
-                "ray was imported in this process for a cluster of its own, and reads only once how"
-                f" to show a token: join {address} from another process"
+                "this process has started its own Ray cluster, and Ray reads its authentication"
+                " mode only once: join {address} from another process"
             )
         return {MODE: "token"} if _imported_for == "joined" and _user_has_token() else {}
     if _imported_for != "own":
         raise UserError(
-            "ray was imported in this process before its own cluster was started, and reads only"
-            " once how to show a token: import it later, start another process, or set"
+            "ray was imported in this process before the run's cluster was started, and reads its"
+            " authentication mode only once: import it later, start another process, or set"
             " RAY_AUTH_MODE=token (or =disabled: then any user of this host can use the cluster)"
         )
     _own_token = _own_token or secrets.token_hex(32)
@@ -249,7 +249,7 @@ def _reach(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
-            f"{address!r} is no address of a Ray cluster: write HOST:PORT of its head, as in"
+            f"{address!r} is not the address of a Ray cluster: write HOST:PORT of its head, as in"
             " 10.0.0.1:6379, or auto for the cluster of this host (ray.address, or else"
             " RAY_ADDRESS)"
         )

@@ -291,8 +291,8 @@ class Starts:
         lines = [line.rstrip() for line in lines if line.strip()][-LOG_LINES:]
         shown = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
         return (
-            f"its process (pid {ended[0]}) ended before Ray knew it; the last lines of Ray's logs"
-            f" in {self._logs}:\n{shown}"
+            f"its process (pid {ended[0]}) ended before it registered with Ray; the last lines"
+            f" of Ray's logs in {self._logs}:\n{shown}"
         )
 
 

@@ -199,8 +199,8 @@ class RayWorkerGroup:
         while not self._reserved.wait(POLL_S):
             if time.monotonic() >= end:
                 raise UserError(
-                    f"the cluster did not give the workers their places within {BUNDLE_S:g} s;"
-                    " someone else may have taken them\n"
+                    f"the cluster did not start the workers within {BUNDLE_S:g} s;"
+                    " other jobs may use its resources\n"
                     f"{needs_table(self._placement, self._kind)}\n{hosts_table(find_hosts())}"
                 )
 
@@ -350,7 +350,7 @@ class RayWorkerGroup:
             raise NeverRan(
                 f"{late}: its process has never answered. The file raylet.err in the folder"
                 " session_latest/logs of Ray (in /tmp/ray unless it was started with another) on"
-                f" {pool.process_slots[rank].host.name} may tell why"
+                f" {pool.process_slots[rank].host.name} may have the reason"
             )
         return [values[ref] for _, _, ref in asked]
 
