@@ -29,8 +29,9 @@ from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
 from jaxrl.plan.advice import with_choices
 from jaxrl.plan.plan_inputs import Account, PlanInputs
+from jaxrl.roles.rollout import training_sampling
 from jaxrl.sampling import decode
-from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
+from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import Axes, row_shards
 from jaxrl.sharding.mesh import bytes_limit
 from jaxrl.sharding.placement import place
@@ -245,7 +246,7 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         )
         columns[:, decode.LIMIT] = columns[:, decode.COUNT] + steps + 1  # so that all steps run
         columns[:, decode.PROMPT] = np.arange(slots)
-        sampling = sampling_arrays(SamplingParams(steps), 0, 0)
+        sampling = sampling_arrays(training_sampling(run.config, steps), 0, 0)
         return [
             *(filled(params, below), zeros(cache), put(columns, table.sharding)),
             put(np.int32(slots + 1), number.sharding),

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from described import (
     arguments,
     bytes_in_use,
     describe,
+    filled,
     measure,
     peak_bytes,
     timed,
@@ -40,9 +41,11 @@ from jaxrl.aot.abstract import Program
 from jaxrl.aot.costs import Links, launch_seconds, part_seconds, stage_costs
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
+from jaxrl.models import split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
+from jaxrl.sampling.decode import GRAPHED, launch_with
 from jaxrl.sharding.device_peaks import (
     PUBLISHED,
     Ceilings,
@@ -52,7 +55,7 @@ from jaxrl.sharding.device_peaks import (
     read_bandwidth,
 )
 from jaxrl.sharding.ledger import HOST
-from jaxrl.sharding.reshard import nbytes, reshard
+from jaxrl.sharding.reshard import checksums, nbytes, reshard
 from jaxrl.sharding.targets import GPUS
 
 GB, TERA = 1e9, 1e12
@@ -194,9 +197,9 @@ def decode(bench: Bench) -> Rows:
         yield bench.row("decode", name, partial(_prefill, bench, context))
 
 
-def _sampling(bench: Bench, batch: int, context: int) -> DescribedRun:
+def _sampling(bench: Bench, batch: int, context: int, **more: Any) -> DescribedRun:
     new = bench.size.launch
-    sections = {"max_prompt_tokens": context - new, "max_new_tokens": new}
+    sections = {"max_prompt_tokens": context - new, "max_new_tokens": new, **more}
     slots = {"slots": batch}
     return describe(bench.size, bench.devices, batch_size=batch, rollout=slots, **sections)
 
@@ -207,9 +210,33 @@ def _reads(run: DescribedRun, role: str) -> tuple[int, int]:
     return jnp.dtype(run.config.roles[role].dtype).itemsize, axes.data * axes.fsdp
 
 
-def _decode(bench: Bench, batch: int, context: int) -> Row:
-    run = _sampling(bench, batch, context)
+def _decode(
+    bench: Bench,
+    batch: int,
+    context: int,
+    options: Mapping[str, str | int] | None = None,
+    blocks: int = split_k.BLOCKS,
+    **more: Any,
+) -> Row:
+    """Measures launches.
+
+    Args:
+        options: compiler options; None: those of a run.
+        blocks: that share the keys of all slots in the split-K kernel.
+        more: keys of the config.
+    """
+    run = _sampling(bench, batch, context, **more)
     program = run.program("rollout", "decode")
+    if options is not None:
+        program = replace(program, jitted=launch_with(tuple(options.items())))
+    if blocks != split_k.BLOCKS:
+        before, split_k.BLOCKS = split_k.BLOCKS, blocks
+        jax.clear_caches()  # which know nothing of it
+        try:
+            return _decode(bench, batch, context, options, blocks, **more)
+        finally:
+            split_k.BLOCKS = before
+            jax.clear_caches()
     steps = program.kwargs["n_tokens"]
     model, axes = run.inputs.student, run.axes["rollout"]
     work = decode_work(model, context, batch * steps, steps, *_reads(run, "rollout"))
@@ -335,6 +362,28 @@ def _loss(bench: Bench, name: str) -> Row:
     }
 
 
+def variants(bench: Bench) -> Rows:
+    """Decode steps and an update with one choice changed that only a device can judge; on a CPU,
+    where some change nothing, the first of each kind."""
+    size, first = bench.size, bench.devices[0].platform == "cpu" or None
+    batch, context = max(size.batches), max(size.contexts)
+    step = partial(_decode, bench, batch, context)
+    for blocks in (split_k.BLOCKS, split_k.BLOCKS // 2, 2 * split_k.BLOCKS)[:first]:
+        name = f"decode, {blocks} blocks of split-K"
+        yield bench.row("variants", name, partial(step, blocks=blocks))
+    sampling = {"top_p": 0.95}
+    yield bench.row("variants", "decode, top_p=0.95", partial(step, sampling=sampling))
+    for more in ("", ",WHILE,CONDITIONAL")[: first and 0]:
+        options = {"xla_gpu_enable_command_buffer": GRAPHED + more}
+        find = partial(step, options=options, sampling=sampling)
+        name = f"decode, top_p=0.95, graphs {'with' if more else 'without'} loops"
+        yield bench.row("variants", name, find)
+    for tokens in (512, 2048)[:first]:
+        sections = {"distill": {"chunk_tokens": tokens}}
+        find = partial(_trained, bench, "actor", "update", sections)
+        yield bench.row("variants", f"update, chunk_tokens={tokens}", find)
+
+
 # Moves.
 
 
@@ -357,6 +406,7 @@ def moves(bench: Bench) -> Rows:
         find = partial(_overlap, bench, x, away, way)
         yield bench.row("moves", f"offload, {way}, beside products", find)
     yield bench.row("moves", f"weights of {bench.size.student}, converted", partial(_sync, bench))
+    yield bench.row("moves", f"weights of {bench.size.student}, checked", partial(_checked, bench))
     if len(bench.devices) > 1:
         name = f"weights of {bench.size.student}, converted and sent"
         yield bench.row("moves", name, partial(_sync, bench, sent=True))
@@ -413,6 +463,16 @@ def _sync(bench: Bench, sent: bool = False) -> Row:
         return reshard(compiled(*given), shardings)
 
     size, took = nbytes(send()), statistics.median(timed(send, bench.size.seconds))
+    return {"value": size / took / GB, "unit": "GB/s", "seconds": took}
+
+
+def _checked(bench: Bench) -> Row:
+    """The checksums of the rollout's weights, which each weight sync between processes takes."""
+    run = describe(bench.size, bench.devices)
+    dtype = run.config.rollout.compute_dtype
+    params = run.programs.params("rollout", run.inputs.student, dtype)
+    arrays = jax.tree.leaves(filled(params, below=2))
+    size, took = nbytes(arrays), statistics.median(timed(lambda: checksums(arrays), 0.0))
     return {"value": size / took / GB, "unit": "GB/s", "seconds": took}
 
 
@@ -597,6 +657,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "update": update,
     "divergence": divergence,
     "moves": moves,
+    "variants": variants,
     "step": step,
     "torch": torch,
 }

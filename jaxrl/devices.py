@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import psutil
@@ -39,6 +41,8 @@ FREE_SHARE = 0.05
 COMMAND_WIDTH, RUN_WIDTH = 60, 160
 """Characters of a command that are shown beside a device, and of a process of jaxrl."""
 GB, MIB = 1e9, 1 << 20
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+"""What computes on devices; those that are installed are listed."""
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "a run from here sees these GPUs only, numbered from 0",
     "JAX_PLATFORMS": "a run from here uses the devices of these platforms only",
@@ -157,6 +161,22 @@ def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(lines)
 
 
+def versions() -> str:
+    """Returns a line: the versions of jax, jaxlib, the packages that drive accelerators, and the
+    driver of NVIDIA GPUs."""
+    found = []
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    if shutil.which("nvidia-smi") is not None:
+        from jaxrl.runtime.cluster import nvidia_smi
+
+        with suppress(OSError, subprocess.SubprocessError):  # which `local_devices` reports
+            drivers = {row[0] for row in nvidia_smi("--query-gpu=driver_version", SMI_S)}
+            found += [f"NVIDIA driver {driver}" for driver in sorted(drivers)]
+    return ", ".join(found)
+
+
 def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
     """Shows the devices of this host, who uses them, and which are free."""
     from jaxrl.sharding.mesh import host_available
@@ -164,6 +184,7 @@ def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
     free_memory = f"{host_available() / GB:.1f} GB of memory free"
     page: list[Table | str] = [
         f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
+        versions(),
         *settings(os.environ.items()),
     ]
     if not devices:

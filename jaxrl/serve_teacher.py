@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         install = f"a server needs the package {error.name}: pip install 'jaxrl[serve]'"
         raise UserError(install) from error
     from jaxrl.checkpoint.model_source import resolve_model
+    from jaxrl.models.kernels import try_kernels
     from jaxrl.process.compile_cache import enable_compile_cache
     from jaxrl.run.check_inputs import tokenizer_of
     from jaxrl.sharding.axes import Axes
@@ -123,6 +124,9 @@ def main(argv: Sequence[str]) -> int:
         turns, services = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices"), {}
         stack.callback(turns.shutdown, wait=False, cancel_futures=True)
         for name, source in sources.items():
+            uses = [(dim, options.dtype, False) for dim in source.config.head_dims]
+            for note in try_kernels(mesh.devices.flat, uses):
+                _log(note)
             services[name] = ScoringService(
                 source,
                 tokenizer_of(source),

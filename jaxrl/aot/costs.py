@@ -35,6 +35,8 @@ LAUNCH_S = 1.5e-6
 """Seconds from one kernel of a CUDA graph to the next."""
 KERNELS = 15
 """Kernels of a layer in a decode step."""
+ADAPTER_KERNELS = 26
+"""Further ones of adapters that are applied beside the weights, as compiled for a T4."""
 LATENCY_S = 10e-6
 """Seconds that a collective takes beside its bytes."""
 GATHER, SCATTER = "all-gather", "reduce-scatter"
@@ -128,7 +130,7 @@ def stage_costs(
         replicas = sent.get(REPLICAS, 0.0)
         waited = (sum(sent.values()) - hidden - replicas) / link + replicas / across
         found[role, method] = max(computed, seen.scale * hidden / link) + seen.scale * waited
-    found["rollout", "generate"] += launch_seconds(m.student, m.axes["rollout"], steps)
+    found["rollout", "generate"] += launch_seconds(m.sampled("rollout"), m.axes["rollout"], steps)
     found["rollout", "generate"] *= sampled_share(config)
     for sender, receiver in m.sent:
         stored = m.store_seconds(sender, receiver)
@@ -157,9 +159,11 @@ def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
 def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     """Returns the seconds that so many decode steps spend between kernels, and in the latency of
     `tensor`'s collectives."""
-    layers = model.n_layers
+    layers, kernels = model.n_layers, KERNELS
+    if model.lora is not None:
+        kernels += ADAPTER_KERNELS
     latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
-    return steps * (layers * KERNELS * LAUNCH_S + latency)
+    return steps * (layers * kernels * LAUNCH_S + latency)
 
 
 def _weight_sync(m: Setting, role: str, links: Links, host_size: int) -> float:

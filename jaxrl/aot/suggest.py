@@ -185,6 +185,8 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
     yield [set_key(config, "actor.micro_batch_tokens", n) for n in tokens]
     rows = config.batch_size * config.group_size
     yield [set_key(config, "rollout.slots", -(-rows // n)) for n in (1, 2, 3, 4, 8)]
+    if config.trains_adapters and config.quantised is None:
+        yield [set_key(config, "rollout.merge", merged) for merged in (True, False)]
     for role in [role for role in ("teacher", "reference") if role in roles]:
         yield [set_key(config, f"{role}.num_microbatches", n) for n in (1, 2, 4, 8, 16, 32)]
 

@@ -88,9 +88,10 @@ class RunConfig(Section):
     seed: Count = 0
     """Seed of the data's order, of every sample and of every other random choice."""
     deterministic: Flag = False
-    """Use only kernels whose result does not depend on timing: two runs of the same command on a
-    GPU then agree bit for bit, but are slower; on a CPU they always agree. Sets
-    `--xla_gpu_exclude_nondeterministic_ops=true` in XLA_FLAGS."""
+    """Use only kernels whose result does not depend on timing, and keep those that XLA chose by
+    timing them in the run directory: a resumed run on a GPU then agrees bit for bit with one that
+    was not interrupted, but is slower; on a CPU it always agrees. Sets
+    `--xla_gpu_exclude_nondeterministic_ops=true` and the files of autotuning in XLA_FLAGS."""
     mesh: Annotated[str, BeforeValidator(_mesh_text)] = "actor+rollout=1"
     """Devices of each role, as in `actor=2,rollout=2,teacher=4`; roles joined by `+` share devices.
     A role that the run needs and the mesh does not name joins the actor's pool. A mapping, such as

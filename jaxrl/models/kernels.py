@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxrl.models import cudnn, split_k
+from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.splash import LANES
 from jaxrl.sharding.mesh import DeviceFacts
 
@@ -34,6 +38,12 @@ HEAD_DIMS = {(8, 0): 128, (9, 0): 256}
 HEAD_DIM_MULTIPLE = 8
 STEP_HEAD_DIM = 16
 """The smallest head dim of a decode step's kernel on a GPU."""
+NAMES: dict[Kernel | StepKernel, str] = {
+    "cudnn": "cuDNN's kernel",
+    "splash": "the splash kernel",
+    "split-k": "the split-K kernel of a decode step",
+    "flash-decode": "the kernel of a decode step",
+}
 EVEN, TILE = 2, 64
 """Widths of arrays are multiples of these: on a CPU, and on accelerators."""
 
@@ -110,7 +120,7 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
         joined: rows share a prompt, and attend to its keys and to their own.
     """
     if target.platform == TPU:
-        return None
+        return _TRIED.get((target, "splash", head_dim, dtype))
     if target.platform not in GPU or target.capability is None:
         return f"there is no kernel for a {target.platform} (cuDNN is for NVIDIA's GPUs)"
     if dtype not in ("bfloat16", "float16"):
@@ -126,7 +136,7 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
         )
     if joined and not cudnn.JOINS:
         return "this version of jax hides the backward pass that prompts computed once need"
-    return None
+    return _TRIED.get((target, "cudnn", head_dim, dtype))
 
 
 def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
@@ -146,7 +156,7 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
     """
     if target.platform == TPU:
         if head_dim % LANES == 0:
-            return None
+            return _TRIED.get((target, "flash-decode", head_dim, dtype))
         return (
             "the kernel of a decode step would pad a TPU's cache to head dims that are multiples of"
             f" {LANES}, and the model has {head_dim}"
@@ -170,7 +180,93 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
         )
     if not split_k.exists():
         return "this version of jax has no kernel of a decode step"
-    return None
+    return _TRIED.get((target, "split-k", head_dim, dtype))
+
+
+Use = tuple[int, str, bool]
+"""Of a model in a role: a head dim, the dtype that it computes in, and whether it samples."""
+_TRIED: dict[tuple[Target, Kernel | StepKernel, int, str], str | None] = {}
+"""(device, kernel, head dim, dtype) that this process has tried -> why it is not used there; None
+where it works."""
+
+
+def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str]:
+    """Calls each kernel that a run would use once, as small as it can be, before large programs are
+    compiled with it: what cuDNN or pallas refuses of a new device or driver shows only there. From
+    then on this process computes without those that fail; on CPUs, and for devices that are not
+    this process's, nothing is tried.
+
+    The processes of a mesh call this together, with equal arguments: where a kernel fails in one of
+    them, none uses it.
+
+    Returns:
+        For each kernel that failed, what failed and what is slower for it.
+    """
+    real = [device for device in devices if isinstance(device, jax.Device)]
+    mine = [device for device in real if device.process_index == jax.process_index()]
+    if not mine:
+        return []
+    target = target_of(real)
+    trials: dict[tuple[Kernel | StepKernel, int, str], Callable[[], object]] = {}
+    for head_dim, dtype, samples in uses:
+        fused = kernel_of(target, head_dim, dtype)
+        step = step_kernel_of(target, head_dim, dtype) if samples else None
+        if fused is not None:
+            trials[fused, head_dim, dtype] = partial(_try_fused, fused, head_dim, dtype)
+        if step is not None:
+            trials[step, head_dim, dtype] = partial(_try_step, step, head_dim, dtype)
+    trials = {key: trial for key, trial in trials.items() if (target, *key) not in _TRIED}
+    with jax.default_device(mine[0]):
+        reasons = {key: _why_it_fails(trial) for key, trial in trials.items()}
+    if trials and len({device.process_index for device in real}) > 1:
+        failed = np.array([reason is not None for reason in reasons.values()])
+        failed = np.asarray(multihost_utils.process_allgather(failed)).any(0)
+        for key in (key for key, fails in zip(reasons, failed, strict=True) if fails):
+            reasons[key] = reasons[key] or "it failed in another process"
+    notes = []
+    for (kernel, head_dim, dtype), reason in reasons.items():
+        if reason is not None:
+            reason = (
+                f"{NAMES[kernel]} failed when it was tried on {mine[0].device_kind} (heads of"
+                f" {head_dim}, {dtype}): {reason}"
+            )
+            notes.append(f"{reason}; matrix products are used, which are slower")
+        _TRIED[target, kernel, head_dim, dtype] = reason
+    return notes
+
+
+def _why_it_fails(trial: Callable[[], object]) -> str | None:
+    """Returns the first line of what ends a trial; None where its results are numbers."""
+    try:
+        results = jax.block_until_ready(trial())
+    except Exception as error:  # of any library: XLA's, cuDNN's, Triton's, pallas's
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(results))
+    return None if finite else "its results are not finite"
+
+
+def _try_fused(kernel: Kernel, head_dim: int, dtype: str) -> object:
+    """Computes attention of two rows, of two that share a prompt too, and its gradients."""
+    q, k = (jnp.ones((2, TILE, heads, head_dim), dtype) for heads in (2, 1))
+    lengths, real = jnp.full(2, TILE, jnp.int32), jnp.ones((2, TILE), bool)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if kernel == "splash":
+            return splash.attend(q, k, v, real, real, causal=True).sum(dtype=jnp.float32)
+        out = cudnn.attend(q, k, v, lengths, causal=True)
+        if cudnn.JOINS:
+            out += cudnn.attend_joined(q, (k[:1], v[:1]), (k, v), lengths[:1], lengths)
+        return out.sum(dtype=jnp.float32)
+
+    return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, k)
+
+
+def _try_step(kernel: StepKernel, head_dim: int, dtype: str) -> object:
+    """Computes attention of a token of each of two slots."""
+    q, k = (jnp.ones((2, 1, n, head_dim), dtype) for n in (2, 2 * TILE))
+    attend = split_k.attend if kernel == "split-k" else flash_decode.attend
+    return jax.jit(attend)(q, k, k, jnp.full(2, TILE, jnp.int32))
 
 
 @contextlib.contextmanager

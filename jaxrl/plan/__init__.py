@@ -22,9 +22,11 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import (
     GPU,
+    TPU,
     UNKNOWN_GPU,
     default_dtype,
     target_of,
+    try_kernels,
     why_no_step_kernel,
     why_not_fused,
 )
@@ -287,6 +289,7 @@ def build(
         hosts=hosts,
         **(frozen or {}),
     )
+    try_kernels(seen.devices, inputs.kernel_uses(config, inputs.roles))  # the plan counts them
     run = config
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
     if config.rollout.slots != run.rollout.slots:
@@ -448,23 +451,24 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
 
 
 def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Yields the roles of an accelerator that compute in bfloat16 and have no kernel for their
-    attention."""
+    """Yields the roles of an accelerator that compute in a dtype of its kernels and have none for
+    their attention."""
     if inputs.on_cpu:
         return
+    dtypes = ("bfloat16", "float32") if inputs.target.platform == TPU else ("bfloat16",)
     why: dict[str, list[str]] = {}
-    for role in (r for r in inputs.roles if config.roles[r].dtype == "bfloat16"):
+    for role in (r for r in inputs.roles if config.roles[r].compute_dtype in dtypes):
         for dim in inputs.model(role).head_dims:
-            reason = why_not_fused(inputs.target, dim, "bfloat16")
-            if reason is not None:
-                why.setdefault(reason, []).append(role)
+            reason = why_not_fused(inputs.target, dim, config.roles[role].compute_dtype)
+            if reason is not None and role not in why.setdefault(reason, []):
+                why[reason].append(role)
     for reason, roles in why.items():
         yield (
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
-    dtype = config.rollout.dtype
-    if dtype == "bfloat16" and "rollout" in inputs.roles:
+    dtype = config.rollout.compute_dtype
+    if dtype in dtypes and "rollout" in inputs.roles:
         dims = inputs.model("rollout").head_dims
         reasons = [why_no_step_kernel(inputs.target, dim, dtype) for dim in dims]
         for reason in filter(None, reasons):

@@ -104,7 +104,7 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
 
 def _quickest_first(
     config: Config, inputs: PlanInputs
-) -> Iterator[tuple[str, str, Iterator[int | str | None]]]:
+) -> Iterator[tuple[str, str, Iterator[int | str | bool | None]]]:
     """Yields a role, a key, and the values of the key that are faster than its own, the fastest
     first."""
     setting = Setting(config, inputs, inputs.axes(config))
@@ -112,6 +112,8 @@ def _quickest_first(
         slots = config.rollout.slots or setting.sequences
         more = (setting.sequences, *fractions(setting.sequences))
         yield "rollout", "rollout.slots", (n for n in more if n > slots)
+        if config.trains_adapters and config.quantised is None and not config.rollout.merge:
+            yield "rollout", "rollout.merge", iter([True])
     if "actor" in inputs.roles:
         remat = config.actor.remat
         yield "actor", "actor.remat", iter(REMATS[: REMATS.index(remat)])

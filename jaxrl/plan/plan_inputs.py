@@ -11,7 +11,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import Target
+from jaxrl.models.kernels import Target, Use
 from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.placement import Placement, Pool
 
@@ -187,6 +187,15 @@ class PlanInputs:
     def model(self, role: str) -> DecoderConfig | EncoderConfig:
         own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
         return own.get(role) or self.student
+
+    def kernel_uses(self, config: Config, roles: Iterable[str]) -> list[Use]:
+        """Returns what these roles need of attention kernels (`kernels.try_kernels`)."""
+        return [
+            (dim, config.roles[role].compute_dtype, role in ("rollout", "teacher"))
+            for role in roles
+            for model in (self.teachers if role == "teacher" else (self.model(role),))
+            for dim in model.head_dims
+        ]
 
     def axes(self, config: Config) -> dict[str, Axes]:
         """Returns the mesh axes of each role of the run.

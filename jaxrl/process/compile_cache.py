@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache  # the cache has no public hook
+from jax._src import cache_key, compilation_cache  # the cache has no public hook
 
 from jaxrl.process.streams import to_stderr
 
@@ -41,6 +42,28 @@ def enable_compile_cache(path: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def leave_out_of_keys(flags: Sequence[str]) -> None:
+    """Makes the value of these flags of XLA, such as `--xla_x`, no part of a program's key in the
+    compile cache, in this process: files that differ from process to process.
+
+    With a key of its own, a process of a mesh of several would compile what the others find in the
+    cache, and wait for their share of the autotuning for ever.
+    """
+    if flags[0] in cache_key.xla_flags_to_exclude_from_cache_key:
+        return
+    cache_key.xla_flags_to_exclude_from_cache_key += flags  # of the environment
+    hash_options: Callable[..., None] = cache_key._hash_serialized_compile_options
+
+    @wraps(hash_options)
+    def hash_without(hash_obj: object, options: Any, *args: Any, **kwargs: Any) -> None:
+        options = copy.deepcopy(options)  # jax compiles with the other one
+        for flag in flags:
+            setattr(options.executable_build_options.debug_options, flag.lstrip("-"), "")
+        hash_options(hash_obj, options, *args, **kwargs)
+
+    setattr(cache_key, hash_options.__name__, hash_without)
 
 
 _KEPT: OrderedDict[str, tuple[object, int]] = OrderedDict()

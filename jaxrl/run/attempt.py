@@ -24,13 +24,19 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
+from jaxrl.models.kernels import GPU
 from jaxrl.models.packing import RowDevices
 from jaxrl.plan import Plan, make_plan, target_plan
 from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.text_tables import terminal_width
-from jaxrl.process.xla_flags import exclude_nondeterministic
+from jaxrl.process.xla_flags import (
+    TUNED_DIR,
+    exclude_nondeterministic,
+    keep_autotuning,
+    user_flag_notes,
+)
 from jaxrl.profile.splits import run_advice
 from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
@@ -52,6 +58,7 @@ from jaxrl.run.run_dir import (
     with_date,
 )
 from jaxrl.runtime.worker import OutOfMemory, RunLost
+from jaxrl.sharding.mesh import accelerators_here
 from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
@@ -78,6 +85,8 @@ def plan_run(config: Config, dry: bool = False, target: TargetMachine | None = N
     dated, roles = with_date(config), needed_roles(config)
     if target is None:
         plan = make_plan(dated, roles, devices_for(config))
+        if plan.inputs.target.platform in GPU:
+            notes = (*notes, *user_flag_notes())
     else:
         plan = target_plan(dated, roles, target)
     return replace(plan, notes=(*notes, *plan.notes))
@@ -112,9 +121,11 @@ def checks(
 def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:
     """Checks everything that can be checked before a weight is read, the cheapest first."""
     check_trackers(config.logging)
-    check_run_dir(config)
+    run_dir, kept = check_run_dir(config), None
     if config.deterministic:
         exclude_nondeterministic()
+        if accelerators_here():
+            kept = keep_autotuning(run_dir / TUNED_DIR, "driver")
     enable_compile_cache(config.compile_cache)
     config, _ = with_commits(config)
     job = make_job(with_date(config), given)
@@ -131,7 +142,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
             open_reward(job.config.reward.model)
         if any(source.with_weights().config != source.config for source in models):
             job, plan = make_job(plan.config, given), plan_run(plan.config)
-    return job, plan
+    return job, plan if kept is None else replace(plan, notes=(*plan.notes, kept))
 
 
 def run_config(

@@ -12,7 +12,9 @@ from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
 from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.buckets import bucket
+from jaxrl.models.kernels import try_kernels
 from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.streams import to_stderr
 from jaxrl.sampling.engine import NARROWEST, Engine, EngineStats
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
@@ -43,6 +45,9 @@ def load_for_sampling(name: str, devices: int, tensor: int, dtype: str) -> Model
     if devices > 1:
         axes = Axes(data=devices // tensor, tensor=tensor)
         mesh = role_mesh(visible.devices[:devices], axes)
+    uses = [(dim, dtype, True) for dim in source.config.head_dims]
+    for note in try_kernels(visible.devices[:devices], uses):
+        to_stderr(note)
     return Model(source, source.load(mesh, dtype, "unstacked"), mesh)
 
 

@@ -39,7 +39,7 @@ from jaxrl.data.stream import EvalSet
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.kernels import CPU, default_dtype, target_of
+from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.json_types import JsonObject
@@ -153,10 +153,13 @@ def prepare(
     config = config.with_dtypes(default_dtype(target_of(seen.devices)))
     role_mesh = role_meshes(seen.devices, placement, axes)["rollout"]
     model = source.config
+    dtype = config.rollout.compute_dtype
+    failed = try_kernels(role_mesh.devices.flat, [(dim, dtype, True) for dim in model.head_dims])
     notes = (
         f"{source.name}: {model.family}, {model.n_params:,} parameters, {config.rollout.dtype},"
         f" on {axes['rollout']}",
         *filter(None, [seen.note]),
+        *failed,
         *placement.notes,
         *check_inputs.token_notes(config, source, tokenizer),
         *check_inputs.held_out_notes(config, sets, judge),

@@ -28,6 +28,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.formats import hub
+from jaxrl.models.kernels import Use, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Layout, Params
@@ -35,6 +36,7 @@ from jaxrl.plan import Plan
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
+from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
@@ -132,16 +134,17 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     from jaxrl.runtime.ray.worker_group import RayWorkerGroup
 
     aligner = setup.aligner and cloudpickle.dumps(setup.aligner)
+    uses = {role: plan.inputs.kernel_uses(plan.config, [role]) for role in plan.runs}
     packed = replace(setup, tokenizer=cloudpickle.dumps(setup.tokenizer), aligner=aligner)
     worker_group = RayWorkerGroup(
         setup.config.ray,
         plan.placement,
-        partial(pool_makers, packed, dict(plan.axes)),
+        partial(pool_makers, packed, dict(plan.axes), uses),
         log,
         startup_s=setup.config.deadlines.startup,
         roles=plan.runs,
         lazy=setup.config.lazy,
-        environment=worker_environment(setup.config.deterministic)
+        environment=worker_environment(setup.config.deterministic, setup.run_dir)
         | worker_share()
         | hub.environment(),
         protocols=protocols(setup.config),
@@ -157,14 +160,21 @@ def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 def pool_makers(
     setup: Setup,
     axes: Mapping[str, Axes],
+    uses: Mapping[str, Sequence[Use]],
     placement: Placement,
     pool: int,
     devices: Sequence[jax.Device],
 ) -> dict[str, Callable[[], object]]:
     """Maps each role to the function that makes it, in a process that sees the devices of one pool
-    and no others."""
+    and no others.
+
+    Args:
+        uses: of each role's models (`kernels.try_kernels`).
+    """
     enable_compile_cache(setup.config.compile_cache)
     start, roles = placement.pools[pool].devices.start, placement.pools[pool].roles
+    for note in try_kernels(devices, [use for role in roles for use in uses.get(role, ())]):
+        to_stderr(note)
     meshes = {
         role: role_mesh([devices[i - start] for i in placement.roles[role].devices], axes[role])
         for role in roles

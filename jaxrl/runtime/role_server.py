@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ import jax
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
+from jaxrl.process.streams import to_stderr
+from jaxrl.process.xla_flags import TUNED_VARIABLE, keep_autotuning
 from jaxrl.runtime.local import LocalFuture, LocalWorker, Tracer, device_memory
 from jaxrl.runtime.serialization import Parcel, Store, pack
 from jaxrl.runtime.worker import (
@@ -38,6 +41,7 @@ from jaxrl.runtime.worker import (
     WorkerState,
     map_leaves,
 )
+from jaxrl.sharding.mesh import accelerators_here
 
 STACKS_S = 1.0
 """Time for a process to write its stacks after a signal."""
@@ -149,12 +153,16 @@ class WorkerServer:
     def __init__(self, name: str, rank: int, cwd: str, store: Store):
         """
         Args:
+            name: of the process, the same after a restart.
             cwd: the driver's working directory, to which relative paths refer.
             store: puts arrays where other processes can fetch them.
         """
         if os.path.isdir(cwd):
             os.chdir(cwd)
         take_share()
+        tuned = os.environ.get(TUNED_VARIABLE)
+        if tuned and accelerators_here() and (lost := keep_autotuning(Path(tuned), name)):
+            to_stderr(lost)
         self.rank, self._store = rank, store
         self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)

@@ -393,7 +393,7 @@ GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECT
 def launch_on(mesh: Mesh | None) -> Wrapped:
     """Returns `launch` with `launch_options` of the devices of a mesh."""
     options = launch_options(target_on(mesh), {} if mesh is None else mesh.shape)
-    return _launch_with(tuple(options.items())) if options else launch
+    return launch_with(tuple(options.items())) if options else launch
 
 
 def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | int]:
@@ -414,7 +414,7 @@ def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | i
 
 
 @lru_cache
-def _launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
+def launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
     """Returns one function for the same options: programs are compiled once a function."""
     return jax.jit(
         inspect.unwrap(launch),

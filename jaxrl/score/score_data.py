@@ -34,7 +34,7 @@ from jaxrl.data.batch import data_rollout
 from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.losses.layout import inverse, softcaps_of
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.models.kernels import CPU, default_dtype, target_of
+from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
@@ -205,8 +205,10 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     own = config.teacher.compute_dtype
     stored = dtype or own if config.distill.signal == "hidden" else "float32"
     scoring = Scoring(config, make_job(config), source, mesh, axes["teacher"], folder, stored)
+    uses = [(dim, own, config.distill.seq_kd) for dim in source.config.head_dims]
+    failed = try_kernels(mesh.devices.flat, uses)
     about = f"{source.name}: {source.config.n_params:,} parameters, {own}, on {axes['teacher']}"
-    return scoring, [*on_hub, about, *filter(None, [seen.note])]
+    return scoring, [*on_hub, about, *filter(None, [seen.note]), *failed]
 
 
 def storage_error(

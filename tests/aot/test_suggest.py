@@ -19,6 +19,7 @@ from jaxrl.aot.costs import LINKS, Links, Traffic, _exchanged, counted_bytes, st
 from jaxrl.aot.hlo import Collective, Compiled
 from jaxrl.aot.machine import Machine
 from jaxrl.aot.suggest import Candidate, Search, _axes, _with_axes, candidate_lines
+from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
@@ -63,7 +64,8 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
     placement = place(mesh, ROLES)
     limits = (limit,) * len(placement.pools)
     target = target_of(machine(1).devices)
-    return config, PlanInputs(placement, ROLES, STUDENT, TEACHER, limits, target)
+    student = replace(STUDENT, lora=lora_of(config))
+    return config, PlanInputs(placement, ROLES, student, TEACHER, limits, target)
 
 
 def search(mesh: str, limit: int = LIMIT, hosts: int = 1, compiled=None, **keys) -> Search:
@@ -242,6 +244,19 @@ def test_the_best_fits_is_faster_and_says_what_to_change():
     assert again.step == found[0].step
     lines = candidate_lines(tried.now, found)
     assert "assumed" in lines[1] and "mesh=" in "".join(lines)
+
+
+def test_adapters_are_merged_where_the_search_finds_room():
+    """Kernels beside the weights make each decode step longer."""
+    lora = {"student": {"model": "student", "lora": {"rank": 16}}}
+    mesh = "actor=1,rollout=1,teacher=2"
+    (beside, merged) = (
+        costs(mesh, **lora, rollout={"slots": 96, "merge": merge})["rollout", "generate"]
+        for merge in (False, True)
+    )
+    plain = costs(mesh)["rollout", "generate"]
+    assert merged == pytest.approx(plain) and beside > 1.1 * plain
+    assert "rollout.merge=true" in search(mesh, **lora).best()[0].words
 
 
 def test_the_run_as_configured_is_judged_with_the_axes_of_its_plan():

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ case "$1" in
 --query-compute-apps=pid,gpu_uuid,used_memory)
     echo "{pid}, GPU-00aa, 61440"
     echo "1, GPU-22aa, [N/A]";;
+--query-gpu=driver_version) echo 570.86.15; echo 570.86.15;;
 *) exit 9;;
 esac
 """
@@ -122,6 +124,8 @@ def test_the_command_tells_devices_processes_and_what_is_free(
     assert cli.run(devices.main, []) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"host {HERE}: ")
+    assert lines[1].startswith(f"jax {version('jax')}, jaxlib {version('jaxlib')}")
+    assert lines[1].endswith(", NVIDIA driver 570.86.15")
     assert any(line.startswith("CUDA_VISIBLE_DEVICES=0,1: ") for line in lines)
     (owned,) = [line for line in lines if "NVIDIA" in line and "gpu:0" in line]
     assert "64.4 of 150.8 GB" in owned and f"pid {os.getpid()}: " in owned

@@ -1,5 +1,8 @@
 """Which kernel computes attention is decided by one function, of the device that runs it."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
-from jaxrl.models import cudnn, split_k
+from jaxrl.models import cudnn, kernels, split_k
 from jaxrl.models.attention import kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward
@@ -23,6 +26,7 @@ from jaxrl.models.kernels import (
     kernel_of,
     step_kernel_of,
     target_of,
+    try_kernels,
     why_no_step_kernel,
     why_not_fused,
 )
@@ -34,6 +38,7 @@ from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
 from jaxrl.types import Completion, Prompt
 
+H100 = Target("gpu", (9, 0))
 HEAD_DIMS = (64, 80, 96, 100, 128, 160, 256)
 HAS = {"7.5": (), "8.0": (64, 80, 96, 128), "9.0": (64, 80, 96, 128, 160, 256)}
 """Compute capability -> the head dims that cuDNN has."""
@@ -195,6 +200,128 @@ def test_odd_limits_make_widths_that_every_kernel_takes(platform, multiple, most
     assert new % multiple == 0 and (packed[0].tokens.shape[1] - new) % multiple == 0
     rows = [s.tokens[s.mask].tolist() for s in packed]
     assert rows[0] == rows[1] == [3, 4, 5, 6, 7, 8, 9, 1]
+
+
+@pytest.fixture
+def pretending(monkeypatch):
+    """The devices here take themselves for H100s; nothing is tried yet."""
+    monkeypatch.setattr(kernels, "_TRIED", {})
+    monkeypatch.setattr(kernels, "_target", lambda device: H100)
+
+
+def working(monkeypatch, *, step: bool = True) -> list[str]:
+    """Lets cuDNN's functions, and the kernel of a decode step, compute here; returns the calls."""
+    calls: list[str] = []
+
+    def fused(q, k, v, *more, **kwargs):
+        calls.append("fused")
+        return q * k.mean() * v.mean()
+
+    def joined(q, shared, own, *more):
+        calls.append("joined")
+        return q * shared[0].mean() * own[1].mean()
+
+    monkeypatch.setattr(cudnn, "attend", fused)
+    monkeypatch.setattr(cudnn, "attend_joined", joined)
+    if step:
+        monkeypatch.setattr(split_k, "attend", partial(split_k.attend, interpret=True))
+    return calls
+
+
+def test_a_kernel_that_works_is_used_and_tried_once(pretending, monkeypatch):
+    calls = working(monkeypatch)
+    for _ in range(2):
+        assert try_kernels(jax.devices(), [(64, "bfloat16", True), (64, "bfloat16", False)]) == []
+    assert calls == ["fused", "joined"]
+    assert kernel_of(H100, 64, "bfloat16", joined=True) == "cudnn"
+    assert step_kernel_of(H100, 64, "bfloat16") == "split-k"
+
+
+@pytest.mark.parametrize("broken", ["attend", "attend_joined", "nan", "step"])
+def test_a_kernel_that_fails_is_used_no_more_and_a_note_says_why(broken, pretending, monkeypatch):
+    working(monkeypatch)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("No valid engine configs for this graph\nsecond line")
+
+    if broken == "nan":
+        monkeypatch.setattr(cudnn, "attend", lambda q, *_, **more: q * jnp.nan)
+    elif broken == "step":
+        monkeypatch.setattr(split_k, "attend", fail)
+    else:
+        monkeypatch.setattr(cudnn, broken, fail)
+    (note,) = try_kernels(jax.devices(), [(64, "bfloat16", True), (64, "float32", True)])
+    name = "the split-K kernel of a decode step" if broken == "step" else "cuDNN's kernel"
+    why = "results are not finite" if broken == "nan" else "No valid engine configs for this graph;"
+    assert note.startswith(f"{name} failed when it was tried on cpu (heads of 64, bfloat16): ")
+    assert why in note and note.endswith("matrix products are used, which are slower")
+    assert "second line" not in note
+    assert fuses(H100, 64, "bfloat16") == fuses(H100, 64, "bfloat16", joined=True)
+    assert fuses(H100, 64, "bfloat16") == (broken == "step")
+    assert step_kernel_of(H100, 64, "bfloat16") == (None if broken == "step" else "split-k")
+    # Other widths and devices have theirs.
+    assert fuses(H100, 128, "bfloat16") and fuses(UNKNOWN_GPU, 64, "bfloat16")
+    assert try_kernels(jax.devices(), [(64, "bfloat16", True)]) == []  # said once
+
+
+def test_a_run_whose_kernels_fail_computes_the_products(pretending):
+    """Really: a CPU has neither of them. Its plan counts the scores, as one for a CPU does."""
+    config = replace(CONFIG, head_dim=16)
+    params = init_params(config, jax.random.key(0))
+    tokens = np.arange(64, dtype=np.int32)[None]
+    mask = np.ones_like(tokens, bool)
+
+    def logits() -> Any:
+        return jax.jit(partial(forward, config, dtype=jnp.bfloat16))(params, tokens, mask)
+
+    notes = try_kernels(jax.devices(), [(16, "bfloat16", True)])
+    assert [note.partition(" failed")[0] for note in notes] == [
+        "cuDNN's kernel",
+        "the split-K kernel of a decode step",
+    ]
+    found = logits()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_target", lambda device: CPU)
+        np.testing.assert_array_equal(found, logits())
+
+
+def test_the_plan_of_this_host_counts_the_kernels_that_work_here(monkeypatch):
+    """The same words whether a kernel is missing or failed."""
+    monkeypatch.setattr(kernels, "_TRIED", {})
+    before = planned("9.0")
+    for kernel in ("cudnn", "split-k"):
+        kernels._TRIED[H100, kernel, 64, "bfloat16"] = f"{kernel} failed"
+    plan = planned("9.0")
+    assert "attention of actor, rollout: cudnn failed; matrix products are used" in " ".join(
+        plan.notes
+    )
+    assert "sampling: split-k failed; each decode step reads the cache" in " ".join(plan.notes)
+    updates = [each.accounts["actor"].phases()["update"] for each in (before, plan)]
+    assert updates[0] < updates[1]
+
+
+def test_where_a_kernel_fails_in_one_process_none_uses_it(pretending, monkeypatch):
+    working(monkeypatch)
+    here, there = (SimpleNamespace(process_index=i, device_kind="H100") for i in (0, 1))
+    monkeypatch.setattr(kernels.jax, "Device", SimpleNamespace)
+    monkeypatch.setattr(kernels.jax, "default_device", lambda device: nullcontext())
+    asked = []
+
+    def gather(failed):
+        asked.append(failed.tolist())
+        return np.stack([failed, np.array([True, False])])
+
+    monkeypatch.setattr(kernels.multihost_utils, "process_allgather", gather)
+    (note,) = try_kernels([here, there], [(64, "bfloat16", True)])
+    assert asked == [[False, False]] and "failed in another process" in note
+    assert not fuses(H100, 64, "bfloat16") and step_kernel_of(H100, 64, "bfloat16") == "split-k"
+
+
+def test_on_a_cpu_and_for_devices_elsewhere_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(kernels, "_TRIED", {})
+    assert try_kernels(jax.devices(), [(64, "bfloat16", True)]) == []
+    assert try_kernels([gpu("9.0")], [(64, "bfloat16", True)]) == []
+    assert kernels._TRIED == {}
 
 
 CONFIG = DecoderConfig("qwen2", 64, 32, 2, 4, 2, 8, 64)

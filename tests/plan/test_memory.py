@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import UserError
@@ -154,7 +155,8 @@ def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **chan
     if here:
         seen = ensure_devices(placement.n_devices)
         placement = check_visible(placement, len(seen.devices))
-    return build(config, ROLES, placement, QWEN_1_5B, QWEN_7B, seen, limit_gb)
+    student = replace(QWEN_1_5B, lora=lora_of(config))
+    return build(config, ROLES, placement, student, QWEN_7B, seen, limit_gb)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +325,22 @@ KEYS_TO_RUN_FASTER = {
     "teacher.num_microbatches": [8, 4, 2, 1],
 }
 """Key -> values, the slowest first."""
+
+
+def test_adapters_beside_the_weights_are_advised_to_be_merged_where_a_copy_fits() -> None:
+    mesh, line = "actor+rollout=2,teacher=2", "faster: rollout.merge=true (now false) fits: "
+    lora: dict[str, Any] = {"student__lora__rank": 16}
+    beside = plan(mesh, limit_gb=80, **lora)
+    (advice,) = [each for each in beside.verdict if each.startswith(line)]
+    merged = plan(mesh, limit_gb=80, **lora, rollout__merge=True)
+    assert advice.endswith(f"takes {merged.pools[0].bytes / 1e9:.1f} of 80.0 GB")
+    for others in (
+        plan(mesh, limit_gb=80),
+        merged,
+        plan(mesh, limit_gb=beside.pools[0].bytes / 1e9 + 0.1, **lora),
+        plan(mesh, limit_gb=80, **lora, student__base_dtype="int8"),
+    ):
+        assert not any("rollout.merge" in each for each in others.verdict)
 
 
 @pytest.mark.parametrize("limit_gb", [26, 40, 80])

@@ -157,10 +157,10 @@ def expected(tmp_path_factory):
     return told
 
 
-def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected):
+def test_processes_compute_what_threads_compute_and_leave_nothing(start, expected, tmp_path):
     """Each has the deterministic flag beside its own, also on a host whose Ray was started before
     the run, with flags of its own."""
-    worker_group = start(environment=worker_environment(True))
+    worker_group = start(environment=worker_environment(True, tmp_path))
     for role in ROLES:
         flags = worker_group.handle(role).call("variable", "XLA_FLAGS", deadline=60.0).result()
         own = os.environ.get("XLA_FLAGS", "").split()
