@@ -98,7 +98,7 @@ def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, sc
     assert result.metrics[1]["distill/divergence"] == losses(reference)[0]
 
 
-@pytest.mark.parametrize("signal", ["topk", "student_topk", "sampled"])
+@pytest.mark.parametrize("signal", and_slow(["student_topk", "sampled"], ["topk"]))
 def test_every_signal_trains(models, tmp_path, signal):
     extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
     extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "data.eval=null"]
