@@ -32,7 +32,7 @@ RUN = [
     "student.model=builtin:teacher",
     "teacher.model=null",
     "algorithm=sft",
-    "mesh=actor=2,rollout=2",
+    "mesh=actor=1,rollout=2",
     "rollout.parallel.tensor=2",
     "steps=2",
     "batch_size=8",

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import QUICK, SHORT, losses, save_model, save_pair, unlisted_files
+from runs import CONSTANT, MESH, QUICK, SHORT, losses, save_model, save_pair, unlisted_files
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
@@ -23,14 +23,9 @@ def models(tmp_path_factory):
 
 
 def run(tmp_path, models, *overrides, name="run"):
-    config = Config.load(
-        "builtin:quickstart", [*models, *SHORT, f"run_dir={tmp_path / name}", *overrides]
-    )
-    return train(config)
-
-
-FEW = "mesh=actor=2,rollout=1,teacher=1"
-"""Of fewer devices, whose programs are compiled sooner."""
+    """With programs that runs of other lengths share."""
+    given = [*models, *SHORT, *CONSTANT, MESH, f"run_dir={tmp_path / name}", *overrides]
+    return train(Config.load("builtin:quickstart", given))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +71,9 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_pat
     assert losses(other) != losses(reference)
 
 
+QUICKSTARTS = "actor=2,rollout=2,teacher=4"
 MORE_MESHES = [
+    "actor+rollout+teacher=1",
     "actor=1,rollout=3,teacher=4",
     "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
 ]
@@ -84,7 +81,7 @@ MORE_MESHES = [
 
 @pytest.mark.parametrize(
     "mesh",
-    and_slow(["actor+rollout+teacher=1"], MORE_MESHES),
+    and_slow([QUICKSTARTS], MORE_MESHES),
 )
 def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
     spec, *axes = mesh.split(" ")
@@ -101,10 +98,10 @@ def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, sc
     assert result.metrics[1]["distill/divergence"] == losses(reference)[0]
 
 
-@pytest.mark.parametrize("signal", ["topk", "student_topk", "sampled"])
+@pytest.mark.parametrize("signal", and_slow(["student_topk", "sampled"], ["topk"]))
 def test_every_signal_trains(models, tmp_path, signal):
     extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
-    extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "data.eval=null", FEW]
+    extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "data.eval=null"]
     result = run(tmp_path, models, f"distill.signal={signal}", *extra, "teacher.num_microbatches=3")
     row = result.metrics[-1]
     assert row["actor/grad_norm"] > 0 and row["distill/entropy_aware"] > 0
@@ -113,14 +110,14 @@ def test_every_signal_trains(models, tmp_path, signal):
 
 def test_a_bound_holds_between_signals(reference, models, tmp_path):
     """Top-k with a tail bucket is a coarser view of the same pair: a lower bound."""
-    asked = ["distill.signal=topk", "distill.top_k=16", "steps=1", "data.eval=null", FEW]
+    asked = ["distill.signal=topk", "distill.top_k=16", "steps=1", "data.eval=null"]
     topk = run(tmp_path, models, *asked)
     assert 0 < losses(topk)[0] < losses(reference)[0]
 
 
 def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
     """And of SFT, the data's completions are shown, as the data's: nobody scored them."""
-    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=2,rollout=2"]
+    student = [models[0], "teacher.model=null", "algorithm=sft", "mesh=actor=1,rollout=1"]
     shown = ["steps=6", "optimizer.learning_rate=1e-2", "eval.every=3", "logging.samples=3"]
     result = run(tmp_path, student, *shown)
     assert result.metrics[-1]["sft/loss"] < result.metrics[1]["sft/loss"]
@@ -128,7 +125,7 @@ def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
     samples = [json.loads(line) for line in lines]
     assert len(samples) == 18 and {sample["split"] for sample in samples} == {"data"}
     assert all(sample["score"] is None for sample in samples)
-    mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true", "data.eval=null", FEW]
+    mixed = ["distill.on_policy_fraction=0.0", "distill.seq_kd=true", "data.eval=null"]
     result = run(tmp_path, models, *mixed, name="seq_kd")
     assert [row["policy_version"] for row in result.metrics[1:]] == [-1, -1]
     lines = (result.run_dir / "samples.jsonl").read_text().splitlines()
@@ -137,11 +134,11 @@ def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
 
 
 def test_through_the_command_line(models, tmp_path, capsys):
-    arguments = [*models, *SHORT, f"run_dir={tmp_path / 'run'}"]
-    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    arguments = [*models, *SHORT, *CONSTANT, f"run_dir={tmp_path / 'run'}"]
+    assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
     told = capsys.readouterr().out
     assert "actor: ready" in told and "accuracy on held-out prompts" in told and "step 2/2" in told
-    assert cli.run(main, [*QUICK, "--mesh", "actor=2,rollout=2,teacher=4", *arguments]) == 0
+    assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
 
 
@@ -226,7 +223,7 @@ def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
 
 def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
     folder = tmp_path / "run"
-    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "data.eval=null", FEW]
+    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "data.eval=null", MESH]
     wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
     assert cli.run(main, [*QUICK, *arguments, *wild, "actor.max_nonfinite=2"]) == 1
     told = capsys.readouterr().err
@@ -254,7 +251,7 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
         assert cli.run(main, [*QUICK, *models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
     assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
-    assert run(tmp_path, models, "steps=1", "data.eval=null", FEW).metrics[-1]["step"] == 1
+    assert run(tmp_path, models, "steps=1", "data.eval=null", MESH).metrics[-1]["step"] == 1
 
 
 def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):

@@ -80,7 +80,7 @@ def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
     given += ["distill_weight=1", "policy.kl_coef=0.1"]
     found = []
     for name, more in {
-        "without": ["mesh=actor=2,rollout=1,teacher+reference=1", "data.eval=null"],
+        "without": ["mesh=actor=1,rollout=1,teacher+reference=1", "data.eval=null"],
         "with": [
             "mesh=actor=4,rollout=1,teacher+reference=2",
             "actor.parallel.context=2",

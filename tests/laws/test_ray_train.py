@@ -192,7 +192,7 @@ ENDS = {"raise": "struck in {}", "memory": "{} ran out of memory on cpu:0"}
 """What ends a run, and how the error says it."""
 LIMITS = ["deadlines.score=10", "ray.max_restarts=2"]
 """Fewer restarts than strikes: only what a run achieves between them lets it reach its end."""
-FEW = "mesh=actor=2,rollout+teacher=1"
+FEW = "mesh=actor=1,rollout+teacher=1"
 FEW_REWARDED = "mesh=actor+rollout=1,reference+reward+grouper=1"
 """Few processes, which take seconds to start; and programs of one device are compiled once, not
 again by each process that is restarted."""

@@ -468,7 +468,7 @@ def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monk
 
     monkeypatch.setattr(Actor, "update", slow)
     monkeypatch.setattr("jaxrl.run.launch.STOP_S", 0.5)
-    asked = ["mesh=actor=2,rollout=1,teacher=1", "eval.every=0", "deadlines.interrupt=0.5"]
+    asked = ["eval.every=0", "deadlines.interrupt=0.5"]
     with pytest.raises(Interrupted, match=r"could not be saved within 0.5 s"):
         run(models, tmp_path / "run", *asked)
     assert not waited, "the run waited for the update"

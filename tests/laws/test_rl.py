@@ -11,6 +11,7 @@ from runs import (
     FUNCTIONS,
     GSPO,
     HERE,
+    MESH,
     QUICK,
     SHORT,
     numbers,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 GSPO = [
     *GSPO,
-    "mesh=actor=2,rollout=1",
+    "mesh=actor=1,rollout=1",
     "data.eval=null",
     "reference.dtype=float32",
     "optimizer.learning_rate=1e-3",
@@ -188,7 +189,7 @@ def test_similar_completions_are_compared(student, reward_model, tmp_path):
 
 def test_rewards_and_a_teacher_together(student, teacher, tmp_path):
     """The teacher alone has a loss where no reward differs."""
-    joint = [f"teacher.model={teacher}", "distill_weight=1", "mesh=actor=2,rollout=1,teacher=1"]
+    joint = [f"teacher.model={teacher}", "distill_weight=1", MESH]
     joint += ["actor.minibatches=1", "reward.functions=[format]", "steps=1"]
     (row,) = run(student, tmp_path / "run", *joint).metrics[1:]
     assert row["policy/degenerate_groups"] == 6 and row["reward/std"] == 0
@@ -250,7 +251,7 @@ def test_a_refilled_batch_is_distilled_at_the_tokens_the_policy_ranks_highest(
 ):
     asked = ["algorithm=dapo", "policy.max_refills=1", "steps=1", "actor.minibatches=1", "seed=3"]
     asked += [f"teacher.model={teacher}", "distill_weight=1", "distill.signal=student_topk"]
-    asked += ["distill.top_k=4", "mesh=actor=2,rollout=1,teacher=1"]
+    asked += ["distill.top_k=4", MESH]
     (row,) = run(student, tmp_path / "run", *asked, function(tmp_path, FIRST)).metrics[1:]
     assert row["policy/refills"] == 1 and row["policy/prompts_replaced"] > 0
     assert row["distill/divergence"] > 0 and 0 < row["distill/student_tail_mass"] < 1

@@ -9,7 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from runs import SHORT, losses, numbers, save_model, weights
+from runs import CONSTANT, SHORT, losses, numbers, save_model, weights
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
@@ -26,7 +26,12 @@ from jaxrl.types import Completion, Prompt
 pytestmark = pytest.mark.usefixtures("shared_programs")
 POLICY = "teacher.model=policy"
 HINT = ["teacher.prompt={answer};{prompt}", "teacher.max_prompt_tokens=12"]
-ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null", "optimizer.learning_rate=0.01"]
+ALONE = [
+    "mesh=actor+rollout+teacher=1",
+    "data.eval=null",
+    "optimizer.learning_rate=0.01",
+    *CONSTANT,
+]
 VOCABULARY = 264
 
 

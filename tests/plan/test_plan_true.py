@@ -7,13 +7,14 @@ not take. Code generation is cut short, which comes after the memory is assigned
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import pytest
+from cases import and_slow
 
 from jaxrl.aot.programs import RunPrograms
 from jaxrl.checkpoint.model_source import lora_of
@@ -26,6 +27,7 @@ from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.plan.temporaries import Pass
+from jaxrl.process import compile_cache
 from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
@@ -120,6 +122,15 @@ def parse(place: str, changes: Mapping[str, Any], dtype: str) -> Config:
     return Config.parse(raw)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_that_never_run() -> Iterator[None]:
+    """The order of their collectives does not matter: those of several devices are kept on disk,
+    where a run does not take them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_cache, "_is_unordered", lambda program: False)
+        yield
+
+
 class Programs:
     """What a run of these models compiles, and what the plan says of it."""
 
@@ -167,10 +178,7 @@ CASES += [
     ("heads", "one"),
     *(("experts", p) for p in ("one", "tensor", "expert")),
 ]
-BY_DEFAULT = [
-    *(("tied", "data x fsdp"), ("deep", "tensor")),
-    *(("others", "tensor"), ("experts", "expert")),
-]
+BY_DEFAULT = [("tied", "data x fsdp"), ("deep", "tensor"), ("experts", "expert")]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))
@@ -261,8 +269,10 @@ ADAPTED = [*((s, p) for s in ("gqa", "tied") for p in PLACES), ("experts", "one"
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(ADAPTED, ("gqa", "data x fsdp")))
-@pytest.mark.parametrize("merge", [False, True], ids=["beside", "merged"])
+@pytest.mark.parametrize("merge", and_slow([True], [False]), ids=["merged", "beside"])
 def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, merge: bool) -> None:
+    """Adapters that the rollout has beside its weights are held by the default suite where the
+    weights under them are quantised."""
     programs = Programs(shape_name, place_name, **ADAPTERS, **{"rollout.merge": merge})
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
     print(f"planned / measured, {shape_name}, {place_name}: {ratios}")

@@ -3,10 +3,10 @@
 A run traces and lowers its programs anew, which takes most of a tiny run's time, and several tests
 repeat a run with another folder. A program is a pure function of the config, the model, the mesh
 and the loss: of the config, what says where and how often something is written or evaluated does
-not count, nor what rewards completions, nor who else is on the devices, nor how many steps there
-are, where the learning rate is the same in all. The loss is compared by its code and by what it
-closes over; what cannot be compared is like nothing else. A file whose tests patch what is traced
-must not ask for it.
+not count, nor which rows are read, nor what rewards completions, nor who else is on the devices,
+nor how many steps there are, where the learning rate is the same in all. The loss is compared by
+its code and by what it closes over; what cannot be compared is like nothing else. A file whose
+tests patch what is traced must not ask for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from jaxrl.roles.update import ActorPrograms
 UNREAD: dict[str, Any] = {
     **dict.fromkeys(("run_dir", "name", "resume", "checkpoint", "logging", "compile_cache"), True),
     **dict.fromkeys(("deadlines", "eval", "mesh", "offload", "reference", "reward"), True),
-    **dict.fromkeys(("grouper", "profile"), True),
+    **dict.fromkeys(("grouper", "profile", "schedule"), True),
     "rollout": {"merge", "cache_tokens"},
+    "data": {"train", "eval"},
+    "policy": {"max_refills"},
     "teacher": {"prompt", "max_prompt_tokens", "num_microbatches", "cache"},
 }
 """Keys of a config, and of its sections, that no program of an actor reads; its mesh is given
@@ -72,7 +74,8 @@ def content(x: Any) -> Any:
     if isinstance(x, Config):
         constant = x.optimizer.lr_schedule == "constant" and not x.optimizer.warmup_steps
         unread = UNREAD | ({"steps": True} if constant else {})
-        return Config, x.model_dump_json(exclude=unread)
+        # All that a loss asks of the schedule.
+        return Config, x.correction, x.model_dump_json(exclude=unread)
     if isinstance(x, FunctionType):
         cells = tuple(cell.cell_contents for cell in x.__closure__ or ())
         rest = cells, x.__defaults__, x.__kwdefaults__

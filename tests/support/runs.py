@@ -74,8 +74,9 @@ def losses(result):
     return [row["distill/divergence"] for row in result.metrics[1:]]
 
 
-MESH = "mesh=actor=2,rollout=1,teacher=1"
-"""Of few devices, whose programs are compiled sooner."""
+MESH = "mesh=actor=1,rollout=1,teacher=1"
+"""A device for each role. What an actor of several devices compiles is not kept on disk, where the
+order of its collectives would be lost: each process that trains so compiles it again."""
 
 
 STEPS = 10

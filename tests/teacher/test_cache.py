@@ -328,7 +328,7 @@ def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
     for scored_batch, batch in zip(asked[:3], asked[3:6], strict=True):  # the first epoch
         jax.tree.map(np.testing.assert_array_equal, scored_batch.sequences, batch.sequences)
     read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", dtype]
-    read += ["mesh=actor=2,rollout=1", "schedule=one_step_off", "teacher.num_microbatches=2"]
+    read += ["mesh=actor=1,rollout=1", "schedule=one_step_off", "teacher.num_microbatches=2"]
     first = run(desk, tmp_path / "read", *read, "checkpoint.every=2", "steps=2")
     assert first != run(desk, tmp_path / "read", *read, "checkpoint.every=2") == expected
     assert len(asked) == 7
@@ -372,7 +372,7 @@ def test_the_teachers_samples_are_read_like_those_of_the_live_one(
     cache = scored(desk, tmp_path / "c", "--samples", "2", "--signal", "sampled")
     assert len(cache) == 26 and cache.manifest.samples == 2
     expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
-    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=2,rollout=1"]
+    read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=1,rollout=1"]
     assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
     for name, sampled in (("live", True), ("read", False)):
         for row in read_metrics(tmp_path / name)[1:]:
