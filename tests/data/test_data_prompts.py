@@ -12,7 +12,7 @@ from tiny_tokenizer import tiny_tokenizer
 from words import Words
 
 from jaxrl.config import keys as config_keys
-from jaxrl.config.cli import keys_help
+from jaxrl.config.key_help import about
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Example
@@ -308,8 +308,9 @@ def test_bad_held_out_sets_are_refused_in_one_line():
 def test_a_mapping_where_none_belongs_names_the_unknown_keys(tmp_path):
     with pytest.raises(UserError, match=r"unknown key data\.train\.a"):
         load(tmp_path, "{train: {a: x}}")
-    assert list(config_keys.mappings(Config)) == ["teachers", "data.eval", "environment.arguments"]
-    text = keys_help(100)
+    known = ["mesh", "teachers", "data.eval", "environment.arguments"]
+    assert list(config_keys.mappings(Config)) == known
+    text = about("all", 100)
     assert "data.eval  list of str or mapping of NAME to list of str or null" in text
     assert "data.weights  list of float or null" in text
 
