@@ -364,8 +364,8 @@ def _mix(
         size = block_rows(ids.size, experts.count)
         out = chosen_experts(activate, size, frozen, rows, ids, weights, *products)
     else:
-        sizes = (len(kernels.gate.kernel), rows.shape[1], kernels.gate.kernel.shape[-1])
-        size = step_rows(*ids.shape, *sizes, ridge)
+        (n, k), (count, *_, wide) = ids.shape, kernels.gate.kernel.shape
+        size = step_rows(n, k, count, rows.shape[1], wide, ridge)
         if size == len(rows):
             out = every_expert(activate, rows, ids, weights, *products)
         else:
