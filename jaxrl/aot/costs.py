@@ -17,6 +17,7 @@ from typing import Any
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.experts import MOVES
 from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes, split, trained_bytes
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import PlanInputs
@@ -24,7 +25,7 @@ from jaxrl.profile.stages import RunModels, StepBatch, step_work
 from jaxrl.profile.waits import Stage
 from jaxrl.profile.work import Work
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.device_peaks import Ceilings
+from jaxrl.sharding.device_peaks import Ceilings, ridge
 
 PRODUCTS, MEMORY, LINKS = 0.5, 0.65, 0.7
 """Shares of the published ceilings that programs are assumed to reach: matrix products, reads and
@@ -33,8 +34,8 @@ RECOMPUTED = {"none": 0.0, "dots": 0.15, "full": 1.0}
 """Of a forward pass, what the backward pass computes again, by `actor.remat`."""
 LAUNCH_S = 1.5e-6
 """Seconds from one kernel of a CUDA graph to the next."""
-KERNELS = 15
-"""Kernels of a layer in a decode step."""
+KERNELS, OF_EXPERTS = 21, 10
+"""Kernels of a layer in a decode step, as compiled for an H200, and those that experts add."""
 ADAPTER_KERNELS = 26
 """Further ones of adapters that are applied beside the weights, as compiled for a T4."""
 LATENCY_S = 10e-6
@@ -113,6 +114,10 @@ def stage_costs(
     work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
+    prefill, decode = work["rollout", "generate"]
+    more = _step_experts(m, batch.tokens, steps)
+    decode = Work(decode.flops + more.flops, decode.bytes + more.bytes)
+    work["rollout", "generate"] = [prefill, decode]
     if config.distill.signal == "student_topk" and known:
         once = forward * (1 / config.actor.epochs_per_batch)
         work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
@@ -159,11 +164,28 @@ def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
 def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     """Returns the seconds that so many decode steps spend between kernels, and in the latency of
     `tensor`'s collectives."""
-    layers, kernels = model.n_layers, KERNELS
+    layers, kernels = model.n_layers, KERNELS + (OF_EXPERTS if model.experts is not None else 0)
     if model.lora is not None:
         kernels += ADAPTER_KERNELS
     latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
     return steps * (layers * kernels * LAUNCH_S + latency)
+
+
+def _step_experts(m: Setting, tokens: float, steps: int) -> Work:
+    """Returns what `steps` decode steps, of `tokens` in all, compute and move for their experts
+    beside `decode_work`: rows that no token chose, kernels that are gathered, and what goes in and
+    out of each product."""
+    c, axes = m.student, m.axes["rollout"]
+    if c.experts is None:
+        return Work(0, 0)
+    run = m.run("rollout", c, m.slots("rollout").slots, 1)
+    rows, gathered = run.step_blocks(ridge(m.inputs.target.kind))
+    wide, times = split(c.d_ff, axes.tensor), axes.size * c.n_layers * steps
+    flops = 6 * c.d_model * (times * wide * rows - c.n_layers * c.d_ff * c.experts.chosen * tokens)
+    moved = rows * 6 * wide
+    if gathered:
+        moved += rows * 4 * c.d_model + MOVES * gathered * 3 * c.d_model * wide
+    return Work(max(flops, 0), times * moved * run.itemsize)
 
 
 def _weight_sync(m: Setting, role: str, links: Links, host_size: int) -> float:

@@ -73,11 +73,11 @@ class Compiled:
 
 def read(text: str) -> Compiled:
     """Parses an optimized program's `as_text()`."""
-    computations = dict(_computations(text))
-    trips = _trips(computations)
+    lines_of = computations(text)
+    trips = _trips(lines_of)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     gathers: dict[str, int] = {}
-    for name, lines in computations.items():
+    for name, lines in lines_of.items():
         held = {line.name: sum(_arrays(line.result)) for line in lines}
         for at, line in enumerate(lines):
             kind = line.kind.removesuffix("-start")
@@ -90,7 +90,7 @@ def read(text: str) -> Compiled:
             each[1] += times * size
             if line.kind.endswith("-start"):
                 beside = _beside(line, lines[at + 1 :])
-                if sum(_work(one, computations, held) for one in beside) >= size:
+                if sum(_work(one, lines_of, held) for one in beside) >= size:
                     each[2] += times * size
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
@@ -100,29 +100,31 @@ def read(text: str) -> Compiled:
     return Compiled(collectives, gathers, next(known, None))
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:
+def computations(text: str) -> dict[str, list[Instruction]]:
+    """Parses the computations of a program, by name; `ENTRY` is what is called."""
+    found: dict[str, list[Instruction]] = {}
     lines: list[Instruction] = []
     for line in text.splitlines():
         begin = COMPUTATION.match(line)
         if begin is not None:
-            lines = []
-            yield ("ENTRY" if begin[1] else begin[2]), lines
-        elif (found := INSTRUCTION.match(line)) is not None:
-            lines.append(Instruction(*found.groups()))
+            lines = found["ENTRY" if begin[1] else begin[2]] = []
+        elif (instruction := INSTRUCTION.match(line)) is not None:
+            lines.append(Instruction(*instruction.groups()))
+    return found
 
 
-def _trips(computations: dict[str, list[Instruction]]) -> dict[str, int]:
+def _trips(lines_of: dict[str, list[Instruction]]) -> dict[str, int]:
     """Returns how often each computation runs in a call of the program; a loop of unknown length
     once."""
     times: dict[str, int] = defaultdict(int)
 
     def visit(name: str, n: int) -> None:
         times[name] += n
-        for line in computations.get(name, ()):
+        for line in lines_of.get(name, ()):
             known = TRIPS.search(line.rest)
             inside = n * (int(known[1]) if known and line.kind == "while" else 1)
             for called in CALLED.findall(line.rest):
-                if called in computations and line.kind != "fusion":
+                if called in lines_of and line.kind != "fusion":
                     visit(called, inside)
             for called in re.findall(r"branch_computations=\{([^}]*)\}", line.rest):
                 for branch in called.replace("%", "").split(", "):
@@ -140,14 +142,10 @@ def _beside(start: Instruction, after: list[Instruction]) -> Iterator[Instructio
         yield line
 
 
-def _work(
-    line: Instruction, computations: dict[str, list[Instruction]], held: dict[str, int]
-) -> float:
+def _work(line: Instruction, lines_of: dict[str, list[Instruction]], held: dict[str, int]) -> float:
     """Returns the bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion
     that holds one; 0 for what writes a slice of its result in place, and for what is no work."""
-    inside = [
-        each.kind for name in CALLED.findall(line.rest) for each in computations.get(name, ())
-    ]
+    inside = [each.kind for name in CALLED.findall(line.rest) for each in lines_of.get(name, ())]
     if line.kind in PRODUCTS or line.kind == "fusion" and any(kind in PRODUCTS for kind in inside):
         return math.inf
     return held[line.name] if line.kind == "fusion" and UPDATE not in inside else 0.0

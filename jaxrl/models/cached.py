@@ -18,7 +18,7 @@ from jaxrl.models.block import run_block
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Filters, Inputs, Recurrent, recur_rows
 from jaxrl.models.experts import Routed
-from jaxrl.models.kernels import StepKernel
+from jaxrl.models.kernels import StepKernel, target_on
 from jaxrl.models.layer_kind import Layer, LayerKind
 from jaxrl.models.layers import Rope, rms_norm
 from jaxrl.models.parameters import Params, layout_of
@@ -32,6 +32,7 @@ from jaxrl.models.stack import (
     report,
     through,
 )
+from jaxrl.sharding.device_peaks import ridge
 from jaxrl.types import Array
 
 Pair = tuple[Float[Array, "... _ _ _ _"], Float[Array, "... _ _ _ _"]]
@@ -137,7 +138,14 @@ def decode(
         return shared_attender(kernel, positions, at, shared.seats, mesh, window, shared.pages)
 
     mix = mixing(config, positions[:, None], kernels, attender_of)
-    run = partial(_run_layer, config, mix, dict.fromkeys(config.lenders), mesh, every=True)
+    run = partial(
+        _run_layer,
+        config,
+        mix,
+        dict.fromkeys(config.lenders),
+        mesh,
+        ridge=ridge(target_on(mesh).kind),
+    )
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 
     def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
@@ -234,7 +242,7 @@ def _run_layer(
     own: Array,
     keep: Callable[..., tuple[Any, Any, Any]],
     recur: Callable[..., tuple[Array, Any]],
-    every: bool = False,
+    ridge: float | None = None,
 ) -> tuple[Array, tuple[Any, Routed | None]]:
     """Runs `run_block`; returns its output, its layer's entry of the cache, and what its router
     did.
@@ -260,7 +268,7 @@ def _run_layer(
         return out
 
     mixer = move if layer.kind.recurs else attend
-    x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own, every=every)
+    x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, own=own, ridge=ridge)
     return x, (written[0], one)
 
 

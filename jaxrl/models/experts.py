@@ -54,6 +54,8 @@ LEAST_BLOCK, MOST_BLOCK = 8, 256
 """Rows of a block: about as many as an expert has on average, within these."""
 AT_ONCE = 8192
 """Rows that the loop computes at a time: enough to fill a GPU."""
+MOVES = 3
+"""How often a gathered kernel is read or written: by the gather twice, and by the product."""
 Carry = TypeVar("Carry")
 Activate = Callable[[jax.Array, jax.Array], jax.Array]
 """(gate(x), up(x)) -> what down gets."""
@@ -205,7 +207,7 @@ def mixture(
     of, where the router reads r / rms(r) times a scale of each dim.
 
     Args:
-        routing: `recorded`, `every`, `split` and `copies` of `mix`.
+        routing: `recorded`, `ridge`, `split` and `copies` of `mix`.
     """
 
     def held(p: Arrays) -> ExpertKernel:
@@ -242,7 +244,7 @@ def mix(
     asked: jax.Array | None = None,
     *,
     recorded: jax.Array | None = None,
-    every: bool = False,
+    ridge: float | None = None,
     split: tuple[AxisName, ...] = (),
     copies: jax.Array | None = None,
     frozen: bool = False,
@@ -257,14 +259,14 @@ def mix(
         asked: as x, what the router reads in its place.
         recorded: [B, T, k] integers: the experts of each token, in place of the router's choice;
             -1 where the router chooses. Their weights are the router's own.
-        every: compute every expert on every token and weigh the products, where there are so few
-            tokens that the kernels have to be read anyway (a decode step).
+        ridge: of the device, in a decode step, whose tokens are so few that all kernels are read
+            anyway: every expert computes every token, or so many rows as `step_rows` says.
         split: the axis of a stream's tokens.
         copies: [B, T] float32: how often each token counts in `Routed.mass`, 0 at padding.
         frozen: of the experts only adapters have gradients.
     """
     given = x, kernels, asked, recorded, copies
-    run = partial(_mix, experts, activate, every, frozen)
+    run = partial(_mix, experts, activate, ridge, frozen)
     if mesh is None or mesh.size == 1:
         return run(*given)
     over = divided(experts.count, (EXPERTS,), mesh.shape)
@@ -321,7 +323,7 @@ def route(
 def _mix(
     experts: Experts,
     activate: Activate,
-    every: bool,
+    ridge: float | None,
     frozen: bool,
     x: jax.Array,
     kernels: ExpertKernels,
@@ -358,11 +360,16 @@ def _mix(
         ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
     down = kernels.down._replace(bias=None)
     products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
-    if every:
-        out = every_expert(activate, rows, ids, weights, *products)
-    else:
+    if ridge is None:
         size = block_rows(ids.size, experts.count)
         out = chosen_experts(activate, size, frozen, rows, ids, weights, *products)
+    else:
+        (n, k), (count, *_, wide) = ids.shape, kernels.gate.kernel.shape
+        size = step_rows(n, k, count, rows.shape[1], wide, ridge)
+        if size == len(rows):
+            out = every_expert(activate, rows, ids, weights, *products)
+        else:
+            out = step_experts(activate, size, rows, ids, weights, *products)
     if over is not None:
         out = jax.lax.psum_scatter(out, over, tiled=True)
     if width is not None:
@@ -391,6 +398,85 @@ def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
         return given._replace(kernel=kernel)
     a, b = given.lora_a.astype(dtype), given.lora_b.astype(dtype)
     return given._replace(kernel=kernel, lora_a=a, lora_b=b)
+
+
+def more_blocks(rows: int, chosen: int, count: int, size: int) -> int:
+    """Returns how many blocks of `size` rows `count` experts can need beside one for each, where
+    each of `rows` tokens passes `chosen` experts, here or elsewhere."""
+    return min(rows * min(chosen, count) // size, count * (-(-rows // size) - 1))
+
+
+def step_rows(rows: int, chosen: int, count: int, d: int, f: int, ridge: float) -> int:
+    """Returns the size of the blocks in which a decode step computes its experts, `rows` where
+    every expert computes every token.
+
+    Above the ridge it takes the power of two whose products, or reads and writes, take the least
+    time. One block for each expert is always computed, with the kernel where it is; the kernels of
+    `more_blocks` are gathered.
+
+    Args:
+        rows: tokens that meet on a device.
+        count: experts of the device.
+        d: width of the model; f: of an expert.
+        ridge: FLOPs of the device for each byte that its memory moves (`device_peaks.ridge`).
+    """
+
+    def cost(size: int) -> float:
+        """In reads of a kernel, over three projections: six times a row goes in or out of one at
+        the width of an expert. At that of the model four times, unless `every_expert` is computed,
+        which reads the tokens as they are and sums in its last product."""
+        more = more_blocks(rows, chosen, count, size)
+        moved = (count + more) * size * (6 * f + (4 * d if more else 0)) / (3 * d * f)
+        return max(count + MOVES * more + moved, (count + more) * size / ridge)
+
+    if rows <= ridge:
+        return rows
+    smaller = (1 << i for i in range(LEAST_BLOCK.bit_length() - 1, (rows - 1).bit_length()))
+    return min((rows, *smaller), key=cost)
+
+
+def step_experts(
+    activate: Activate,
+    size: int,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate: ExpertKernel,
+    up: ExpertKernel,
+    down: ExpertKernel,
+) -> jax.Array:
+    """Computes `chosen_experts` without a loop, which would end the CUDA graph of a decode step.
+
+    Each expert has a block of `size` rows. The rows that an expert has beyond it are in further
+    blocks, of which there are always as many as the worst choice of experts needs.
+    """
+    count, (n, k) = len(gate.kernel), ids.shape
+    own = ids[:, :, None] == jnp.arange(count)[None, None]  # [n, k, E]
+    passes = own.any(1).astype(jnp.int32)
+    before = jnp.cumsum(passes, 0) - passes  # of an expert's rows, those of earlier tokens
+    rank = jnp.where(own, before[:, None], 0).sum(-1)
+    more = jnp.maximum(-(-passes.sum(0) // size) - 1, 0)
+    ends = jnp.cumsum(more)
+    further = jnp.where(own, (ends - more)[None, None], 0).sum(-1) + rank // size - 1 + count
+    total = count + more_blocks(n, k, count, size)
+    place = jnp.where(rank < size, ids, further) * size + rank % size
+    place = jnp.where(own.any(-1), place, total * size)
+    source = jnp.full(total * size, n * k, jnp.int32)
+    numbers = jnp.arange(n * k, dtype=jnp.int32)
+    source = source.at[place.reshape(-1)].set(numbers, mode="drop")
+    of = (ends[None] <= jnp.arange(total - count)[:, None]).sum(1)  # `searchsorted` is a loop
+    of = jnp.minimum(of, count - 1)
+
+    def run(source: jax.Array, *projections: ExpertKernel) -> jax.Array:
+        taken = _taken(x, source // k).reshape(-1, size, x.shape[1])
+        each = _taken(weights.reshape(-1), source).reshape(-1, size, 1)
+        gate, up, down = projections
+        wide = _activated(activate, _projected(gate, taken), _projected(up, taken), each)
+        return _projected(down, wide).reshape(len(source), -1)
+
+    first, rest = jnp.split(source, [count * size])
+    out = [run(first, gate, up, down), run(rest, *(_those(one, of) for one in (gate, up, down)))]
+    return _summed(jnp.concatenate(out), place).astype(x.dtype)
 
 
 def every_expert(

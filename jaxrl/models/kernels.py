@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -57,7 +57,7 @@ class Target:
     capability: tuple[int, int] | None = None
     """Compute capability of an NVIDIA GPU; None for anything else."""
     kind: str = ""
-    """`jax.Device.device_kind` of a TPU."""
+    """`jax.Device.device_kind` of an accelerator, where it is known."""
 
     @property
     def width_multiple(self) -> int:
@@ -81,14 +81,14 @@ def target_on(mesh: Mesh | None) -> Target:
 
 
 def _target(device: DeviceFacts) -> Target:
+    kind = getattr(device, "device_kind", "") if device.platform in (TPU, *GPU) else ""
     if device.platform not in GPU:
-        kind = getattr(device, "device_kind", "") if device.platform == TPU else ""
         return Target(device.platform, kind=kind)
     reported = getattr(device, "compute_capability", None)
     if reported is None:
-        return UNKNOWN_GPU
+        return replace(UNKNOWN_GPU, kind=kind)
     numbers = re.fullmatch(r"(\d+)\.(\d+)", str(reported))  # AMD's are of another form
-    return Target("gpu", numbers and (int(numbers[1]), int(numbers[2])))
+    return Target("gpu", numbers and (int(numbers[1]), int(numbers[2])), kind)
 
 
 def default_dtype(target: Target) -> Literal["float32", "bfloat16"]:

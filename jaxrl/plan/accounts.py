@@ -37,6 +37,7 @@ from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak
 from jaxrl.plan.temporaries import Pass, logits, table_bytes
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
+from jaxrl.sharding.device_peaks import ridge
 
 LOSS_ARRAYS = 3
 """Float32 arrays [chunk, V] alive at once in a loss over the whole vocabulary, and in a score that
@@ -218,9 +219,10 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
         floats = (s for s in shards(model.plain, axes) if s.path.startswith("layers"))
         gathered += sum(s.bytes(dtype) for s in floats if "experts/" not in s.path)
     longer = max(cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
+    step = m.run(role, model, of.slots, 1).step_experts(ridge(m.inputs.target.kind))
     work = {
         "prefill": run.forward() + gathered,
-        "decode": max(scores, m.run(role, model, of.slots, 1).every_expert()) + drawn + gathered,
+        "decode": max(scores, step) + drawn + gathered,
         "longer cache": longer,
     }
     if role == "rollout" and c.environment.name is not None:  # of full length from the start

@@ -17,7 +17,7 @@ from jaxrl.config.section import DType
 from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
-from jaxrl.models.experts import AT_ONCE, block_rows
+from jaxrl.models.experts import AT_ONCE, block_rows, more_blocks, step_rows
 from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, split
 from jaxrl.sharding.axes import Axes
 
@@ -183,15 +183,37 @@ class Pass:
         summed = 3 * own * trained * F32
         return results + rows * (3 * d + 6 * wide) + products * kernels + summed
 
-    def every_expert(self) -> int:
-        """Returns the bytes while a decode step of `tokens` slots computes every expert."""
+    def step_blocks(self, ridge: float) -> tuple[int, int]:
+        """Returns the rows of all blocks of experts that a layer computes in a decode step of
+        `tokens` slots, on a device with this `device_peaks.ridge`, and the experts whose kernels it
+        gathers. No rows without experts."""
+        c = self.config
+        if c.experts is None:
+            return 0, 0
+        own, wide = split(c.experts.count, self.axes.expert), split(c.d_ff, self.axes.tensor)
+        tokens, chosen = self.tokens * (c.experts.count // own), c.experts.chosen
+        size = step_rows(tokens, chosen, own, c.d_model, wide, ridge)
+        more = more_blocks(tokens, chosen, own, size)
+        return (own + more) * size, more
+
+    def step_experts(self, ridge: float) -> int:
+        """Returns the bytes while a decode step computes the experts of a layer, as in
+        `step_blocks`."""
         c = self.config
         if c.experts is None:
             return 0
-        own, wide = split(c.experts.count, self.axes.expert), split(c.d_ff, self.axes.tensor)
-        rows = self.tokens * (c.experts.count // own) * (c.d_model + 3 * wide)
-        kernel = c.d_model * wide if c.quantised is not None else 0
-        return own * (rows + kernel) * self.itemsize
+        own, d, wide = (
+            split(c.experts.count, self.axes.expert),
+            c.d_model,
+            split(c.d_ff, self.axes.tensor),
+        )
+        rows, gathered = self.step_blocks(ridge)
+        further = rows * gathered // (own + gathered)
+        summed = gathered > 0 or c.lora is not None  # beside the products, not by the last of them
+        computed = rows * (3 * wide + (d if summed else 0))
+        if c.quantised is not None:
+            computed += own * d * wide
+        return max(computed, 3 * gathered * d * wide + further * (d + 2 * wide)) * self.itemsize
 
     def saved(self, remat: Remat) -> int:
         """Returns the bytes that the forward pass leaves for the backward pass."""

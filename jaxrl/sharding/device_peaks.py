@@ -7,6 +7,7 @@ since a busy machine only ever lowers it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -61,6 +62,14 @@ class Ceilings:
     """False where it was measured."""
     shared: bool
     """Emulated devices: all of them together reach this."""
+
+
+def ridge(kind: str) -> float:
+    """Returns the FLOPs that a device computes while its memory moves a byte, as published for its
+    `device_kind`: with fewer products for each byte, reads and writes take longer. Infinite where
+    nothing is published."""
+    tflops, gbytes = PUBLISHED.get(kind, (math.inf, 1.0))
+    return tflops * 1e3 / gbytes
 
 
 def ceilings_of(device: jax.Device, dtype: str) -> Ceilings:

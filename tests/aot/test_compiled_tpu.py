@@ -39,17 +39,17 @@ def test_a_micro_batch_copies_no_other_rows(tmp_path):
     assert copied < 0.1 * local_bytes(batch)
 
 
-def test_colab_s_chip_compiles_the_notebook_s_programs(tmp_path):
+def test_colab_s_chip_compiles_the_notebook_s_programs():
     """Of few rows: with the notebook's, libtpu generates code for four times as long. Without an
     evaluation, which decodes as training does."""
-    report = check(notebook_run("gspo", tmp_path, "batch_size=4", "data.eval=null"), "tpu-v5e")
+    report = check(notebook_run("gspo", "batch_size=4", "data.eval=null"), "tpu-v5e")
     assert not report.failures, report.failures
     assert report.plan.config.actor.compute_dtype == "bfloat16"
     assert all(program.compiled for program in report.programs)
 
 
-def test_colab_s_chip_compiles_what_distillation_has_beside_sampling(tmp_path):
-    run = notebook_run("quickstart", tmp_path, "batch_size=4")
+def test_colab_s_chip_compiles_what_distillation_has_beside_sampling():
+    run = notebook_run("quickstart", "batch_size=4")
     for plan, program in programs(run, "tpu-v5e", "update", "score"):
         assert plan.config.actor.compute_dtype == "bfloat16"
         assert program.compile().memory_analysis() is not None

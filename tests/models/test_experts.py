@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,6 +59,10 @@ def by_all(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
     return experts.every_expert(swiglu, x, ids, weights, *map(ExpertKernel, kernels))
 
 
+def by_step(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
+    return experts.step_experts(swiglu, 8, x, ids, weights, *map(ExpertKernel, kernels))
+
+
 def value_and_grad(run: Any, x: Any, ids: Any, *rest: Any) -> Any:
     def loss(x: Any, *rest: Any) -> jax.Array:
         return (run(x, ids, *rest) * jnp.cos(jnp.arange(D, dtype=x.dtype))[None]).sum()
@@ -73,7 +78,7 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
     if everyone:
         ids = np.tile(np.array([[3, 1]], np.int32), (N, 1))
     expected = value_and_grad(by_ragged_dot, x, ids, *rest)
-    for run in (by_blocks, by_all):
+    for run in (by_blocks, by_all, by_step):
         got = value_and_grad(run, x, ids, *rest)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected
@@ -83,13 +88,31 @@ def test_sorted_blocks_are_ragged_dot(everyone: bool, monkeypatch: pytest.Monkey
 def test_experts_that_are_elsewhere_add_nothing() -> None:
     """The sums over two halves of the experts add up to that over all."""
     x, ids, weights, *kernels = given(1)
-    run = jax.jit(by_blocks)
-    whole = run(x, ids, weights, *kernels)
-    halves = [
-        run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
-        for first, last in ((0, 2), (2, E))
-    ]
-    np.testing.assert_allclose(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
+    for run in map(jax.jit, (by_blocks, by_step)):
+        whole = run(x, ids, weights, *kernels)
+        halves = [
+            run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
+            for first, last in ((0, 2), (2, E))
+        ]
+        np.testing.assert_allclose(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 200, 300, 512, 1024, 2048, 8192])
+@pytest.mark.parametrize(("count", "chosen"), [(128, 8), (32, 4), (8, 2), (16, 8)])
+def test_a_step_computes_every_expert_below_the_ridge_and_has_room_for_any_choice_above(
+    rows: int, count: int, chosen: int
+) -> None:
+    """Blocks for tokens that all choose the same experts, which need most, and never more rows
+    than every expert times every token."""
+    for ridge in (206.0, 295.0, math.inf):
+        size = experts.step_rows(rows, chosen, count, 2048, 768, ridge)
+        more = experts.more_blocks(rows, chosen, count, size)
+        worst = min(chosen, count) * (-(-rows // size) - 1)
+        assert worst <= more and (count + more) * size <= max(count * rows, 8 * count)
+        assert size == rows or rows > ridge
+    if (count, chosen) == (128, 8) and rows >= 1024:  # Qwen3-30B-A3B on an H200
+        size = experts.step_rows(rows, chosen, count, 2048, 768, 206.0)
+        assert (count + experts.more_blocks(rows, chosen, count, size)) * size < count * rows / 2
 
 
 @pytest.mark.parametrize("everyone", [False, True], ids=["spread", "one expert gets every token"])
@@ -127,6 +150,7 @@ def test_adapters_of_experts_are_terms_of_their_kernels(
     for run in (
         partial(experts.chosen_experts, swiglu, 8, True),
         partial(experts.every_expert, swiglu),
+        partial(experts.step_experts, swiglu, 8),
     ):
         got = graded(partial(beside, run))
         jax.tree.map(

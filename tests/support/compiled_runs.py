@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import pytest
+import yaml
 
 from jaxrl.aot.abstract import Program, local_bytes
 from jaxrl.aot.compile_report import MEMORY, THUNKS, plan_for
@@ -79,28 +81,25 @@ def config(tmp: Path, model: Mapping[str, Any] | None = None, **keys: Any) -> Co
 
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
-WRITES = re.compile(r"%%writefile (\S+)\n(.*)", re.S)
-"""A cell that writes a file."""
+SETTINGS = re.compile(r"^(?:(?:steps|settings) [^\n]*|run = \{$.*?^\})", re.M | re.S)
+ASSIGNMENT = operator.methodcaller("partition", "=")
 LEAST, MOST = 0.97, 1.25
 """Of what an estimate without a compiler says, in parts of the compiler's bytes."""
 UPDATES = [(n, remat) for n in (1, 2, 4, 8) for remat in ("full", "dots", "none")]
 
 
-def notebook_run(name: str, tmp: Path, *overrides: str) -> Config:
-    """The run of a notebook on one accelerator: its files, and its lines that say `steps` and
-    `settings`; then the overrides."""
+def notebook_run(name: str, *overrides: str) -> Config:
+    """The run of a notebook on one accelerator: its lines that say `steps` and `settings`, or its
+    mapping `run`; then the overrides."""
     cells = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    files = {each[1]: each[2] for code in codes if (each := WRITES.match(code))}
-    for file, text in files.items():
-        (tmp / file).write_text(text)
     names: dict[str, Any] = {"mesh": "actor+rollout+teacher=1"}
     for code in codes:
-        exec("\n".join(re.findall(r"^(?:steps|settings) .*", code, re.M)), names)
-    settings = names.get("settings", [f"steps={names['steps']}"])
-    return Config.load(
-        next((tmp / file for file in files if "yaml" in file), None), [*settings, *overrides]
-    )
+        exec("\n".join(SETTINGS.findall(code)), names)
+    if "run" not in names:
+        return Config.load(None, [*names["settings"], *overrides])
+    further = {key: yaml.safe_load(value) for key, _, value in map(ASSIGNMENT, overrides)}
+    return Config.of(names["run"] | {"reward.functions": ["exact"]} | further)
 
 
 def distilled(
