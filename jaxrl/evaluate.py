@@ -91,7 +91,10 @@ def evaluate(
 
 
 def _parser() -> cli.Parser:
-    examples = ("runs/quickstart eval.samples=8", "Qwen/Qwen3-0.6B data.eval=hf:openai/gsm8k:main")
+    examples = (
+        "runs/quickstart eval.samples=8 eval.temperature=0.7",
+        "Qwen/Qwen3-0.6B data.eval=hf:openai/gsm8k:main",
+    )
     parser = cli.Parser("jaxrl.evaluate", DESCRIPTION, _KEYS, examples)
     add = parser.add_argument
     add(

@@ -134,6 +134,8 @@ def train(
     from jaxrl.run.attempt import run_config
     from jaxrl.run.python_objects import bound
 
+    if on_step is not None and not callable(on_step):
+        raise UserError(f"on_step={on_step!r}: a function that gets each row of metrics is needed")
     objects = {"data": data, "eval_data": eval_data, "environment": environment}
     with bound(config, model, rewards=rewards, **objects) as (made, given):
         return Result(run_config(made, given, on_step))

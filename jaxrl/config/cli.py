@@ -346,12 +346,22 @@ def make_callable(name: str, function: Callable[..., object]) -> None:
     imported before; so both are right, and `python -m jaxrl.train` runs the module.
     """
 
+    signature = inspect.signature(function)
+
     class CallableModule(ModuleType):
         def __call__(self, *args: object, **kwargs: object) -> object:
+            for word in kwargs.keys() - signature.parameters.keys():
+                hint = config_keys.alias_hint(word)
+                if word in Config.model_fields:
+                    hint = f" ({word} is a key of the config)"
+                raise UserError(
+                    f"{function.__name__}() has no argument {word}{hint}; it has "
+                    + ", ".join(signature.parameters)
+                )
             return function(*args, **kwargs)
 
     if name in sys.modules:
         module: Any = sys.modules[name]
         module.__class__ = CallableModule
-        module.__signature__ = inspect.signature(function)
+        module.__signature__ = signature
         module.__doc__ = function.__doc__

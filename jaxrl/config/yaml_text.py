@@ -168,6 +168,7 @@ def assignments(
         if isinstance(value, dict) and key not in mappings:
             raise UserError(
                 f"override {short(repr(override))}: set its keys one by one, as {key}.KEY=VALUE"
+                + alias_hint(key)
             )
         yield key, value
 

@@ -109,13 +109,16 @@ def bind(
     keys, given = entries(data, eval_data, environment)
     if model is not None:
         keys["student.model"] = str(model)
-    if callable(rewards):
-        raise UserError("rewards is a list of functions: write rewards=[f]")
+    if callable(rewards) or isinstance(rewards, str):
+        raise UserError(
+            "rewards is a list of functions: write rewards=[f]; reward.functions takes names"
+        )
     code = dict(given.code)
     for function in rewards:
         if not callable(function) or inspect.isclass(function):
+            hint = ": reward.functions takes names" if isinstance(function, str) else ""
             raise UserError(
-                f"rewards: {function!r} is no function f(prompts, completions, **columns)"
+                f"rewards: {function!r} is no function f(prompts, completions, **columns){hint}"
             )
         text, packed = _pickled(function, "rewards", "reward.functions as path.py:function")
         name = text.partition("@")[0]

@@ -269,6 +269,7 @@ def test_unknown_keys_are_refused_with_the_near_one(override: str, near: str) ->
         (["steps"], ["'steps'", "key=value"]),
         (["=1"], ["'=1'", "key=value"]),
         (["optimizer={b1: 0.5}"], ["one by one"]),
+        (["peft_config={r: 8}"], ["here it is student.lora.rank"]),
         (["sampling.stop=["], ["sampling.stop", "not YAML"]),
         (["name=../x"], ["name", "../x"]),
         (["student=null"], ["student.model is required"]),

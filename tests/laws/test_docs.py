@@ -467,6 +467,16 @@ def test_the_commands_of_a_config_are_understood(
         check_command(line, monkeypatch)
 
 
+def test_examples_of_several_samples_are_not_greedy() -> None:
+    """`evaluate` refuses them: greedy samples of a prompt are all the same."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    texts.append((ROOT / "jaxrl" / "evaluate.py").read_text(encoding="utf-8"))
+    lines = [line for text in texts for line in text.splitlines()]
+    several = [line for line in lines if re.search(r"(evaluate|runs/)\S* .*eval\.samples=\d", line)]
+    assert len(several) >= 3
+    assert [line for line in several if "eval.temperature=" not in line] == []
+
+
 def test_the_reader_of_commands_sees_them() -> None:
     counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
     assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60
