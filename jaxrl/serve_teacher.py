@@ -168,6 +168,7 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         UserError: naming the option or the key; never a value of the file, which may be a secret.
     """
     parser = cli.Parser("jaxrl.serve_teacher", __doc__ or "")
+    parser.usage = f"{parser.prog} [OPTION ...]"
     parser.add_argument("--config", metavar="FILE", help="YAML file: `port: 8790`, ...")
     for name, field in ServeOptions.model_fields.items():
         default = field.default if isinstance(field.default, int | float | str) else None

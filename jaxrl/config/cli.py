@@ -204,8 +204,8 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="keys of the run, or builtin:NAME (builtin: lists them); without it the built-in"
-        " quickstart or, with student.model or data.train, the defaults",
+        help="YAML keys, or builtin:NAME (builtin: lists them); default: the quickstart,"
+        " unless a model or data is set",
     )
     parser.add_argument(
         "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,teacher=4"

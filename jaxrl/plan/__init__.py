@@ -313,8 +313,9 @@ def build(
         *(_host_note(host, pools) for host in hosts),
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
-    verdict += filter(None, [room(_with_chunk_of(asked, config), inputs)])
-    verdict += faster(config, inputs)
+    own_chunk = _with_chunk_of(asked, config)
+    verdict += filter(None, [room(own_chunk, inputs)])
+    verdict += faster(own_chunk, inputs)
     planning = fits_elsewhere = False
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
@@ -643,7 +644,8 @@ def _elsewhere(
     help on those that are too small; and the smallest that is large enough. None for models that
     fit anywhere.
 
-    What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
+    What each GPU needs is counted with the axes that the roles get on the smallest size that fits,
+    and with the loss chunk that the user set.
     Sizes of less than half of that have one line together, and no advice.
     """
     share = gpu_share()
@@ -671,14 +673,13 @@ def _elsewhere(
         if split:
             verdict += f" ({', '.join(split)})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        lines += [
-            f"  {line}" for line in filter(None, [room(_with_chunk_of(config, choice), there)])
-        ]
-        lines += [f"  {line}" for line in faster(choice, there)]
+        own_chunk = _with_chunk_of(config, choice)
+        lines += [f"  {line}" for line in filter(None, [room(own_chunk, there)])]
+        lines += [f"  {line}" for line in faster(own_chunk, there)]
         if not fits:
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
         elif smallest is None:
-            needed, smallest = pools, size
+            needed, smallest = pool_peaks(there, own_chunk), size
     if far_too_small:
         sizes = ", ".join(map(str, far_too_small))
         lines.insert(0, f"on GPUs of {sizes} GB: does not fit: less than half of what one needs")

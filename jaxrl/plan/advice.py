@@ -81,6 +81,9 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
 def faster(config: Config, inputs: PlanInputs) -> list[str]:
     """Returns the keys that make the run faster, each alone at the fastest of its values that fit,
     with what its pool takes then; empty where no limit is known or the run does not fit as it is.
+
+    Args:
+        config: with the loss chunk that the user set: that of a plan follows the other keys.
     """
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
@@ -89,7 +92,7 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
         section, _, name = key.partition(".")
         now = getattr(getattr(config, section), name)
         for value in values:
-            choice = set_key(config, key, value)
+            choice = _with_large_chunk(set_key(config, key, value), inputs, [])
             pools = pool_peaks(inputs, choice)
             if all(pool.fits for pool in pools):
                 mine = pools[inputs.placement.roles[role].pool]
@@ -311,14 +314,14 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     config = _with_copy_in_each_host(config, inputs, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:
         config = _with_slots(config, inputs, notes)
-    if config.distill.chunk_tokens is None and inputs.target.platform in GPU:
-        config = _with_large_chunk(config, inputs, notes)
-    return config, tuple(notes)
+    return _with_large_chunk(config, inputs, notes), tuple(notes)
 
 
 def _with_large_chunk(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
-    """Sets `distill.chunk_tokens` to the first of `GPU_CHUNKS` that is known to fit."""
-    if not all(inputs.limits):
+    """Sets `distill.chunk_tokens`, where it is null, to the first of `GPU_CHUNKS` that is known to
+    fit."""
+    null = config.distill.chunk_tokens is None
+    if not null or inputs.target.platform not in GPU or not all(inputs.limits):
         return config
     for chunk in GPU_CHUNKS:
         choice = set_key(config, "distill.chunk_tokens", chunk)

@@ -296,7 +296,7 @@ def test_a_copy_of_the_weights_in_each_host_is_tried_and_is_faster():
         made = stage_costs(chosen, inputs, inputs.axes(chosen), ceilings, links, host_size)
         return made["actor", "update"]
 
-    assert update({"data": 2, "fsdp": 8}, 8) < 0.9 * update({"fsdp": 16}, 8)
+    assert update({"data": 2, "fsdp": 8}, 8) < 0.95 * update({"fsdp": 16}, 8)
     assert update({"data": 2, "fsdp": 8}, 16) == pytest.approx(update({"fsdp": 16}, 16), rel=0.1)
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused():
         with lock:
             return [0.0 for _ in completions]
 
-    with pytest.raises(UserError, match="locked cannot be sent to another process.*path.py:function"):
+    with pytest.raises(UserError, match="locked cannot be sent to another.*path.py:function"):
         bind(gspo(), rewards=[locked])
     with pytest.raises(UserError, match=r"train\(config, rewards=\[length\]\)"):
         find("python:length")

@@ -329,7 +329,7 @@ KEYS_TO_RUN_FASTER = {
 
 def test_adapters_beside_the_weights_are_advised_to_be_merged_where_a_copy_fits() -> None:
     mesh, line = "actor+rollout=2,teacher=2", "faster: rollout.merge=true (now false) fits: "
-    lora: dict[str, Any] = {"student__lora__rank": 16}
+    lora: dict[str, Any] = {"student__lora__rank": 16, "distill__chunk_tokens": 512}
     beside = plan(mesh, limit_gb=80, **lora)
     (advice,) = [each for each in beside.verdict if each.startswith(line)]
     merged = plan(mesh, limit_gb=80, **lora, rollout__merge=True)
@@ -460,6 +460,7 @@ def test_frozen_roles_that_share_a_pool_have_copies_only_where_all_of_them_fit()
         "algorithm": "gspo",
         "policy": {"kl_coef": 0.1},
         "reward": {"model": "judge"},
+        "distill": {"chunk_tokens": 512},  # else that of the plan gives way first
     }
     changes |= {"teacher": {"model": None}, "mesh": mesh, "batch_size": 8}
     config = Config.parse(BASE | changes)

@@ -82,7 +82,7 @@ def test_what_is_no_answer_is_not_taken_for_one(pool: RewardPool) -> None:
 
 def test_a_flood_of_what_is_no_answer_costs_its_own_item(pool: RewardPool) -> None:
     scores = judge(pool, "writes", "a", "flood", "ccc")
-    assert scores.values == [1, None, 3] and "no answer" in scores.failures[1].text
+    assert scores.values == [1, None, 3] and "not an answer" in scores.failures[1].text
     assert judge(pool, "length", "abc", "d").values == [3, 1]
 
 

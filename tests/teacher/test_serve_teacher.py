@@ -1115,9 +1115,7 @@ def test_more_log_probs_than_a_server_tells_are_refused_with_its_limit(
     with completions(service, style, most=3, silent=silent) as fake:
         asked = config(fake.url, PLAIN, api="openai")
         info = remote_info(asked)
-        words = (
-            "it tells 3 log-probs.*distill.top_k=4 asks for more" if silent else "greater than 3"
-        )
+        words = "it returns 3 log-probs.*distill.top_k=4 needs more" if silent else "greater than 3"
         with pytest.raises(UserError, match=words):
             check_remote_prompts(asked, info, Words(), prompts, V)
 
