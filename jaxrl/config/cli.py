@@ -135,19 +135,17 @@ class Parser(argparse.ArgumentParser):
             )
         if self._examples:
             parts.append("\n".join(["examples:", *(f"  {self.prog} {x}" for x in self._examples)]))
-        return "\n\n".join(parts) + "\n"
+        return with_addresses("\n\n".join(parts) + "\n")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.prog} --help lists the options")
-
-    def format_help(self) -> str:
-        return with_addresses(super().format_help())
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses options and positional words in any order."""
         arguments, extra = self.parse_known_intermixed_args(list(argv))
         if extra:
-            self.error(f"unknown option {extra[0]}{self._hint(extra[0])}")
+            kind = "option" if extra[0].startswith("-") else "argument"
+            self.error(f"unknown {kind} {extra[0]}{self._hint(extra[0])}")
         return arguments
 
     def _hint(self, word: str) -> str:

@@ -323,3 +323,8 @@ def test_a_reader_that_ends_early_is_no_error(words: list[str]) -> None:
     run.stdout.close()
     assert run.stderr.read() == ""
     assert run.wait(60) in (0, 1)
+
+
+def test_a_word_too_many_is_called_an_argument() -> None:
+    with pytest.raises(UserError, match=r"^unknown argument 12\+3="):
+        command_main(["generate", "runs/x", "12+3="])
