@@ -228,8 +228,7 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     parser.add_argument(
         "--target",
         metavar="TARGET",
-        help="with --dry-run: plan for a machine that is not here, as h100x8, h200x16 (two hosts),"
-        " rtx4090x1, tpu-v5e:2x4",
+        help="with --dry-run: plan for h100x8, tpu-v5e:2x4, ...",
     )
     parser.add_argument(
         "--compile",
