@@ -189,6 +189,10 @@ class PromptEncoder:
         short = self.teacher is None or self._short(self._teacher_tokens(self._cut(example)))
         return "cut" if short else "too long"
 
+    def length(self, example: Example) -> int:
+        """Returns the tokens of the student's prompt, whatever the limits."""
+        return len(encode_prompt(self.tokenizer, self.prompt_of(example), example.tools))
+
     def encode(self, example: Example, prompt_id: int, may_cut: bool = True) -> Prompt | None:
         """Encodes the prompt with its completion; returns None where the prompt is too long."""
         prompt = self.prompt_of(example)

@@ -23,7 +23,7 @@ from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.thoughts import CLOSES
 from jaxrl.data.tokenizer import encode_prompt
-from jaxrl.errors import UserError, about
+from jaxrl.errors import UserError, about, counted
 from jaxrl.types import Prompt
 
 NEEDS_COMPLETIONS = (
@@ -39,6 +39,8 @@ k-th refill."""
 _TEXT_KEYS = {"role", "content"}
 _TRIES = 100
 """Rows in a row of a procedural task that may be too long before this is an error."""
+_MEASURED = 200
+"""Rows of which an error names the length of the shortest prompt."""
 
 
 class PromptStream:
@@ -285,9 +287,12 @@ class PromptStream:
         return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
 
     def _all_too_long(self, rows: Source | Part) -> UserError:
+        first = range(min(_MEASURED, len(rows)))
+        shortest = min(self._encoder.length(rows[row]) for row in first)
+        words = "the shortest" if len(first) == len(rows) else f"the shortest of {len(first)}"
         return UserError(
             f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
-            " it"
+            f" it: {words} has {counted(shortest, 'token')}"
         )
 
 

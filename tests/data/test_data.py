@@ -236,6 +236,13 @@ def test_long_prompts_of_files_are_dropped_and_counted(tmp_path):
     assert sorted(p.text for p in s.batch(0)) == ["x", "xxxxx", "xxxxx"]
     with pytest.raises(UserError, match="all 1 prompts .* longer than max_prompt_tokens=5"):
         stream(write(tmp_path / "y.jsonl", {"prompt": "x" * 6}), 1, longest=5)
+    many = [{"prompt": "x" * n} for n in (9, 7, *[8] * 199, 6)]
+    for rows, words in (
+        (many[:3], "the shortest has 7 tokens"),
+        (many, "the shortest of 200 has 7"),
+    ):
+        with pytest.raises(UserError, match=f"raise it: {words}"):
+            stream(write(tmp_path / "z.jsonl", *rows), 1, longest=5)
 
 
 def test_long_prompts_of_tasks_give_way_to_the_next():
