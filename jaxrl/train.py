@@ -5,6 +5,7 @@ Without --config the built-in quickstart runs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,6 +163,7 @@ def main(argv: Sequence[str]) -> int | None:
             if any(program.error for program in report.programs):
                 raise UserError("\n".join(report.failures))
             return _leave(report.failures)
+        from jaxrl.plan.record import plan_json
         from jaxrl.run.attempt import checks, plan_run, run_config
         from jaxrl.run.python_objects import NOTHING
 
@@ -174,8 +176,12 @@ def main(argv: Sequence[str]) -> int | None:
         if refusals:
             raise UserError("\n".join(refusals))
         plan = plan_run(arguments.config, dry=True, target=target)
-        text = plan.text(terminal_width()).rstrip()
-        print(arguments.base.note, text, *notes, sep="\n", flush=True)
+        if arguments.json:
+            answer = {"target": asked, "fits": not plan.misfit}
+            print(json.dumps(answer | json.loads(plan_json(plan)), indent=1), flush=True)
+        else:
+            text = plan.text(terminal_width()).rstrip()
+            print(arguments.base.note, text, *notes, sep="\n", flush=True)
         return _leave(plan.misfit)
 
 

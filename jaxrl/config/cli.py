@@ -240,7 +240,7 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
         action="store_true",
         help="with --compile: search for the fastest mesh and keys",
     )
-    parser.add_argument("--json", action="store_true", help="with --compile: print one JSON object")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
     )
@@ -267,10 +267,11 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
             f"--target {both[0]} and --compile {both[1]} name two machines: --compile plans for its"
             " own, so leave --target out"
         )
-    for option in ("suggest", "json"):
-        if getattr(arguments, option) and arguments.compile is None:
-            why = ": it needs the compiled programs" if arguments.target else ""
-            raise UserError(f"--{option} needs --dry-run --compile TARGET{why}")
+    if arguments.suggest and arguments.compile is None:
+        why = ": it needs the compiled programs" if arguments.target else ""
+        raise UserError(f"--suggest needs --dry-run --compile TARGET{why}")
+    if arguments.json and not arguments.dry_run:
+        raise UserError("--json needs --dry-run: it prints the plan as one JSON object")
     options = ("dry_run", "target", "compile", "suggest", "json")
     asked = (getattr(arguments, option) for option in options)
     return RunArguments(config, base, *asked)

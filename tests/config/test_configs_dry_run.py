@@ -106,6 +106,11 @@ def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, c
             assert code == cli.EXIT_DOES_NOT_FIT and "verdict: fits" not in out
             assert err.startswith(f"verdict: does not fit on {target}") and "for 24 GB" not in err
         assert (code == 0) == (target in ("l40sx8", "h100x8", "b300x8", "h200x16"))
+    for target, code in (("t4x8", cli.EXIT_DOES_NOT_FIT), ("h100x8", 0)):
+        assert cli.run(main, [*asked, "--target", target, "--json"]) == code
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["target"], answer["fits"]) == (target, code == 0)
+        assert [pool["name"] for pool in answer["pools"]] == ["actor", "rollout", "teacher"]
     assert cli.run(main, [*asked, "--target", "h100x4"]) == 2
     assert "needs 8 devices, and h100x4 has 4" in capsys.readouterr().err
 
