@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import load_model as load_model
     from jaxrl.config.schema import Config as Config
+    from jaxrl.errors import RunError as RunError
+    from jaxrl.errors import UserError as UserError
     from jaxrl.evaluate import evaluate as evaluate
     from jaxrl.export import export as export
     from jaxrl.generate import generate as generate
@@ -26,6 +28,8 @@ _MODULES = ("evaluate", "export", "generate", "train")
 _NAMES = {
     "Config": "jaxrl.config",
     "Result": "jaxrl.train",
+    "RunError": "jaxrl.errors",
+    "UserError": "jaxrl.errors",
     "dry_run": "jaxrl.train",
     "load_model": "jaxrl.checkpoint.model_source",
 }
@@ -36,7 +40,18 @@ _HOMES = {
     "jaxrl.similarity": "jaxrl.algorithms.similarity",
 }
 """Public name of a module -> where it is."""
-__all__ = ["Config", "Result", "dry_run", "evaluate", "export", "generate", "load_model", "train"]
+__all__ = [
+    "Config",
+    "Result",
+    "RunError",
+    "UserError",
+    "dry_run",
+    "evaluate",
+    "export",
+    "generate",
+    "load_model",
+    "train",
+]
 
 
 def __dir__() -> list[str]:
