@@ -40,6 +40,7 @@ from jaxrl.plan.table import MB
 from jaxrl.process.streams import silenced
 from jaxrl.process.text_tables import table_lines
 from jaxrl.run.names import with_commits
+from jaxrl.sampling.decode import NO_MERGING
 
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
@@ -50,7 +51,7 @@ THUNKS = "*thunk_sequence_after_thunk_passes*"
 MEMORY = "*memory-usage-report.txt"
 """The file in XLA's dump that has the memory of a TPU program."""
 NO_TILES = "Couldn't find output tile sizes"
-WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False} | NO_MERGING
 """Compiler options for a second try: without autotuning, XLA finds no tiles for some of Triton's
 matrix products (of heads of 36, for example), where the autotuner would have chosen cuBLAS."""
 LEGEND = (

@@ -32,7 +32,7 @@ from jaxrl.models.kernels import (
 )
 from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
-from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices
+from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices, with_loss_chunk
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
@@ -43,7 +43,7 @@ from jaxrl.process.json_types import Keywords
 from jaxrl.process.text_tables import WIDTH
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
-from jaxrl.sharding.axes import Axes, device_count
+from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.sharding.targets import TargetMachine
@@ -148,7 +148,7 @@ class Plan:
         roles, verdict = self._roles(width, brief=True), self.verdict[0]
         notes = self.notes[: max(BRIEF_LINES - len(roles) - 1, 0)]
         if hidden := len(self.notes) - len(notes):
-            verdict += f" ({hidden} more note{'s' if hidden > 1 else ''} in plan.txt)"
+            verdict += f" ({counted(hidden, 'more note')} in plan.txt)"
         return "\n".join((*roles, *notes, verdict)) + "\n"
 
     def _roles(self, width: int, brief: bool = False) -> list[str]:
@@ -166,7 +166,7 @@ def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> 
     def visible(needed: int) -> Visible:
         if needed > target.count:
             raise UserError(
-                f"the mesh {config.mesh!r} needs {device_count(needed)}, and {target.name} has"
+                f"the mesh {config.mesh!r} needs {counted(needed, 'device')}, and {target.name} has"
                 f" {target.count}: set --mesh to at most {target.count}, or name a larger target"
             )
         return Visible(target.devices, None)
@@ -294,9 +294,12 @@ def build(
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
     if config.rollout.slots != run.rollout.slots:
         run = set_key(run, "rollout.slots", config.rollout.slots)
-    if config.distill.chunk_tokens != run.distill.chunk_tokens:
-        run = set_key(run, "distill.chunk_tokens", config.distill.chunk_tokens)
-    axes, accounts = inputs.axes(config), role_accounts(inputs, config)
+    axes, sized = inputs.axes(config), with_loss_chunk(config, inputs)
+    if (chunk := sized.distill.chunk_tokens) != run.distill.chunk_tokens:
+        run = set_key(run, "distill.chunk_tokens", chunk)
+        what = f"distill.chunk_tokens={chunk}: the losses read the LM head once for so many tokens"
+        chosen = (*chosen, what)
+    accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)
     notes = (
         f"launcher: {seen.launcher} ({seen.why})" if seen.why else None,
@@ -313,9 +316,8 @@ def build(
         *(_host_note(host, pools) for host in hosts),
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
-    own_chunk = _with_chunk_of(asked, config)
-    verdict += filter(None, [room(own_chunk, inputs)])
-    verdict += faster(own_chunk, inputs)
+    verdict += filter(None, [room(config, inputs)])
+    verdict += faster(config, inputs)
     planning = fits_elsewhere = False
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
@@ -343,18 +345,10 @@ def build(
         tuple(filter(None, notes)),
         tuple(verdict),
         tuple(advice),
-        partial(relief, config, inputs),
+        partial(relief, sized, inputs),
         planning=planning,
         fits_elsewhere=fits_elsewhere,
     )
-
-
-def _with_chunk_of(asked: Config, config: Config) -> Config:
-    """Returns `config` with the loss chunk that the user set: the plan's own choice would be
-    smaller for a larger batch."""
-    if config.distill.chunk_tokens == asked.distill.chunk_tokens:
-        return config
-    return set_key(config, "distill.chunk_tokens", asked.distill.chunk_tokens)
 
 
 def _host_numbers(devices: Sequence[DeviceFacts]) -> tuple[int, ...]:
@@ -644,8 +638,7 @@ def _elsewhere(
     help on those that are too small; and the smallest that is large enough. None for models that
     fit anywhere.
 
-    What each GPU needs is counted with the axes that the roles get on the smallest size that fits,
-    and with the loss chunk that the user set.
+    What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     Sizes of less than half of that have one line together, and no advice.
     """
     share = gpu_share()
@@ -673,13 +666,12 @@ def _elsewhere(
         if split:
             verdict += f" ({', '.join(split)})"
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        own_chunk = _with_chunk_of(config, choice)
-        lines += [f"  {line}" for line in filter(None, [room(own_chunk, there)])]
-        lines += [f"  {line}" for line in faster(own_chunk, there)]
+        lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
+        lines += [f"  {line}" for line in faster(choice, there)]
         if not fits:
             advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
         elif smallest is None:
-            needed, smallest = pool_peaks(there, own_chunk), size
+            needed, smallest = pools, size
     if far_too_small:
         sizes = ", ".join(map(str, far_too_small))
         lines.insert(0, f"on GPUs of {sizes} GB: does not fit: less than half of what one needs")

@@ -81,9 +81,6 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
 def faster(config: Config, inputs: PlanInputs) -> list[str]:
     """Returns the keys that make the run faster, each alone at the fastest of its values that fit,
     with what its pool takes then; empty where no limit is known or the run does not fit as it is.
-
-    Args:
-        config: with the loss chunk that the user set: that of a plan follows the other keys.
     """
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
@@ -92,7 +89,7 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
         section, _, name = key.partition(".")
         now = getattr(getattr(config, section), name)
         for value in values:
-            choice = _with_large_chunk(set_key(config, key, value), inputs, [])
+            choice = with_loss_chunk(set_key(config, key, value), inputs)
             pools = pool_peaks(inputs, choice)
             if all(pool.fits for pool in pools):
                 mine = pools[inputs.placement.roles[role].pool]
@@ -314,23 +311,17 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     config = _with_copy_in_each_host(config, inputs, notes)
     if "rollout" in inputs.roles and config.rollout.slots is None:
         config = _with_slots(config, inputs, notes)
-    return _with_large_chunk(config, inputs, notes), tuple(notes)
+    return config, tuple(notes)
 
 
-def _with_large_chunk(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
+def with_loss_chunk(config: Config, inputs: PlanInputs) -> Config:
     """Sets `distill.chunk_tokens`, where it is null, to the first of `GPU_CHUNKS` that is known to
-    fit."""
+    fit. Last of all choices: whether a run fits is decided with the smallest chunk."""
     null = config.distill.chunk_tokens is None
     if not null or inputs.target.platform not in GPU or not all(inputs.limits):
         return config
-    for chunk in GPU_CHUNKS:
-        choice = set_key(config, "distill.chunk_tokens", chunk)
-        if _fits(choice, inputs):
-            notes.append(
-                f"distill.chunk_tokens={chunk}: the losses read the LM head once for so many tokens"
-            )
-            return choice
-    return config
+    choices = (set_key(config, "distill.chunk_tokens", chunk) for chunk in GPU_CHUNKS)
+    return next((choice for choice in choices if _fits(choice, inputs)), config)
 
 
 def _with_copy_in_each_host(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
@@ -342,9 +333,12 @@ def _with_copy_in_each_host(config: Config, inputs: PlanInputs, notes: list[str]
     hosts = inputs.spanned("actor") if axes is not None else 1
     if axes is None or given or hosts in (1, axes.size) or inputs.target.platform not in GPU:
         return config
+    pool = inputs.placement.roles["actor"].pool
+    if inputs.limits[pool] is None:  # whether a copy fits is not known
+        return config
     choice = set_key(config, "actor.parallel.data", hosts)
     choice = set_key(choice, "actor.parallel.fsdp", axes.size // hosts)
-    peak = pool_peaks(inputs, choice)[inputs.placement.roles["actor"].pool]
+    peak = pool_peaks(inputs, choice)[pool]
     takes = f"its pool takes {peak.bytes / GB:.1f} GB"
     if not peak.fits:
         notes.append(

@@ -12,6 +12,7 @@ from statistics import fmean, median
 
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
+from jaxrl.errors import counted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.curves import evenly, short
 from jaxrl.report.read import RunFiles
@@ -55,7 +56,7 @@ def about(run: RunFiles) -> list[str]:
         for one, key in ((first, "at"), *((newest, key) for key in ("host", "version", "command")))
     )
     resumed = len(run.sessions) - 1
-    times = f"resumed {resumed} time{'s' if resumed > 1 else ''}" if resumed > 0 else ""
+    times = f"resumed {counted(resumed, 'time')}" if resumed > 0 else ""
     texts = at[:16].replace("T", " "), host, f"jaxrl {version}" if version else "", times, command
     return [text for text in texts if text]
 

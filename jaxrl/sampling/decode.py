@@ -386,6 +386,9 @@ def launch(
     return _constrain(config, mesh, cache), out["drawn"], out.get("experts")
 
 
+NO_MERGING: dict[str, str | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Without it, XLA makes one product of those that read the same rows, and concatenates their
+weights in each step: only Triton's products read these where they are."""
 GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
 """What XLA may put into a CUDA graph: by default all of these but collectives."""
 
@@ -404,9 +407,7 @@ def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | i
     options: dict[str, str | int] = {}
     triton = xla_flags.value_of("--xla_gpu_enable_triton_gemm") not in ("false", "0")
     if target.capability < OLDEST or not triton:
-        # XLA makes one product of those that read the same rows, and concatenates their weights in
-        # each step: only Triton reads these where they are.
-        options["xla_gpu_dot_merger_threshold_mb"] = 0
+        options |= NO_MERGING
     if axes.get("tensor", 1) * axes.get(EXPERTS, 1) > 1:
         # A collective would end a graph, several times in each layer.
         options["xla_gpu_enable_command_buffer"] = GRAPHED

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, counted
 
 AxisName = Literal["data", "fsdp", "tensor", "context", "expert"]
 SplitOver = AxisName | tuple[AxisName, ...] | None
@@ -110,11 +110,13 @@ def resolve_axes(
     fixed = math.prod(max(size, 1) for size in sizes.values())
     if n_devices % fixed:
         raise UserError(
-            f"{axes_text}: axes of {device_count(fixed)} do not divide"
-            f" the {device_count(n_devices)} of {role}"
+            f"{axes_text}: axes of {counted(fixed, 'device')} do not divide"
+            f" the {counted(n_devices, 'device')} of {role}"
         )
     if not free and fixed != n_devices:
-        raise UserError(f"{axes_text}: axes use {device_count(fixed)}, but {role} has {n_devices}")
+        raise UserError(
+            f"{axes_text}: axes use {counted(fixed, 'device')}, but {role} has {n_devices}"
+        )
     result = {name: max(sizes.get(name, 1), 1) for name in AXIS_NAMES}
     if free:
         result[free[0]] = n_devices // fixed
@@ -134,7 +136,3 @@ def divided(size: int, axes: tuple[AxisName, ...], sizes: Mapping[str, int]) -> 
     if size % math.prod(sizes[axis] for axis in axes):
         return None
     return axes if len(axes) > 1 else axes[0]
-
-
-def device_count(n: int) -> str:
-    return f"{n} device" if n == 1 else f"{n} devices"

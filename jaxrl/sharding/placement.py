@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxrl.errors import UserError, unknown
-from jaxrl.sharding.axes import DEFAULT_AXES, device_count
+from jaxrl.errors import UserError, counted, unknown
+from jaxrl.sharding.axes import DEFAULT_AXES
 
 ROLES: tuple[str, ...] = tuple(DEFAULT_AXES)
 """Every role that `--mesh` can name."""
@@ -179,7 +179,7 @@ def narrow(placement: Placement, role: str, text: str) -> Placement:
     stop = int(match[2] or n)
     if stop > n or start >= n:
         raise UserError(
-            f"{role}.devices={text} leaves its pool: {pool.name} has {device_count(n)},"
+            f"{role}.devices={text} leaves its pool: {pool.name} has {counted(n, 'device')},"
             f" so stop is at most {n}"
         )
     if start >= stop:
@@ -199,13 +199,13 @@ def check_visible(placement: Placement, visible: int) -> Placement:
     needed = placement.n_devices
     if needed > visible:
         raise UserError(
-            f"the mesh {placement.spec!r} needs {device_count(needed)}, but {visible} "
+            f"the mesh {placement.spec!r} needs {counted(needed, 'device')}, but {visible} "
             f"{'is' if visible == 1 else 'are'} visible"
         )
     if needed < visible:
         return _note(
             placement,
-            f"{visible - needed} of {device_count(visible)} left over: the mesh uses {needed}",
+            f"{visible - needed} of {counted(visible, 'device')} left over: the mesh uses {needed}",
         )
     return placement
 

@@ -9,8 +9,10 @@ import pytest
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.kernels import target_of
 from jaxrl.plan import BRIEF_LINES, Plan, build, make_plan, target_plan
-from jaxrl.plan.plan_inputs import GB
+from jaxrl.plan.advice import with_choices
+from jaxrl.plan.plan_inputs import GB, PlanInputs
 from jaxrl.plan.table import TABLE_WIDTH, TITLES
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible
@@ -171,3 +173,18 @@ def test_gpus_read_the_head_less_often_where_a_larger_chunk_fits(
     noted = [note for note in plan.notes if note.startswith(f"distill.chunk_tokens={chunk}:")]
     assert len(noted) == (not distill and chunk > 512)
     assert "largest that fits" in plan.text()
+
+
+def test_no_copy_is_put_into_each_host_where_memory_is_not_known(monkeypatch):
+    """Whether it fits could not be said."""
+    placement = place("actor+rollout=16", ("actor", "rollout"))
+    target = target_of(target_machine("h100x16", "--target").devices)
+    hosts = (0,) * 8 + (1,) * 8
+    keys = {"mesh": "actor+rollout=16", "data": {"train": "arithmetic"}, "algorithm": "gspo"}
+    keys |= {"student": {"model": "large"}, "teacher": {"model": None}, "group_size": 4}
+    config = Config.parse(keys | {"reward": {"functions": ["exact"]}}).with_dtypes("bfloat16")
+    for limit, axes in ((None, "fsdp=16"), (10**12, "data=2 fsdp=8")):
+        made = placement, ("actor", "rollout"), LARGE, None, (limit,), target
+        inputs = PlanInputs(*made, host_of=hosts)
+        chosen, _ = with_choices(config, inputs)
+        assert str(inputs.axes(chosen)["actor"]) == axes
