@@ -154,10 +154,12 @@ class Parser(argparse.ArgumentParser):
         known = [key.path for group in key_help.taken(self._keys) for key in group.keys]
         if name in known:
             return f" (write {name}={value if equals else 'VALUE'}, without dashes)"
-        hint = near(option, self._option_string_actions)
-        if hint or not self._reads_keys:
+        written = "; keys are written key=VALUE, without dashes"
+        if self._reads_keys and (hint := config_keys.alias_hint(name, whole=True)):
+            return hint + written
+        if (hint := near(option, self._option_string_actions)) or not self._reads_keys:
             return hint
-        return config_keys.near_key(name, known) + "; keys are written key=VALUE, without dashes"
+        return config_keys.near_key(name, known) + written
 
 
 class _Help(argparse.Action):

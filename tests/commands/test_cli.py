@@ -218,11 +218,7 @@ def test_an_option_that_is_a_key_elsewhere_names_ours(
         code = cli.run(lambda argv: parse(*argv) and None, words)
         err = capsys.readouterr().err
         assert code == 2 and "error: unknown option --" in err
-        assert (
-            any(key in err for key in WORDS[name])
-            or f"did you mean --{name}" in err
-            or ("did you mean" in err)
-        ), err
+        assert any(key in err for key in WORDS[name]), err
 
 
 def test_without_jax() -> None:
