@@ -139,8 +139,8 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     others as a list of what should be mappings of field names to values.
 
     Args:
-        rows: a `datasets.Dataset`, a `pyarrow.Table`, a `DataFrame` of pandas, or any sequence or
-            iterable, such as a list or a generator, which is read to its end.
+        rows: a `datasets.Dataset`, a `pyarrow.Table`, a `DataFrame` of pandas or polars, or any
+            sequence or iterable, such as a list or a generator, which is read to its end.
 
     Raises:
         UserError: these are no rows.
@@ -150,9 +150,13 @@ def listed_rows(rows: Rows, label: str) -> Rows:
         if isinstance(rows, Mapping) and all(isinstance(one, list) for one in rows.values()):
             hint = ": make rows of its columns, as datasets.Dataset.from_dict does"
         raise _no_rows(rows, label, hint)
+    if isinstance(rows, type):
+        raise _no_rows(rows, label, ": give an instance of the class")
+    if hasattr(rows, "to_dicts"):  # a frame of polars
+        return rows.to_dicts()
     if hasattr(rows, "column_names") and hasattr(rows, "__len__"):
         return rows
-    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
+    if hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
     if hasattr(rows, "__iter__"):
@@ -171,9 +175,10 @@ def _no_rows(rows: Rows, label: str, hint: str = "") -> UserError:
 
 def is_missing(spec: str) -> bool:
     """Returns whether a source of `open_source` names data files by a path where there are none."""
-    if data_name(spec) is not None or not spec.endswith(SUFFIXES):
+    if spec.startswith(PYTHON) or data_name(spec) is not None or not spec.endswith(SUFFIXES):
         return False
-    return not user_path(spec).exists() and not glob.glob(spec, recursive=True)
+    path = user_path(spec)
+    return not path.exists() and not glob.glob(str(path), recursive=True)
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,10 @@ class PromptStream:
         first = range(min(_MEASURED, len(rows)))
         shortest = min(self._encoder.length(rows[row]) for row in first)
         words = "the shortest" if len(first) == len(rows) else f"the shortest of {len(first)}"
+        words = f": {words} has {counted(shortest, 'token')}"
         return UserError(
             f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
-            f" it: {words} has {counted(shortest, 'token')}"
+            f" it{words if shortest > self._encoder.max_prompt_tokens else ''}"
         )
 
 

@@ -230,39 +230,41 @@ def _pickled(function: Callable[..., object], what: str, place: str) -> tuple[st
 
 @contextmanager
 def _written(model: GivenModel, run_dir: Path, dry: bool) -> Iterator[Path]:
-    """Gives the folder of a model in the run directory, which is written unless it is there."""
+    """Gives the folder of a model in the run directory, which is written unless it is there. It is
+    removed after a dry run, and where bad input ends a run before that has saved anything."""
     missing = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    partial, fresh = run_dir / f".{GIVEN_MODEL}.partial", False
-    try:
-        write_model(model, partial, weights_too=False)
-        found = hashlib.sha256(digest_model(partial, weights=False).encode())
-        for piece in () if dry else _pieces(model):
-            found.update(piece)
-        folder = run_dir / f"{GIVEN_MODEL}-{found.hexdigest()[:DIGITS]}"
-        fresh = not folder.exists()
-        if fresh:
-            if not dry:
-                write_model(model, partial)
-            partial.rename(folder)
-    except OSError as error:
-        raise UserError(f"the model cannot be written to {run_dir}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    checkpoints, partial, fresh = store.folders(run_dir), run_dir / f".{GIVEN_MODEL}.partial", False
 
-    def remove() -> None:
+    def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # the folders that hold something else stay
             for path in missing:
                 path.rmdir()
 
     try:
+        write_model(model, partial, weights_too=False)
+        found = hashlib.sha256(digest_model(partial, weights=False).encode())
+        for piece in () if dry else _pieces(model):
+            found.update(piece)
+        folder = run_dir / f"{GIVEN_MODEL}-{found.hexdigest()[:DIGITS]}"
+        if not folder.exists():
+            if not dry:
+                write_model(model, partial)
+            partial.rename(folder)
+            fresh = True
+    except OSError as error:
+        raise UserError(f"the model cannot be written to {run_dir}: {error.strerror}") from error
+    finally:
+        remove(partial)
+    unused = dry
+    try:
         yield folder.resolve()
     except UserError:
-        if fresh and not store.folders(run_dir):
-            remove()
+        unused = unused or store.folders(run_dir) == checkpoints
         raise
-    if fresh and dry:
-        remove()
+    finally:
+        if fresh and unused:
+            remove(folder)
 
 
 @contextmanager

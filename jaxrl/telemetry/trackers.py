@@ -7,6 +7,7 @@ one that raises is reported once and dropped, one that is too slow loses its old
 from __future__ import annotations
 
 import importlib.util
+import re
 import secrets
 import sys
 import threading
@@ -304,7 +305,8 @@ class MLflow:
 
         self._metric = Metric
         self._client = MlflowClient()
-        run.notify(f"mlflow: {mlflow.get_tracking_uri()}, experiment {experiment}")
+        uri = re.sub("://[^/@]*@", "://", mlflow.get_tracking_uri())  # a log has no password
+        run.notify(f"mlflow: {uri}, experiment {experiment}")
         kept = run.kept_id("mlflow")
         if kept is not None:
             self._id = kept

@@ -164,6 +164,7 @@ def test_names_are_taken_where_objects_are(student: str, tmp_path: Path) -> None
         ({"data": {"train": ROWS}}, "data: .* this is an object: make rows of its columns"),
         ({"data": [{"promt": "x"}]}, "data.train: python:data: row 0: neither `prompt` nor"),
         ({"data": []}, "data.train: python:data: no rows"),
+        ({"data": dict}, "data: .*: give an instance of the class"),
         ({"data": [{**ROWS[0], "lock": LOCK}]}, "row 0: .* cannot be pickled"),
         ({"eval_data": {"a": "x.jsonl", "b": 3}}, r"eval_data\['b'\]: a list"),
         ({"eval_data": {"a/b": ROWS}}, "the name 'a/b' may have"),
@@ -255,7 +256,8 @@ def test_a_loaded_model_is_trained_and_sampled_as_its_folder(student: str, tmp_p
     other = load_model(save_model(tmp_path / "other", 32, 1, seed=5))
     with pytest.raises(UserError, match="(?s)another config.*student.model"):
         train({**run, "run_dir": str(moved), "steps": 3}, model=other, data=ROWS)
-    assert len(list(moved.glob("given-model-*"))) == 2  # a run is there: nothing of it is removed
+    (kept,) = moved.glob("given-model-*")  # the run's own, and nothing of the other model
+    assert kept.name == folder.name
     texts = [
         [completion.text for completion in group]
         for each in (model, student, Path(student))
@@ -283,7 +285,24 @@ def test_a_model_of_transformers_is_trained(student: str, tmp_path: Path) -> Non
     assert mine[0].text == theirs[0].text
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("dry", [True, False])
+def test_nothing_is_left_of_a_model_that_is_not_trained(
+    dry: bool, student: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run that fails in whatever way, and a disk without room."""
+    run = keys(run_dir=str(tmp_path / "runs" / "a"), algorithm="sft")
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("stopped") if dry else OSError(28, "No space left on device")
+
+    place = "jaxrl.run.attempt.plan_run" if dry else "jaxrl.run.python_objects.write_model"
+    monkeypatch.setattr(place, fails)
+    ends = pytest.raises(RuntimeError, match="stopped") if dry else pytest.raises(UserError)
+    with ends:
+        (dry_run if dry else train)(run, model=load_model(student), data=ROWS)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.ray
 def test_objects_reach_the_processes_of_a_cluster(student: str, tmp_path: Path) -> None:
     """The rows stay where the program runs; an environment and a loaded model travel."""

@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from words import Words
 
-from jaxrl.data.source import Keys, Source, open_source
+from jaxrl.data.source import Keys, Source, is_missing, listed_rows, open_source
 from jaxrl.data.stream import PromptEncoder, PromptStream, eval_set
 from jaxrl.data.tasks import parse_options
 from jaxrl.data.tokenizer import decode, encode_completion, encode_prompt, load_tokenizer
@@ -243,6 +243,27 @@ def test_long_prompts_of_files_are_dropped_and_counted(tmp_path):
     ):
         with pytest.raises(UserError, match=f"raise it: {words}"):
             stream(write(tmp_path / "z.jsonl", *rows), 1, longest=5)
+
+
+def test_a_name_of_rows_and_a_path_from_home_are_no_missing_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.jsonl", {"prompt": "x"})
+    found = {name: is_missing(name) for name in ("~/*.jsonl", "~/b*.jsonl", "~/a.jsonl")}
+    assert found == {"~/*.jsonl": False, "~/b*.jsonl": True, "~/a.jsonl": False}
+    assert not is_missing("python:eval_data.gsm.jsonl")
+
+
+def test_frames_of_polars_are_their_rows():
+    class Frame:  # as of polars: `to_dict` takes no form
+        columns = ("prompt",)
+
+        def to_dict(self, *, as_series=True):
+            raise AssertionError
+
+        def to_dicts(self):
+            return [{"prompt": "x"}]
+
+    assert listed_rows(Frame(), "data") == [{"prompt": "x"}]
 
 
 def test_long_prompts_of_tasks_give_way_to_the_next():

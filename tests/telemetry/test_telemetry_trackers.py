@@ -187,7 +187,7 @@ class FakeMLflow(ModuleType):
         super().__init__("mlflow")
         self.calls: list[tuple[Any, ...]] = []
         self.MlflowClient = lambda: self
-        self.get_tracking_uri = lambda: "http://server"
+        self.get_tracking_uri = lambda: "http://name:word@server"
         self.entities = ModuleType("mlflow.entities")
         self.entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
         self.entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
