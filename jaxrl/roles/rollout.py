@@ -166,10 +166,11 @@ class Sampler:
         """Replaces the weights by the next version of the policy. The old ones are freed first.
 
         Returns:
-            Metrics of the transfer: `weights/sync_bytes`.
+            Metrics of the transfer, as of `received`.
 
         Raises:
             RuntimeError: the version is not newer than the present one.
+            DamagedWeights: an array arrived with other values than the actor sent.
         """
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")

@@ -302,12 +302,15 @@ class Reporter:
                 continue
             sent, loaded = futures[f"publish.{role}"].times, futures[f"load.{role}"].times
             seconds, size = sent.seconds + loaded.seconds, taken["weights/sync_bytes"]
+            damaged = row.get("weights/damaged_arrays", 0.0) + taken["weights/damaged_arrays"]
+            row["weights/damaged_arrays"] = damaged
             if role != "rollout":
                 row[f"time/{role}_sync_s"] = seconds
                 row[f"weights/{role}_sync_bytes"] = size
                 continue
             speed = size / max(seconds, 1e-9) / 1e9
-            row |= taken | {"time/weight_sync_s": seconds, "weights/sync_gbps": speed}
+            row |= {"weights/sync_bytes": size, "weights/sync_gbps": speed}
+            row["time/weight_sync_s"] = seconds
             if sent.started is not None and loaded.finished is not None:
                 zero = time.time() - time.monotonic()
                 start, end = (

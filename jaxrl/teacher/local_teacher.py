@@ -171,7 +171,8 @@ class LocalTeacher:
         return self._sampler.sample(prompts)
 
     def load(self, weights: Weights) -> dict[str, float]:
-        """Takes the next version of weights that follow the policy, once the old one is freed."""
+        """Takes the next version of weights that follow the policy, once the old one is freed.
+        Returns and raises as `received`."""
         check_fit(weights, self._expected, "the teacher")
         self._write(None)
         params, taken = received(weights, self._shardings, SENT_TO_TEACHER)

@@ -240,7 +240,7 @@ METRICS: dict[str, Metric] = {
     "weights/sync_bytes": Metric("bytes", "bytes copied in the weight sync, without shared arrays"),
     "weights/sync_gbps": Metric("GB/s", "sync_bytes over time/weight_sync_s, GB = 1e9 bytes"),
     "weights/damaged_arrays": Metric(
-        "count", "arrays that arrived with another checksum and were sent again"
+        "count", "arrays that arrived with another checksum and were read again"
     ),
     "weights/teacher_sync_bytes": Metric("bytes", "copied to the teacher, without shared arrays"),
     "time/checkpoint_s": Metric("s", "writing the newest checkpoint, in parallel with training"),

@@ -32,8 +32,8 @@ from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.param_sharding import param_shardings
-from jaxrl.roles.actor import Actor, Weights
-from jaxrl.roles.load_weights import DamagedWeights
+from jaxrl.roles.actor import SENT, Actor, Weights
+from jaxrl.roles.load_weights import DamagedWeights, received
 from jaxrl.roles.rollout import Sampler
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
@@ -345,6 +345,26 @@ def test_a_byte_that_changes_on_the_way_is_found(times):
     else:
         with pytest.raises(DamagedWeights, match=r"version 2 .* damaged, twice: 1 of \d+ arrays"):
             samples.load(again)
+
+
+def test_a_number_that_changes_in_a_process_ends_the_run():
+    """In threads, of whole weights; and of adapters, which a receiver takes by the same way."""
+    mesh = role_mesh(jax.devices()[:2], Axes(1, 2))
+    params = tiny_model(STUDENT, mesh, "unstacked")[1]
+    adapters = {
+        "layers": [{"attn": {"q": {"lora_a": jnp.ones((32, 2)), "lora_b": jnp.ones((2, 32))}}}]
+    }
+    samples = sampler(mesh, "hidden")
+    for tree, path in ((params, "layers/1/mlp/up/kernel"), (adapters, "layers/0/attn/q/lora_b")):
+        named = leaves_by_path(tree)
+        sums = dict(zip(named, checksums(list(named.values())), strict=True))
+        damaged = jax.tree.map(lambda x, own=named[path]: x * 1.001 if x is own else x, tree)
+        with pytest.raises(DamagedWeights, match=f"damaged: 1 of {len(sums)} .* first {path}"):
+            if tree is params:
+                samples.load(Weights(1, damaged, 4, sums))
+            else:
+                shardings = NamedSharding(mesh, PartitionSpec())
+                received(Weights(1, damaged, 4, sums), shardings, SENT)
 
 
 def test_checksums_are_those_of_the_values_in_any_sharding():
