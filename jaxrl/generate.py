@@ -75,7 +75,8 @@ def generate(
         eos_ids=end_ids_of(model) if eos_ids is None else tuple(eos_ids),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
-    return sample(model, prompts, n=n, sampling=sampling, seed=seed)[0]
+    groups = sample(model, prompts, n=n, sampling=sampling, seed=seed)[0]
+    return [[replace(one, tokens=tuple(one.tokens)) for one in group] for group in groups]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -130,9 +131,9 @@ def _took(stats: EngineStats, compiled: Compilations) -> str:
         text += (
             f", {compiled.seconds:.2f} s of it for the compilation of {compiled.programs} programs"
         )
-    if stats.compiled_tokens < LEAST_TOKENS:
+    if stats.steady_tokens < LEAST_TOKENS:
         return text
-    speed = stats.compiled_tokens / stats.compiled_seconds
+    speed = stats.steady_tokens / stats.steady_seconds
     return f"{text}; decoding: {speed:,.0f} tokens/s in {stats.slots} slots"
 
 

@@ -39,6 +39,7 @@ class TokenIds(Sequence[int]):
     def __init__(self, ids: Sequence[int] | np.ndarray):
         """Copies ids, [n]."""
         self.array = np.array(ids, np.int32)
+        self.array.flags.writeable = False  # its hash must stay
 
     def __len__(self) -> int:
         return len(self.array)
@@ -61,6 +62,12 @@ class TokenIds(Sequence[int]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+    def __add__(self, other: Sequence[int]) -> tuple[int, ...]:
+        return (*self, *other)
+
+    def __radd__(self, other: Sequence[int]) -> tuple[int, ...]:
+        return (*other, *self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array, dtype, copy=copy)

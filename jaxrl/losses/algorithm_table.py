@@ -179,11 +179,10 @@ _BASELINE = (
     " the standard deviation"
 )
 _PREFERRED = ("dpo", "ipo", "kto", "bco", "orpo", "simpo", "cpo", "online_dpo", "xpo", "nash_md")
-_REINFORCE = ("reinforce", "reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _OTHERS = {
     **dict.fromkeys(_PREFERRED, _PREFERENCES),
     **dict.fromkeys(("ppo", "vapo", "gae", "a2c", "trpo"), _CRITIC),
-    **dict.fromkeys(("rloo", "remax", "opo", "gpg", *_REINFORCE), _BASELINE),
+    **dict.fromkeys(("rloo", "remax", "opo", "gpg", "reinforce"), _BASELINE),
     "gdpo": "is grpo here, with policy.reward_combination=normalize_then_sum",
     **dict.fromkeys(("opd", "on_policy_distillation", "distillation", "gold"), "is gkd here"),
     **dict.fromkeys(
@@ -206,8 +205,9 @@ def find_algorithm(name: str) -> AlgorithmSpec:
         plain = re.sub(r"[^a-z0-9+]+", "_", name.lower())
         if plain in ALGORITHMS:
             raise UserError(f"unknown algorithm {name!r}: write {plain}")
-        if plain in _OTHERS:
-            raise UserError(f"algorithm={name} {_OTHERS[plain]}")
+        kind = "reinforce" if plain.startswith("reinforce") else plain  # ++, _plus_plus_baseline
+        if kind in _OTHERS:
+            raise UserError(f"algorithm={name} {_OTHERS[kind]}")
         raise unknown("algorithm", name, ALGORITHMS)
     found = load_object(name)
     if not isinstance(found, AlgorithmSpec):

@@ -89,7 +89,9 @@ def abstract_programs(
     size = (engine.slots, engine.length) if engine.pages is None else (engine.pages * shards, PAGE)
     shared, slots = cache(count, width), cache(*size)
 
-    fills = -(-prompts // (batch * shards))
+    # The first filling, and a refill each time that so many slots are free.
+    refills = -(-max(prompts * samples - engine.slots, 0) // engine.min_free)
+    fills = max(-(-prompts // (batch * shards)), 1 + refills)
     prompt = whole(batch * shards, width), whole(batch * shards)
     beside: Any = shared, slots
     yield program(
@@ -148,7 +150,7 @@ def abstract_programs(
     launches = -(-sampling.max_new_tokens // engine.launch_tokens)
     yield program(
         "decode",
-        decode.launch_on(mesh),
+        decode.launch_on(engine.target, mesh),
         *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
         beside=(),
         calls=launches * -(-prompts * samples // engine.slots),

@@ -21,7 +21,7 @@ from jaxrl.models.cached import Cache, Shared
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
-from jaxrl.models.kernels import GPU, OLDEST, Target, target_on
+from jaxrl.models.kernels import GPU, OLDEST, Target
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Pages, Seats
@@ -393,9 +393,9 @@ GRAPHED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECT
 """What XLA may put into a CUDA graph: by default all of these but collectives."""
 
 
-def launch_on(mesh: Mesh | None) -> Wrapped:
-    """Returns `launch` with `launch_options` of the devices of a mesh."""
-    options = launch_options(target_on(mesh), {} if mesh is None else mesh.shape)
+def launch_on(target: Target, mesh: Mesh | None) -> Wrapped:
+    """Returns `launch` with `launch_options` of a mesh of such devices."""
+    options = launch_options(target, {} if mesh is None else mesh.shape)
     return launch_with(tuple(options.items())) if options else launch
 
 
@@ -405,8 +405,8 @@ def launch_options(target: Target, axes: Mapping[str, int]) -> dict[str, str | i
     if target.platform not in GPU or target.capability is None:
         return {}
     options: dict[str, str | int] = {}
-    triton = xla_flags.value_of("--xla_gpu_enable_triton_gemm") not in ("false", "0")
-    if target.capability < OLDEST or not triton:
+    triton = xla_flags.value_of("--xla_gpu_enable_triton_gemm")
+    if target.capability < OLDEST or (triton or "").lower() in xla_flags.OFF:
         options |= NO_MERGING
     if axes.get("tensor", 1) * axes.get(EXPERTS, 1) > 1:
         # A collective would end a graph, several times in each layer.

@@ -100,10 +100,10 @@ class EngineStats:
     """Time for prefill and copies into slots, including the wait for the device."""
     decode_seconds: float = 0.0
     """Time for launches, until their tokens are on the host."""
-    compiled_tokens: int = 0
+    steady_tokens: int = 0
     """Tokens of the launches during which nothing was compiled: the speed of decoding alone is
     theirs."""
-    compiled_seconds: float = 0.0
+    steady_seconds: float = 0.0
     """Time for those launches."""
     turns: int = 0
     """Turns of the model in episodes."""
@@ -553,7 +553,7 @@ class _Generation:
         static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
         static |= {"record": self.record}
         more = self.knobs, prompts, pages
-        launch = decode.launch_on(self.on[1])
+        launch = decode.launch_on(engine.target, engine.mesh)
         with self.ledger.running(launch, *arguments, *more, **static):
             self.cache, drawn, routed = launch(*arguments, *more, **static)
         self._find_ends()  # searches the tokens of the launch before while this one runs
@@ -564,8 +564,8 @@ class _Generation:
         seconds = time.perf_counter() - started
         self.stats.decode_seconds += seconds
         if compilations().programs == programs:
-            self.stats.compiled_tokens += int((out[:, :, 0] >= 0).sum())
-            self.stats.compiled_seconds += seconds
+            self.stats.steady_tokens += int((out[:, :, 0] >= 0).sum())
+            self.stats.steady_seconds += seconds
         # An EOS or the limit ends a completion, which frees its slot, or the turn of an episode,
         # whose slot then decodes nothing.
         for sample, before, count, over in slots.append(out, self.sampling.eos_ids):

@@ -157,6 +157,7 @@ def test_an_entry_that_makes_no_sense_is_refused() -> None:
         *[(name, "needs a critic") for name in ("ppo", "PPO", "gae")],
         *[(name, "dr_grpo is the closest") for name in ("rloo", "REINFORCE", "reinforce++")],
         *[(name, "dr_grpo is the closest") for name in ("remax", "reinforce_plus_plus", "OPO")],
+        *[(name, "dr_grpo is the") for name in ("REINFORCE++-baseline", "reinforce_baseline")],
         *[(name.upper(), f"write {name}") for name in ALGORITHMS],
         ("Dr. GRPO", "write dr_grpo"),
         ("DR-GRPO", "write dr_grpo"),

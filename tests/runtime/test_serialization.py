@@ -241,6 +241,9 @@ def test_tokens_travel_as_arrays_and_are_what_they_were():
         plain = tuple(before)
         assert after == before and before == after and after == plain and plain == after
         assert after != (*plain, 1) and hash(after) == hash(plain) and list(after) == list(plain)
+        assert after + (1,) == (*plain, 1) and (1,) + after == (1, *plain) == (*(1,), *after)
+        with pytest.raises(ValueError, match="read-only"):
+            after.array[:] = 0
         for part in (slice(None, -1), slice(1, 3), slice(None, None, 2)):
             assert after[part] == plain[part]
         np.testing.assert_array_equal(np.asarray(after), np.array(plain, np.int32))

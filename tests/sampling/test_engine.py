@@ -589,7 +589,7 @@ MERGER, GRAPHS = "xla_gpu_dot_merger_threshold_mb", "xla_gpu_enable_command_buff
         (A_GPU, {"tensor": 2}, "", [GRAPHS]),
         (A_GPU, {"expert": 2}, "", [GRAPHS]),
         (A_GPU, {"tensor": 2}, f"--{GRAPHS}=", []),
-        (A_GPU, {}, "--xla_gpu_enable_triton_gemm=false", [MERGER]),
+        (A_GPU, {}, "--xla_gpu_enable_triton_gemm=False", [MERGER]),
         (OLD_GPU, {"tensor": 2}, "", [MERGER, GRAPHS]),
         (OLD_GPU, {}, f"--{MERGER}=16", []),
     ],
