@@ -81,8 +81,8 @@ def dry_run(
 
     objects = {"data": data, "eval_data": eval_data, "environment": environment}
     with bound(config, model, dry=True, rewards=rewards, **objects) as (made, given):
+        made, notes, refusals = checks(made, given)
         plan = plan_run(made, dry=True)
-        notes, refusals = checks(plan.config, given)
         return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
 
 
@@ -172,16 +172,16 @@ def main(argv: Sequence[str]) -> int | None:
             return None
         asked = arguments.target
         target = None if asked is None else target_machine(asked, "--target")
-        notes, refusals = checks(arguments.config, NOTHING, elsewhere=target is not None)
+        config, notes, refusals = checks(arguments.config, NOTHING, elsewhere=target is not None)
         if refusals:
             raise UserError("\n".join(refusals))
-        plan = plan_run(arguments.config, dry=True, target=target)
+        plan = plan_run(config, dry=True, target=target)
+        plan = replace(plan, notes=(arguments.base.note, *plan.notes, *notes))
         if arguments.json:
             answer = {"target": asked, "fits": not plan.misfit}
             print(json.dumps(answer | json.loads(plan_json(plan)), indent=1), flush=True)
         else:
-            text = plan.text(terminal_width()).rstrip()
-            print(arguments.base.note, text, *notes, sep="\n", flush=True)
+            print(plan.text(terminal_width()), end="", flush=True)
         return _leave(plan.misfit)
 
 

@@ -94,18 +94,17 @@ def plan_run(config: Config, dry: bool = False, target: TargetMachine | None = N
 
 def checks(
     config: Config, given: PythonObjects, elsewhere: bool = False
-) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the notes on the run's data, and the errors that would stop the run before it reads a
-    weight: in data, tokenizers, rewards, trackers or the run directory. Each check reports only its
-    first error.
+) -> tuple[Config, list[str], tuple[str, ...]]:
+    """Returns the config with the commits of what is on a hub, notes on these and on the run's
+    data, and the errors that would stop the run before it reads a weight: in data, tokenizers,
+    rewards, trackers or the run directory. Each check reports only its first error.
 
     Args:
         given: as in `run_config`.
-        elsewhere: the run is for another machine, which may have files that are not here.
+        elsewhere: the run is for another machine, which may have data files that are not here.
     """
-    config, _ = with_commits(config, dry=True)
-    notes: list[str] = []
-    found = []
+    config, on_hub = with_commits(config, dry=True)
+    notes, found = list(on_hub), []
     for check in (
         partial(check_trackers, config.logging),
         partial(check_run_dir, config),
@@ -115,7 +114,7 @@ def checks(
             check()
         except (UserError, RunError) as error:
             found.append(str(error))
-    return notes, tuple(found)
+    return config, notes, tuple(found)
 
 
 def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Plan]:

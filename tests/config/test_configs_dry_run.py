@@ -111,6 +111,10 @@ def test_gpus_or_the_target_decide_where_the_host_has_no_accelerator(tmp_path, c
         answer = json.loads(capsys.readouterr().out)
         assert (answer["target"], answer["fits"]) == (target, code == 0)
         assert [pool["name"] for pool in answer["pools"]] == ["actor", "rollout", "teacher"]
+        asked_data = [*asked, "--target", target, "--json", "data.train=nothere.jsonl"]
+        assert cli.run(main, asked_data) == code
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert "data.train: nothere.jsonl: not here, so not checked" in notes
     assert cli.run(main, [*asked, "--target", "h100x4"]) == 2
     assert "needs 8 devices, and h100x4 has 4" in capsys.readouterr().err
 
