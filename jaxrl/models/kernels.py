@@ -236,11 +236,14 @@ def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str
 
 
 def _why_it_fails(trial: Callable[[], object]) -> str | None:
-    """Returns the first line of what ends a trial; None where its results are numbers."""
+    """Returns the first line of what ends a trial; None where its results are numbers, or where
+    another program has the device's memory, which says nothing about the kernel."""
     try:
         results = jax.block_until_ready(trial())
     except Exception as error:  # of any library: XLA's, cuDNN's, Triton's, pallas's
         lines = str(error).strip().splitlines()
+        if "out of memory" in str(error).lower():
+            return None
         return lines[0] if lines else type(error).__name__
     finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(results))
     return None if finite else "its results are not finite"

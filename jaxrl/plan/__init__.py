@@ -453,7 +453,7 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
     dtypes = ("bfloat16", "float32") if inputs.target.platform == TPU else ("bfloat16",)
     why: dict[str, list[str]] = {}
     for role in (r for r in inputs.roles if config.roles[r].compute_dtype in dtypes):
-        for dim in inputs.model(role).head_dims:
+        for dim in (dim for model in inputs.models(role) for dim in model.head_dims):
             reason = why_not_fused(inputs.target, dim, config.roles[role].compute_dtype)
             if reason is not None and role not in why.setdefault(reason, []):
                 why[reason].append(role)
@@ -462,15 +462,17 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
-    dtype = config.rollout.compute_dtype
-    if dtype in dtypes and "rollout" in inputs.roles:
-        dims = inputs.model("rollout").head_dims
-        reasons = [why_no_step_kernel(inputs.target, dim, dtype) for dim in dims]
-        for reason in filter(None, reasons):
-            yield (
-                f"sampling: {reason}; each decode step reads the cache as far as its longest"
-                " sequence reaches, for every slot"
-            )
+    uses = inputs.kernel_uses(config, inputs.roles)
+    steps = [
+        why_no_step_kernel(inputs.target, dim, dtype)
+        for dim, dtype, step in uses
+        if step and dtype in dtypes
+    ]
+    for reason in dict.fromkeys(filter(None, steps)):
+        yield (
+            f"sampling: {reason}; each decode step reads the cache as far as its longest"
+            " sequence reaches, for every slot"
+        )
 
 
 def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:

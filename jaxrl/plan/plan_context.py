@@ -19,7 +19,7 @@ from jaxrl.models.kernels import fuses, step_kernel_of
 from jaxrl.models.parameters import Layout
 from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.array_bytes import F32, ITEMSIZE, layer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.plan_inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs, generates
 from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
@@ -115,8 +115,7 @@ class Setting:
 
     def layout(self, role: str) -> Layout:
         """Returns the layout of a role's weights: one array per layer where it samples."""
-        samples = role == "rollout" or (role == "teacher" and self.teacher_samples)
-        return "unstacked" if samples else "stacked"
+        return "unstacked" if generates(self.config, role) else "stacked"
 
     def stacked(self, role: str) -> bool:
         """Returns whether all layers of a role's model are one array."""
@@ -190,9 +189,7 @@ class Setting:
     def teacher_samples(self) -> bool:
         """Returns whether the teacher generates, for the student to learn from or to be
         evaluated."""
-        c = self.config
-        evaluated = c.eval.teacher and c.data.eval is not None and c.mixture is None
-        return c.distill.seq_kd or evaluated
+        return generates(self.config, "teacher")
 
     @property
     def in_flight(self) -> int:

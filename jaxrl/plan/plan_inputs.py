@@ -188,12 +188,15 @@ class PlanInputs:
         own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
         return own.get(role) or self.student
 
+    def models(self, role: str) -> tuple[DecoderConfig | EncoderConfig, ...]:
+        return self.teachers if role == "teacher" else (self.model(role),)
+
     def kernel_uses(self, config: Config, roles: Iterable[str]) -> list[Use]:
         """Returns what these roles need of attention kernels (`kernels.try_kernels`)."""
         return [
-            (dim, config.roles[role].compute_dtype, role in ("rollout", "teacher"))
+            (dim, config.roles[role].compute_dtype, generates(config, role))
             for role in roles
-            for model in (self.teachers if role == "teacher" else (self.model(role),))
+            for model in self.models(role)
             for dim in model.head_dims
         ]
 
@@ -211,7 +214,7 @@ class PlanInputs:
             axes = resolve_axes(role, n, **sizes)
             if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
                 _check_whole(role, axes)
-            for model in self.teachers if role == "teacher" else (self.model(role),):
+            for model in self.models(role):
                 _check_heads(role, model, axes)
                 _check_experts(role, model, axes)
             found[role] = axes
@@ -269,6 +272,13 @@ class PlanInputs:
     def together(self, a: str, b: str) -> bool:
         """Returns whether two roles share a worker."""
         return self.placement.roles[a].pool == self.placement.roles[b].pool
+
+
+def generates(config: Config, role: str) -> bool:
+    """Returns whether a role generates: the teacher where the student learns from what it writes,
+    or is evaluated beside it."""
+    evaluated = config.eval.teacher and config.data.eval is not None and config.mixture is None
+    return role == "rollout" or (role == "teacher" and (config.distill.seq_kd or evaluated))
 
 
 def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:

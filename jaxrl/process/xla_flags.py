@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -156,6 +157,10 @@ def keep_autotuning(folder: Path, process: str) -> str | None:
     except OSError as error:
         return f"XLA's choice of kernels is not kept: {folder}: {error.strerror}"
     leave_out_of_keys([TUNED, TUNED_BEFORE])
+    # The environment may be that of another process of a run: of the driver, in its workers.
+    others = re.compile(rf"(?:{TUNED}|{TUNED_BEFORE})=\S*/{TUNED_DIR}/jaxlib-\S*")
+    if not xla_bridge.backends_are_initialized():
+        os.environ[VARIABLE] = " ".join(others.sub("", os.environ.get(VARIABLE, "")).split())
     if before.is_file():
         add_flag(f"{TUNED_BEFORE}={before}")
     add_flag(f"{TUNED}={written}")

@@ -53,6 +53,8 @@ class Host:
     """Bytes of each GPU, where the driver tells."""
     capability: str | None = None
     """Least compute capability of its GPUs, where the driver tells."""
+    gpu_kind: str = ""
+    """Name of a GPU of that capability, as `jax.Device.device_kind`."""
     gpu_share: float = SHARE
     """The part of them that jax would take in a worker there."""
 
@@ -99,6 +101,7 @@ class ClusterDevice:
     compute_capability: str | None = None
     share: float | None = None
     """Of a GPU's memory, what the limit is."""
+    device_kind: str = ""
 
     def memory_stats(self) -> Mapping[str, int] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
@@ -126,13 +129,14 @@ def ask_driver(share: float | None) -> Keywords:
         share: what the user of the run has set; it counts before what is set on this host.
     """
     try:
-        gpus = nvidia_smi("--query-gpu=memory.total,compute_cap")
+        gpus = nvidia_smi("--query-gpu=memory.total,compute_cap,name")
     except (OSError, subprocess.SubprocessError):
         return {}
-    memory = tuple(int(mib) << 20 for mib, _ in gpus)
-    capabilities = [capability for _, capability in gpus]
-    least = min(capabilities, key=lambda c: tuple(map(int, c.split("."))), default=None)
-    return {"gpu_memory": memory, "capability": least, "gpu_share": share or gpu_share()}
+    memory = tuple(int(mib) << 20 for mib, *_ in gpus)
+    kinds = [(capability, name) for _, capability, name in gpus]
+    least = min(kinds, key=lambda kind: tuple(map(int, kind[0].split("."))), default=(None, ""))
+    told = dict(zip(("capability", "gpu_kind"), least, strict=True))
+    return {"gpu_memory": memory, "gpu_share": share or gpu_share()} | told
 
 
 def process_slots(
@@ -308,7 +312,7 @@ def devices_of(
             limit = round(host.gpu_share * min(host.gpu_memory))
         share = host.gpu_share if kind == "GPU" else None
         for _ in range(slot.devices):
-            reported = host.name, limit, host.capability, share
+            reported = host.name, limit, host.capability, share, host.gpu_kind
             found.append(ClusterDevice(len(found), kind.lower(), process, *reported))
     return tuple(found)
 

@@ -185,6 +185,21 @@ def test_a_file_that_was_cut_leaves_the_choices_of_before(tmp_path, monkeypatch)
         assert (before and Path(before).read_text()) == taken
 
 
+def test_a_worker_keeps_its_choices_though_it_has_the_flags_of_the_driver(tmp_path, monkeypatch):
+    """Ray starts it with the driver's environment: each has a file."""
+    monkeypatch.setattr("jaxrl.process.xla_flags.xla_bridge.backends_are_initialized", bool)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    folder = tmp_path / "autotune"
+    for process, before in (("driver", []), ("actor.0", []), ("actor.0", ["actor.0.before"])):
+        assert keep_autotuning(folder, process) is None
+        flags = os.environ["XLA_FLAGS"].split()
+        (written,) = [flag.partition("=")[2] for flag in flags if flag.startswith(TUNED)]
+        assert Path(written).name == f"{process}.textproto"
+        assert "--xla_cpu_enable_fast_math=false" in flags
+        assert [Path(flag).stem for flag in flags if flag.startswith(TUNED_BEFORE)] == before
+        Path(written).write_text(CHOSEN)
+
+
 def test_choices_that_cannot_be_kept_are_a_note(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     jax.devices()

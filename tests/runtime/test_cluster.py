@@ -7,15 +7,19 @@ import jax
 import pytest
 
 from jaxrl.errors import UserError
+from jaxrl.models.kernels import target_of
 from jaxrl.runtime.cluster import (
     Host,
     ProcessSlot,
+    Resource,
+    ask_driver,
     devices_of,
     hosts_table,
     process_slots,
     worker_variables,
 )
 from jaxrl.sharding import mesh
+from jaxrl.sharding.device_peaks import ridge
 from jaxrl.sharding.placement import ROLES, parse
 
 GIB = 1 << 30
@@ -240,3 +244,17 @@ def test_a_process_cuts_its_work_as_one_with_all_devices_would(monkeypatch) -> N
     assert threads("actor=2") == jax.device_count(), "the number that was asked for is kept"
     monkeypatch.setattr(mesh, "_count_asked_for", lambda: None)
     assert [threads("actor=2"), threads("actor=2,rollout=2")] == [3, 4]
+
+
+def test_a_plan_knows_the_kind_of_the_gpus_of_a_cluster(monkeypatch):
+    """That of the weakest, as the driver names it: the ridge of a decode step follows from it."""
+    rows = [["81559", "9.0", "NVIDIA H100 80GB HBM3"], ["23034", "8.9", "NVIDIA L4"]]
+    for told, capability, kind in ((rows[:1], (9, 0), rows[0][2]), (rows, (8, 9), "NVIDIA L4")):
+        monkeypatch.setattr("jaxrl.runtime.cluster.nvidia_smi", lambda query, told=told: told)
+        has: dict[Resource, int] = {"CPU": 8, "GPU": len(told), "TPU": 0, "memory": 1}
+        host = Host("a", "a", "a", has, has, **ask_driver(None))
+        placement = parse(f"actor={len(told)}")
+        slots = process_slots(placement, [host], "GPU", None)
+        target = target_of(devices_of(placement, slots, "GPU"))
+        assert (target.capability, target.kind) == (capability, kind)
+        assert 50 < ridge(target.kind) < 1000
