@@ -286,8 +286,7 @@ def check_address(address: str) -> None:
     if not re.fullmatch(r"auto|(ray://)?[^\s/]+:\d{1,5}", address):
         raise UserError(
             f"{address!r} is not the address of a Ray cluster: write HOST:PORT, or auto for the"
-            f" cluster"
-            " of this host (--address, or else RAY_ADDRESS)"
+            " cluster of this host (--address, or else RAY_ADDRESS)"
         )
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"a cluster ({address}) needs the package ray: pip install 'jaxrl[ray]'")

@@ -252,8 +252,7 @@ def _with_environment(c: RunConfig) -> Iterator[str]:
         yield (
             "teacher.tokenizer=own aligns the text of completions, and an episode"
             f" (environment.name={c.environment.name}) is not one text: give student and teacher"
-            f" one"
-            " tokenizer, or set environment.name=null"
+            " one tokenizer, or set environment.name=null"
         )
 
 

@@ -293,9 +293,8 @@ class PromptEncoder:
             self.noted.setdefault(
                 "turn by turn",
                 f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
-                f" learned text is not one that the template writes for a whole chat. To avoid"
-                f" that, give"
-                " the model a template that renders the whole chat",
+                " learned text is not one that the template writes for a whole chat. To avoid"
+                " that, give the model a template that renders the whole chat",
             )
             found = self._turn_by_turn(example, prompt, eos_ids)
         for kind, text in found.notes:

@@ -310,7 +310,7 @@ def _bytes_of_token(tokenizer: Tokenizer, role: str) -> Callable[[str], bytes]:
         f"teacher.tokenizer=own compares tokens by their bytes, which the {role}'s tokenizer"
         f" ({type(tokenizer).__name__}, decoder"
         f" {', '.join(sorted(str(kind) for kind in kinds))}) does not define: byte-level BPE,"
-        f" SentencePiece and character tokenizers do; choose another model, or"
+        " SentencePiece and character tokenizers do; choose another model, or"
         " teacher.tokenizer=student"
     )
 

@@ -57,7 +57,7 @@ def pin(name: HubName) -> HubName:
         import huggingface_hub.constants  # noqa: F401
     except ValueError as error:
         raise UserError(
-            f"huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
+            "huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
             f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
         ) from error
     if name.sha is not None:

@@ -241,7 +241,7 @@ class DecoderConfig:
         if self.layer_inputs or self.lenders:
             raise UserError(
                 f"layers of {self.family} cannot be left out of a model whose layers have separate"
-                f" inputs, or share keys and values (hidden_size_per_layer_input,"
+                " inputs, or share keys and values (hidden_size_per_layer_input,"
                 " num_kv_shared_layers)"
             )
         kinds = tuple(self.kinds[i % len(self.kinds)] for i in keep)

@@ -170,7 +170,7 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
         return f"the kernel of a decode step does not compute in {dtype}"
     if head_dim < STEP_HEAD_DIM or head_dim & (head_dim - 1):
         return (
-            f"the kernel of a decode step takes head dims that are powers of two from"
+            "the kernel of a decode step takes head dims that are powers of two from"
             f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
         )
     if split_k.tile_of(1, head_dim) is None:

@@ -231,7 +231,7 @@ class PlanInputs:
             )
         if config.policy.router_replay and self.student.experts is None:
             raise UserError(
-                f"policy.router_replay=true needs a mixture of experts, and student.model is of the"
+                "policy.router_replay=true needs a mixture of experts, and student.model is of the"
                 f" family {self.student.family}: set policy.router_replay=false"
             )
         return found

@@ -63,7 +63,7 @@ class Output:
             stream = str(getattr(self._stream, "name", "the output"))
             self.lost(
                 f"{name.get(stream, stream)} cannot be written to: {why}. Training continues;"
-                f" output that cannot be written is lost there, but not here"
+                " output that cannot be written is lost there, but not here"
             )
 
 

@@ -47,9 +47,9 @@ class Figure:
     """Whether the note is about something that went wrong."""
 
 
-def about(run: RunFiles) -> list[str]:
-    """Returns when and where the run began, with which jaxrl, how often it was resumed, and at last
-    the newest command; what its files do not tell is left out."""
+def about(run: RunFiles) -> tuple[list[str], str]:
+    """Returns when and where the run began, with which jaxrl, and how often it was resumed, without
+    what its files do not tell; and the newest command, or an empty text."""
     first, newest = (*run.sessions[:1], {})[0], (*run.sessions[-1:], {})[0]
     at, host, version, command = (
         str(one[key]) if isinstance(one.get(key), str) else ""
@@ -57,8 +57,8 @@ def about(run: RunFiles) -> list[str]:
     )
     resumed = len(run.sessions) - 1
     times = f"resumed {counted(resumed, 'time')}" if resumed > 0 else ""
-    texts = at[:16].replace("T", " "), host, f"jaxrl {version}" if version else "", times, command
-    return [text for text in texts if text]
+    texts = at[:16].replace("T", " "), host, f"jaxrl {version}" if version else "", times
+    return [text for text in texts if text], command
 
 
 def headline(run: RunFiles, activity: Activity) -> list[Figure]:
@@ -70,7 +70,8 @@ def headline(run: RunFiles, activity: Activity) -> list[Figure]:
         value = " → ".join(f"{row['eval/accuracy']:.1%}" for row in ends)
         teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
         intervals = " and ".join(filter(None, map(_interval, ends)))
-        note = "; ".join((*teacher, *([f"95% interval {intervals}"] if intervals else [])))
+        at = f"step {' and '.join(str(row['step']) for row in ends)}"
+        note = "; ".join((*teacher, at, *([f"95% interval {intervals}"] if intervals else [])))
         figures.append(Figure("accuracy on held-out prompts", value, note))
     else:
         measured = next((name for name in NOISY if _values(run.rows, name)), None)
@@ -82,7 +83,7 @@ def headline(run: RunFiles, activity: Activity) -> list[Figure]:
         speed = f"{median(rates):,.0f} a second (median)" if rates else ""
         figures.append(Figure("tokens trained on", f"{sum(tokens):,.0f}", speed))
     state = _state(run)
-    cut = not run.running and run.steps != run.wanted
+    cut = not run.running and (not run.rows or run.wanted not in (None, run.steps))
     return [*figures, Figure("time", _wall_time(run, activity) or "–", state, alarm=cut)]
 
 
@@ -132,6 +133,8 @@ def _state(run: RunFiles) -> str:
         return "no step was recorded"
     if run.steps == run.wanted:
         return f"ended: all of its {run.steps} steps"
+    if run.wanted is None:
+        return f"ends at step {run.steps}"
     return f"cut at step {run.steps}{of}"
 
 

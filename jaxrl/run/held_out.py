@@ -207,7 +207,7 @@ def _config(
     config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
     if config.data.eval is None:
         raise UserError(
-            f"nothing to evaluate on: give data.eval=SOURCE, or --config FILE.yaml; model"
+            "nothing to evaluate on: give data.eval=SOURCE, or --config FILE.yaml; model"
             f" {source.name!r} is of no run that names a data.eval"
         )
     longest = config.eval.max_new_tokens or config.max_new_tokens

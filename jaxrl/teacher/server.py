@@ -126,7 +126,7 @@ class TeacherServer:
         if host not in LOOPBACK and not token:
             raise UserError(
                 f"--host {host} lets other hosts connect: set {TOKEN} to a secret that the runs"
-                f" also have, or leave --host at localhost"
+                " also have, or leave --host at localhost"
             )
         self.limits, self.token, self.log, self._log_requests = limits, token, log, log_requests
         self.counts = Counter(served=0, refused=0, failed=0)

@@ -9,6 +9,7 @@ step has come for long, and at once which programs they compile.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -203,6 +204,7 @@ class Console:
             for line in sorted(before & self._compiling - self._said):
                 self._said.add(line)
                 self._show(line)
+            self._said &= self._compiling  # what compiles again is said again
             if now - max(self._printed_at, self._stepped_at) >= SILENT_S:
                 since = f"{format_seconds(now - self._stepped_at)} since {self._latest}"
                 self._show("; ".join([since, *(worker_line(state, now) for state in states)]))
@@ -370,9 +372,10 @@ def worker_name(state: WorkerState) -> str:
 
 
 def _compiling(state: WorkerState) -> str:
-    """Returns a line about the program that a worker compiles, and the call that needs it."""
-    call = state.phase.partition(":")[0]
-    return f"{worker_name(state)}: compiling {state.compiling} for {call} (later calls reuse it)"
+    """Returns a line about the program that a worker compiles, and the call that needs it: the same
+    for all processes of a pool, which compile it together."""
+    call, pool = state.phase.partition(":")[0], re.sub(r"\.\d+$", "", state.name)
+    return f"{pool}: compiling {state.compiling} for {call} (later calls reuse it)"
 
 
 def _oddities(state: WorkerState, now: float) -> list[str]:

@@ -233,15 +233,18 @@ def test_the_summary(run: Path) -> None:
     assert changed_keys(files)["steps"] == (STEPS, 200)
     accuracy, tokens, took = headline(files, understand(files.events))
     assert (accuracy.value, tokens.value, took.value) == ("10.0% → 90.0%", "4,100", "14.9 s")
-    assert accuracy.note == "the teacher has 99.0%; 95% interval 7.0% to 15.0% and 87.0% to 95.0%"
+    assert accuracy.note == (
+        "the teacher has 99.0%; step 0 and 40; 95% interval 7.0% to 15.0% and 87.0% to 95.0%"
+    )
     assert took.note == told["state"] and not took.alarm
-    assert about(files) == [
-        "2026-01-02 03:04",
-        "host",
-        "jaxrl 1.2",
-        "resumed 1 time",
-        "jaxrl train",
-    ]
+    began = ["2026-01-02 03:04", "host", "jaxrl 1.2", "resumed 1 time"]
+    assert about(files) == (began, "jaxrl train")
+    bare = replace(
+        files, sessions=({"step": 0, "mesh": "actor=1"}, {"step": 1, "mesh": "actor=1"}), config={}
+    )
+    assert about(bare) == (["resumed 1 time"], "")
+    text = page([bare])
+    assert "<code>resumed" not in text and 'class="alarm"' not in text  # how long is not known
     assert sample_columns(files) == [
         "step", "prompt", "completion", "answer", "score", "reward", "agreement", "tokens",
     ]  # fmt: skip

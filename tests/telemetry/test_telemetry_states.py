@@ -105,6 +105,20 @@ def test_ten_seconds_without_an_answer_are_no_news() -> None:
 
 
 @pytest.mark.usefixtures("no_thread")
+def test_the_processes_of_a_pool_compile_together_and_what_compiles_again_is_named_again() -> None:
+    out, clock = io.StringIO(), Clock()
+    one = replace(TEACHER, compiling="score_rows")
+    pool = [one, *(replace(one, name=f"teacher.{n}", pid=n) for n in (1, 2, 3))]
+    with Console(LoggingConfig(), steps=9, out=out, clock=clock) as console:
+        for states in (pool, pool, pool, [TEACHER], pool, pool):
+            console.attach(lambda states=states: states)
+            console.tick()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and set(lines) == {lines[0]}
+    assert lines[0].startswith("teacher: compiling score_rows")
+
+
+@pytest.mark.usefixtures("no_thread")
 def test_a_program_that_compiles_is_named_at_once_and_once() -> None:
     """In both looks, a second apart: what compiles faster is no news."""
     out, clock = io.StringIO(), Clock()
@@ -118,9 +132,7 @@ def test_a_program_that_compiles_is_named_at_once_and_once() -> None:
             console.tick()
             states[0] = here
     line, silence = out.getvalue().splitlines()
-    assert line == (
-        "teacher (far:7): compiling score_rows for teacher.score (later calls reuse it)"
-    )
+    assert line == ("teacher: compiling score_rows for teacher.score (later calls reuse it)")
     assert silence.startswith("1:03 since the start; actor: idle for 1:03; teacher (far:7): ")
     assert "compiling score_rows" in silence
     live = Terminal()

@@ -49,7 +49,7 @@ class Gymnasium(Environment):
         if own.words is Gymnasium.words and not speaks:
             raise UserError(
                 f"the observations of {id} are {self.game.observation_space}, not text: set"
-                f" render_mode: ansi in environment.arguments where it has that mode"
+                " render_mode: ansi in environment.arguments where it has that mode"
                 f" ({has}), or name a subclass of {__name__}:Gymnasium with a method `words`"
             )
         acts = isinstance(self.game.action_space, spaces.Text | spaces.Discrete)

@@ -27,7 +27,7 @@ def prepare(raw: Raw) -> Raw:
     if raw.get("mlp_only_layers"):
         raise UserError(
             f"mlp_only_layers={raw['mlp_only_layers']!r}: models that mix layers with and without"
-            f" experts are not supported; supported: []"
+            " experts are not supported; supported: []"
         )
     count = stated_once(raw, "num_experts", "num_local_experts")
     raw = filled({**raw, "num_experts": count}, DEFAULTS)

@@ -30,7 +30,7 @@ def read(raw: Raw) -> JsonObject:
         raise UserError(
             f"decoder_sparse_step={raw.get('decoder_sparse_step')!r},"
             f" mlp_only_layers={raw.get('mlp_only_layers')!r}: models that mix layers with and"
-            f" without experts are not supported; supported: 1 and []"
+            " without experts are not supported; supported: 1 and []"
         )
     count, chosen = read_counts(raw, "num_experts", "num_experts_per_tok")
     normalised = bool(given(raw.get("norm_topk_prob"), False))
