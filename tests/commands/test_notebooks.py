@@ -140,9 +140,9 @@ def test_it_halves_its_batch_until_the_plan_fits(path: Path, room: int, size: in
     planned: list[int] = []
 
     def dry_run(config: Any, **objects: Any) -> SimpleNamespace:
-        planned.append(
-            Config.of(config).batch_size if path.stem == "quickstart" else config["batch_size"]
-        )
+        functions = [] if path.stem == "quickstart" else ["exact"]
+        given = {**config, "reward.functions": functions} if functions else config
+        planned.append(Config.of(given).batch_size)
         return SimpleNamespace(fits=planned[-1] <= room, text=lambda: "the plan")
 
     names: dict[str, Any] = {"steps": 1, "mesh": "actor+rollout+teacher=1", "nearness": len}

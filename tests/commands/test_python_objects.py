@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from episode_environments import Doors, Echo
 from reward_functions import length
-from runs import SHORT, numbers, save_model
+from runs import SHORT, numbers, save_model, unlisted_files
 
 from jaxrl import Config, dry_run, evaluate, generate, load_model, train
 from jaxrl.config import cli
@@ -249,6 +249,7 @@ def test_a_loaded_model_is_trained_and_sampled_as_its_folder(student: str, tmp_p
     result = train(run, model=model, data=ROWS)
     assert numbers(result) == numbers(expected)
     (folder,) = result.run_dir.glob("given-model-*")
+    assert not unlisted_files(result.run_dir)
     assert Config.load(result.run_dir / CONFIG_FILE).student.model == str(folder)
     moved = result.run_dir.rename(tmp_path / "moved")
     again = train({**run, "run_dir": str(moved), "steps": 2}, model=model, data=ROWS)

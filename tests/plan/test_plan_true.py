@@ -178,7 +178,9 @@ CASES += [
     ("heads", "one"),
     *(("experts", p) for p in ("one", "tensor", "expert")),
 ]
-BY_DEFAULT = [("tied", "data x fsdp"), ("deep", "tensor"), ("experts", "expert")]
+BY_DEFAULT = [
+    *(("tied", "data x fsdp"), ("deep", "tensor"), ("experts", "expert"), ("others", "tensor"))
+]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))
@@ -269,10 +271,8 @@ ADAPTED = [*((s, p) for s in ("gqa", "tied") for p in PLACES), ("experts", "one"
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(ADAPTED, ("gqa", "data x fsdp")))
-@pytest.mark.parametrize("merge", and_slow([True], [False]), ids=["merged", "beside"])
+@pytest.mark.parametrize("merge", and_slow([False], [True]), ids=["beside", "merged"])
 def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, merge: bool) -> None:
-    """Adapters that the rollout has beside its weights are held by the default suite where the
-    weights under them are quantised."""
     programs = Programs(shape_name, place_name, **ADAPTERS, **{"rollout.merge": merge})
     ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
     print(f"planned / measured, {shape_name}, {place_name}: {ratios}")

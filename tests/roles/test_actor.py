@@ -339,7 +339,7 @@ def test_a_run_resumed_between_short_batches_has_the_same_schedule(tmp_path):
 
 
 def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
-    one = actor(config("actor.max_nonfinite=2"), mesh(1, 1, 1), tmp_path)
+    one = actor(config("actor.max_nonfinite=2"), mesh(1, 2, 1), tmp_path)
     before = jax.device_get(one.state)
     report = one.update(*batch(poison=True), step=7).metrics
     assert report["actor/skipped_updates"] == 1 and report["optimizer_step"] == 0
@@ -359,7 +359,7 @@ def test_a_non_finite_gradient_changes_nothing_and_dumps_the_batch(tmp_path):
 def test_an_update_in_which_no_token_trains_changes_nothing_and_is_counted(tmp_path):
     """Neither momentum nor weight decay moves the weights."""
     decayed = ["optimizer.name=adamw", "optimizer.weight_decay=0.1", "actor.minibatches=2"]
-    one = actor(config(*decayed, "optimizer.lr_schedule=linear"), mesh(1, 1, 1), tmp_path)
+    one = actor(config(*decayed, "optimizer.lr_schedule=linear"), mesh(1, 2, 1), tmp_path)
     told = one.update(*batch(), step=0).metrics
     assert told["actor/empty_updates"] == 0 and told["optimizer_step"] == 2
     before, (rollout, scores) = jax.device_get(one.state), batch()
