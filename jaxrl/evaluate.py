@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config, Overrides
-from jaxrl.config.settings import EVALUATED, EVALUATED_MESH, NOT_EVALUATED
+from jaxrl.config.settings import EVALUATED_MESH
 
 if TYPE_CHECKING:
     from jaxrl.data.source import Rows
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from jaxrl.run.held_out import PathLike
     from jaxrl.run.python_objects import GivenEnvironment, GivenModel
 
-_KEYS = [
-    key.path
-    for key in config_keys.keys(Config)
-    if config_keys.under(key.path, EVALUATED) and not config_keys.under(key.path, NOT_EVALUATED)
-]
+_KEYS = [key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)]
 DESCRIPTION = __doc__ or ""
 """Of the command; the module's own docstring becomes the function's."""
 

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jaxrl.config.section import LARGEST
+from jaxrl.config.settings import EVALUATED, NOT_EVALUATED
 from jaxrl.errors import UserError, closest, near, short
 
 ALL = " (--help all lists them)"
@@ -105,6 +106,11 @@ def keys(model: type[BaseModel]) -> Iterator[Key]:
 def under(path: str, prefixes: Sequence[str]) -> bool:
     """Returns whether a key is one of some keys, or in one of some sections."""
     return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def evaluated(path: str) -> bool:
+    """Returns whether an evaluation without a run reads the key."""
+    return under(path, EVALUATED) and not under(path, NOT_EVALUATED)
 
 
 def mappings(model: type[BaseModel]) -> list[str]:

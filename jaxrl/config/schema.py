@@ -137,8 +137,9 @@ class Config(RunConfig, metaclass=_Parsed):
             UserError: bad input.
         """
         if isinstance(given, cls):
-            mapping = given.model_dump(mode="json")
+            mapping, here = given.model_dump(mode="json"), config_paths.working_directory()
             changed = change(yaml_text.assign(mapping, overrides))
+            changed = config_paths.beside(changed, here, config_paths.CODE)
             return given if changed == mapping else cls.parse(changed)
         if given is None or isinstance(given, Mapping):
             flat = yaml_text.assignments(given or {}, config_keys.mappings(cls))

@@ -90,11 +90,12 @@ class RewardFunctions:
             max_processes=config.max_processes,
         )
 
-    def check(self, prompts: Sequence[Prompt]) -> list[str]:
+    def check(self, prompts: Sequence[Prompt], begun: bool = False) -> list[str]:
         """Checks that every function can be loaded and called with what the data has.
 
         Args:
             prompts: some, for their columns.
+            begun: an environment begins episodes with prompts of its own, perhaps as messages.
 
         Returns:
             Which functions get messages; for each verifier that cannot judge some of the prompts,
@@ -123,14 +124,14 @@ class RewardFunctions:
                         " with a default value may be missing)"
                     )
         notes = []
-        if any(prompt.conversational for prompt in prompts):
+        if begun or any(prompt.conversational for prompt in prompts):
             pairs = zip(self.sources, self.pool.facts(), strict=True)
             names = [s.text for s, asks in pairs if asks.kind != "each" and TEXTS not in asks.takes]
             if names:
+                which = "the environment's prompts" if begun else "prompts of the data"
                 notes.append(
                     f"{KEY}: {', '.join(names)}: `prompts` and `completions` are lists of messages"
-                    f" where the data has prompts as messages; `{TEXTS}` has the completions as"
-                    " text"
+                    f" where {which} are messages; `{TEXTS}` has the completions as text"
                 )
         # Each verifier judges an empty completion for each prompt, before hours of sampling.
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")

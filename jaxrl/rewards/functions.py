@@ -243,11 +243,11 @@ def _form_of(items: Sequence[Item]) -> str:
     """Returns a line that says in which form a function got prompts and completions."""
     forms = {item.conversational for item in items}
     if forms == {False}:
-        return "(`prompts` and `completions` were text, as the prompts in the data are)"
+        return "(`prompts` and `completions` were text, as the prompts are)"
     which = "" if forms == {True} else " of some rows"
     return (
-        f"(`prompts` and `completions`{which} were lists of messages, as the prompts in the data"
-        f" are; `{TEXTS}` has the completions as text)"
+        f"(`prompts` and `completions`{which} were lists of messages, as the prompts are;"
+        f" `{TEXTS}` has the completions as text)"
     )
 
 

@@ -30,7 +30,6 @@ from jaxrl.config.schema import Config, Overrides, read_keys
 from jaxrl.config.settings import (
     EVALUATED,
     EVALUATED_MESH,
-    NOT_EVALUATED,
     PLACEMENT,
     SLOTS,
 )
@@ -91,7 +90,7 @@ class Evaluation:
             "sets": list(_by_set(self.sets, groups, scores, speeds)),
             "settings": _values(
                 self.config.model_dump(mode="json"),
-                (key.path for key in config_keys.keys(Config) if _reads(key.path)),
+                (key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)),
             ),
         }
         prompts = [prompt for held_out in self.sets for prompt in held_out.prompts]
@@ -191,15 +190,16 @@ def _config(
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
     given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
     known = [key.path for key in config_keys.keys(Config)]
+    read = [key for key in known if config_keys.evaluated(key)]
     for key in given:
-        if key in known and not _reads(key):  # the config refuses unknown ones
+        if key in known and key not in read:  # the config refuses unknown ones
             meant = f"eval.{key.rpartition('.')[2]}"
-            hint = f" (did you mean {meant}?)" if meant in known and _reads(meant) else ""
+            hint = f" (did you mean {meant}?)" if meant in read else ""
             keys = ", ".join(EVALUATED)
             raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
     # `data.train` is a required key, which nothing here opens.
     values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
-    values |= _values(base, [k for k in known if _reads(k) and not config_keys.under(k, PLACEMENT)])
+    values |= _values(base, [key for key in read if not config_keys.under(key, PLACEMENT)])
     given |= objects
     mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
     if mesh is not None:
@@ -212,11 +212,6 @@ def _config(
         )
     longest = config.eval.max_new_tokens or config.max_new_tokens
     return config.model_copy(update={"max_new_tokens": longest})
-
-
-def _reads(key: str) -> bool:
-    """Returns whether an evaluation reads the key."""
-    return config_keys.under(key, EVALUATED) and key not in NOT_EVALUATED
 
 
 def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:

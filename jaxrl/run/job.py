@@ -221,21 +221,23 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
+    begun = False  # whether an environment gives its episodes other prompts than the data
+    if config.environment.name is not None:
+        with pool_of(config, 1, given.code) as pool:
+            environment = pool.facts()
+        teachers.check_environment(environment)
+        begun = environment.resets
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
             if config.spec.loss is not None:
                 notes += objective_notes(config)
         with contextlib.closing(reward_functions(config, given.code)) as rewards:
-            notes += rewards.check(train.batch(0))
+            notes += rewards.check(train.batch(0), begun)
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
         if config.grouper.model is not None and config.policy.advantages == "similarity":
             tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
-    if config.environment.name is not None:
-        with pool_of(config, 1, given.code) as pool:
-            facts = pool.facts()
-        teachers.check_environment(facts)
     notes += teachers.check_data(tokenizer, prompts, train)
     evaluates, why = teachers.evaluates(held_out)
     notes += why

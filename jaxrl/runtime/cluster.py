@@ -135,8 +135,8 @@ def ask_driver(share: float | None) -> Keywords:
     memory = tuple(int(mib) << 20 for mib, *_ in gpus)
     kinds = [(capability, name) for _, capability, name in gpus]
     least = min(kinds, key=lambda kind: tuple(map(int, kind[0].split("."))), default=(None, ""))
-    told = dict(zip(("capability", "gpu_kind"), least, strict=True))
-    return {"gpu_memory": memory, "gpu_share": share or gpu_share()} | told
+    weakest = dict(zip(("capability", "gpu_kind"), least, strict=True))
+    return {"gpu_memory": memory, "gpu_share": share or gpu_share()} | weakest
 
 
 def process_slots(

@@ -325,3 +325,15 @@ def test_objects_reach_the_processes_of_a_cluster(student: str, tmp_path: Path) 
         return train(asked, data=ROWS, eval_data=ROWS, rewards=[digits], **objects)
 
     assert numbers(run("there", launcher="ray")) == numbers(run("here"))
+
+
+def test_the_path_of_an_environment_is_whole_whatever_the_config_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the run can be resumed from any folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("env.py").touch()
+    run = keys(**GSPO, **{"teacher.model": None, "reward.functions": ["exact"]})
+    for config in (run, Config.of(run)):
+        made, _ = bind(config, environment="env.py:E")
+        assert made.environment.name == f"{tmp_path / 'env.py'}:E"

@@ -197,6 +197,8 @@ def test_functions_that_get_messages_are_named_and_get_them() -> None:
         (note,) = functions.check(chats)
         assert f": {HERE}:as_of_trl: `prompts` and `completions` are lists of messages" in note
         assert functions.check(batch.prompts) == []  # a text that a template makes a message
+        (note,) = functions.check(batch.prompts, begun=True)
+        assert "where the environment's prompts are messages" in note
         report = scored(functions, replace(batch, prompts=chats))
     values = {name: list(row[:2]) for name, row in report.per_reward.items()}
     assert values == {

@@ -143,8 +143,8 @@ def test_a_function_gets_the_columns_that_it_names(pool: RewardPool) -> None:
 
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"})
-TEXT = "were text, as the prompts in the data are"
-MESSAGES = "were lists of messages, as the prompts in the data are; `completion_texts` has"
+TEXT = "were text, as the prompts are"
+MESSAGES = "were lists of messages, as the prompts are; `completion_texts` has"
 
 
 def conversational(*completions: str) -> list[Item]:
