@@ -331,7 +331,17 @@ def test_labels_of_levels_are_apart_and_a_short_run_is_seen(
     circles = f"{chart('distill/divergence')} circle.end"
     first, second = window.run(ends, circles)
     assert second < first / 2  # step 11 of 41
+    window.run(
+        "const s = document.querySelector('[name=smooth]'); s.value = 3;"
+        "s.dispatchEvent(new Event('input'))"
+    )
+    heights = (
+        "return [...document.querySelectorAll(arguments[0])].map((p) =>"
+        " p.getAttribute('d').match(/[-\\d.]+/g).filter((_, i) => i % 2))"
+    )
+    smoothed = window.run(heights, f"{chart('distill/divergence')} path.smooth")
     window.click("[name=align]")
+    assert window.run(heights, f"{chart('distill/divergence')} path.smooth") == smoothed
     first, second = window.run(ends, circles)
     assert first == pytest.approx(second, abs=1)
     window.hover(f"{chart('distill/divergence')} svg", 0.98, 0.5)

@@ -78,6 +78,7 @@ class Chart {
     const place = ({ run }, x) => (shown.align ? (100 * x) / lastStep(run) : x);
     const placed = (series) => ({
       ...series,
+      steps: series.mx ?? series.x, // what smoothing counts, whatever the scale shows
       x: series.x.map((x) => place(series, x)),
       mx: series.mx?.map((x) => place(series, x)),
       lost: series.lost.map((x) => place(series, x)),
@@ -135,7 +136,7 @@ class Chart {
     line.high = pick(series.high);
     if (shown.halfLife && !line.marked) {
       const [mx, my] = [series.mx ?? series.x, series.my ?? series.y];
-      line.smooth = { x: mx, y: smooth(mx, my, shown.halfLife) };
+      line.smooth = { x: mx, y: smooth(series.steps, my, shown.halfLife) };
     }
     return line;
   }
