@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import re
-import shlex
-import tomllib
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.compare import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
-from jaxrl.config import cli
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
@@ -32,9 +29,6 @@ from jaxrl.rewards.verifiers import VERIFIERS
 from jaxrl.sharding.placement import ROLES, parse
 from jaxrl.telemetry.metrics import METRICS, describe
 
-ROOT = Path(__file__).parent.parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 EXAMPLES = [
     *sorted(DOCS.glob("add-*.md")),
     DOCS / "environments-of-packages.md",
@@ -51,10 +45,6 @@ def test_the_page_of_models_names_what_is_read() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert named == {"model_type", "rope_type", *FAMILIES, *KINDS} - {"su"}
     assert {f"`{pre}`" for pre in PRE} <= set(re.findall(r"`[\w-]+`", text))
-
-
-def name_of(page: Path) -> str:
-    return page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -98,15 +88,6 @@ def test_every_page_is_reached_from_how_it_works() -> None:
     assert {page for page in DOCS.glob("*.md") if page.name != "how-it-works.md"} <= linked
 
 
-def script(name: str) -> ModuleType:
-    """A script of the repository, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     drawn = (DOCS / "rooms.svg").read_text(encoding="utf-8")
     assert drawn == script("draw_rooms").picture(), "python -m jaxrl.scripts.draw_rooms"
@@ -144,13 +125,6 @@ def test_the_scripts_that_pages_name_write_data(
         **{"calls": 9, "hints": 3, "feedback": 5},
         **{"train_plus": 3, "eval_plus": 2, "train_minus": 3, "eval_minus": 2},
     }
-
-
-def blocks(page: Path) -> list[str]:
-    """The Python of a page, each block at its own line, so that an error tells where."""
-    text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
 
 
 @pytest.mark.parametrize("page", EXAMPLES, ids=name_of)
@@ -336,150 +310,6 @@ def test_papers_name_what_is_there() -> None:
             assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE), (
                 name
             )
-
-
-COMMAND_LINE = re.compile(r"^    ((?:jaxrl|python -m jaxrl|python benchmarks/|pip install).*)$")
-COMMAND_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Returns the words of every command of a page's code blocks, in order.
-
-    A line that ends with a backslash goes on in the next one; `&&` joins two commands.
-    """
-    text = re.sub(r" \\\n +", " ", page.read_text(encoding="utf-8"))
-    lines = [match[1] for line in text.splitlines() if (match := COMMAND_LINE.match(line))]
-    joined = [shlex.split(line, comments=True) for line in lines]
-    return [
-        list(words)
-        for line in joined
-        for and_then, words in itertools.groupby(line, lambda word: word == "&&")
-        if not and_then
-    ]
-
-
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder like the one in which a reader types commands: the checkout with the
-    README's `run.yaml`, but nothing that a run wrote."""
-    for name in ("configs", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```yaml\n(# run.yaml\n.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    (tmp_path / "run.yaml").write_text(example)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-class Parsed(Exception):
-    """Ends a command after its options are parsed."""
-
-
-def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Config | None:
-    """Parses a command as the program would, and starts nothing.
-
-    Returns:
-        The config of a run's command.
-    """
-    if words == ["pytest"]:
-        return None
-    if words[:2] == ["pip", "install"]:
-        extras = set(re.findall(r"[\w-]+", " ".join(re.findall(r"\[(.*?)\]", " ".join(words)))))
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        assert extras <= set(project["optional-dependencies"]), words
-        return None
-    if words[0] == "python" and words[1] != "-m":
-        source = Path(words[1]).read_text(encoding="utf-8")
-        options = {word.partition("=")[0] for word in words if word.startswith("--")}
-        shared = (ROOT / "benchmarks" / "common.py").read_text(encoding="utf-8")
-        assert not [option for option in options if option not in source + shared], words
-        return None
-    if words[0] == "python":
-        name, argv = words[2].removeprefix("jaxrl.").replace("_", "-"), words[3:]
-    else:
-        name, argv = words[1], words[2:]
-    if name == "train":
-        argv = [word for word in argv if word != "..."]
-        return cli.parse_run(argv, module="jaxrl.train", description="").config
-    if name.startswith("scripts."):
-        script(words[2].rpartition(".")[2])
-        return None
-    module = {"telemetry.plot": "jaxrl.telemetry.plot"}.get(name) or COMMANDS[name][0]
-    real = cli.Parser.parse
-
-    def parse(parser: cli.Parser, argv: list[str]) -> None:
-        raise Parsed(real(parser, argv))
-
-    with monkeypatch.context() as patch, pytest.raises(Parsed) as parsed:
-        patch.setattr(cli.Parser, "parse", parse)
-        importlib.import_module(module).main(argv)
-    (arguments,) = parsed.value.args
-    for override in getattr(arguments, "overrides", ()):
-        assert override.partition("=")[0] in {key.path for key in keys(Config)}, words
-    config = getattr(arguments, "config", None)
-    return Config.load(config) if config and name == "evaluate" else None
-
-
-@pytest.mark.parametrize("page", COMMAND_PAGES, ids=name_of)
-def test_the_commands_of_a_page_are_understood(
-    page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Options, keys, configs and scripts exist; what a config reads under `runs/` is written by an
-    earlier command of the page, and the page says what else a command needs."""
-    for block in blocks(page):
-        if named := re.match(r"\s*# (\w+\.py)\n", block):
-            (reader / named[1]).write_text(block)
-    written: set[str] = set()
-    page_text = page.read_text(encoding="utf-8")
-    for words in commands(page):
-        config = check_command(words, monkeypatch)
-        text = " ".join(words)
-        if script := re.search(r"jaxrl\.scripts\.(\w+)", text):
-            written |= set(re.findall(r"runs/\w+", text))
-            source = (ROOT / "scripts" / f"{script[1]}.py").read_text(encoding="utf-8")
-            written |= set(re.findall(r"runs/\w+", source))
-        if config is None:
-            continue
-        models = [config.student.model, config.teacher_model or ""]
-        names_model = "run.yaml" not in text  # which has the reader's models
-        if names_model and any(re.fullmatch(r"[A-Z]\w+/[\w.-]+", model) for model in models):
-            assert re.search(r"\bhub\b", page_text), f"{text}: say that it needs the hub"
-        if "=data/" in text:
-            assert re.search(r"\byour (own )?data\b", page_text), (
-                f"{text}: say whose data these are"
-            )
-        if "builtin:" in text:
-            read = set(re.findall(r"runs/\w+", config.dump())) - {f"runs/{config.name}"}
-            assert read <= written, f"{text}: first write {read - written}"
-        written.add(f"runs/{config.name}")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=name_of)
-def test_the_commands_of_a_config_are_understood(
-    path: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those in the comments at its top, one of which runs the config itself."""
-    lines = re.findall(r"^# +(python .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    words = [shlex.split(line) for line in lines]
-    assert any(f"builtin:{path.stem}" in line for line in words)
-    for line in words:
-        check_command(line, monkeypatch)
-
-
-def test_examples_of_several_samples_are_not_greedy() -> None:
-    """`evaluate` refuses them: greedy samples of a prompt are all the same."""
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    texts.append((ROOT / "jaxrl" / "evaluate.py").read_text(encoding="utf-8"))
-    lines = [line for text in texts for line in text.splitlines()]
-    several = [line for line in lines if re.search(r"(evaluate|runs/)\S* .*eval\.samples=\d", line)]
-    assert len(several) >= 3
-    assert [line for line in several if "eval.temperature=" not in line] == []
-
-
-def test_the_reader_of_commands_sees_them() -> None:
-    counts = {page.name: len(commands(page)) for page in COMMAND_PAGES}
-    assert counts["README.md"] >= 6 and counts["recipes.md"] >= 12 and sum(counts.values()) > 60
 
 
 DIALECT = re.compile(
