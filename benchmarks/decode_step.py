@@ -1,6 +1,6 @@
 """What a decode step launches and moves, by the compilers of GPUs; prints a table.
 
-    python benchmarks/decode_step.py [REGEX]
+    python benchmarks/decode_step.py [REGEX] [--kernels]
 
 No accelerator is needed, but the extra `aot`. Each case whose name has the pattern is compiled with
 one layer and with three, in a minute or so each; the difference is what two layers add. No time is
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-from compiled_runs import compiling, config
+from compiled_runs import Compiling, compiling, config
 
 from jaxrl.aot.abstract import local_bytes
 from jaxrl.aot.costs import LAUNCH_S
@@ -48,6 +48,15 @@ LARGE = QWEN3 | {
     "intermediate_size": 12288,
     "num_attention_heads": 32,
     "tie_word_embeddings": False,
+}
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
 }
 
 
@@ -76,13 +85,15 @@ CASES = {
     "Qwen3-1.7B, H200": Case("h200x1", SMALL, 28, 128, 2048),
     "Qwen3-8B, H200": Case("h200x1", LARGE, 36, 128, 2048),
     "Qwen3-1.7B, T4": Case("t4x1", SMALL, 28, 16, 512),
+    "SmolLM2-135M, T4": Case("t4x1", TINY, 30, 64, 512),
     **{
-        f"Qwen3-1.7B, {gpu.upper()}, {name}": Case(f"{gpu}x1", SMALL, 28, slots, new, sampling)
-        for gpu, slots, new in (("h100", 128, 2048), ("t4", 16, 512))
+        f"Qwen3-1.7B, H100, {name}": Case("h100x1", SMALL, 28, 128, 2048, sampling)
         for name, sampling in SAMPLINGS.items()
     },
 }
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota")
+Moved = tuple[str, float, float]
+"""Shape of an array, and the bytes of it that a kernel reads and writes."""
 SLICES = ("dynamic-slice", "slice")
 POINTWISE = (
     *("bitcast", "bitcast-convert", "convert", "reshape", "pad", "add", "subtract", "multiply"),
@@ -121,16 +132,18 @@ def operands(line: Instruction) -> list[str]:
     return OPERAND.findall(re.split(r"\), |\)$", line.rest)[0])
 
 
-def read_of(name: str, whole: int, body: Sequence[Instruction]) -> int:
-    """Counts the bytes that a fusion reads of a parameter, or of what it computes of one element by
-    element: slices and gathers read parts of it, and what is updated in place is not read."""
-    total = 0
+def read_of(name: str, whole: int, body: Sequence[Instruction]) -> float:
+    """Counts the bytes that a fusion reads of a parameter of so many, or of what it computes of one
+    element by element: slices and gathers read parts of it, also of sums over an outer dim, and
+    what is updated in place is not read."""
+    total = 0.0
     for line in body:
         given = operands(line) if line.kind != "parameter" else []
         if name not in given:
             continue
-        if line.kind in POINTWISE and line is not body[-1]:
-            total += read_of(line.name, whole, body)
+        if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
+            result = size(line.result)
+            total += whole * read_of(line.name, result, body) / result
         elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
             total += size(line.result)
         elif line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name:
@@ -153,7 +166,7 @@ def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
 
 def moved(
     line: Instruction, held: Mapping[str, str], lines_of: dict[str, list[Instruction]]
-) -> Iterator[tuple[str, int, int]]:
+) -> Iterator[Moved]:
     """Yields the shape of each array that an instruction reads or writes, and the bytes it reads
     and writes of it."""
     given = operands(line)
@@ -181,29 +194,29 @@ def moved(
             yield array[0], 0, 0 if scratch else size(array[0])
 
 
-def kernels(text: str) -> list[list[tuple[str, int, int]]]:
-    """Returns what each kernel of a decode step moves (`moved`): of the loop's body that has most
-    of them."""
-    lines_of, best = computations(text), list[list[tuple[str, int, int]]]()
+def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
+    """Returns the kernels of a decode step, and what each moves (`moved`): of the loop's body that
+    has most of them."""
+    lines_of, best = computations(text), list[tuple[Instruction, list[Moved]]]()
     for name in set(re.findall(r"body=%?([\w.\-]+)", text)):
         lines = [
             line for line in lines_of[name] if line.kind not in (*FREE, "while", "conditional")
         ]
         held = {line.name: line.result for line in lines_of[name]}
-        each = [list(moved(line, held, lines_of)) for line in lines]
-        best = max(best, [one for one in each if total(one) > 0], key=len)
+        each = [(line, list(moved(line, held, lines_of))) for line in lines]
+        best = max(best, [one for one in each if total(one[1]) > 0], key=len)
     return best
 
 
-def total(arrays: Iterable[tuple[str, int, int]]) -> int:
+def total(arrays: Iterable[Moved]) -> float:
     """Sums what `moved` says."""
     return sum(read + wrote for _, read, wrote in arrays)
 
 
-def step(text: str) -> tuple[int, int]:
-    """Returns kernels and bytes of a decode step."""
+def step(text: str) -> tuple[int, float]:
+    """Returns how many kernels a decode step has, and its bytes."""
     found = kernels(text)
-    return len(found), sum(map(total, found))
+    return len(found), sum(total(arrays) for _, arrays in found)
 
 
 def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
@@ -211,12 +224,13 @@ def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
     weights that are made of them; what is read of candidates for top-k counts by its share."""
     logits = slots * vocabulary * 4
     padded = slots * -(-vocabulary // BLOCK) * BLOCK * 4
-    arrays = [array for one in kernels(text) for array in one if size(array[0]) in (logits, padded)]
+    every = (array for _, arrays in kernels(text) for array in arrays)
+    arrays = [array for array in every if size(array[0]) in (logits, padded)]
     read, wrote = (sum(array[i] for array in arrays) / logits for i in (1, 2))
     return read, wrote
 
 
-def measured(case: Case, layers: int) -> Step:
+def compiled(case: Case, layers: int) -> Compiling:
     """Compiles a model of so many layers."""
     group = 1 if case.sampling.get("temperature") == 0 else 8
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(1) as pool:
@@ -231,19 +245,39 @@ def measured(case: Case, layers: int) -> Step:
             sampling=dict(case.sampling),
         )
         (decode,) = compiling(pool, run, case.target, "decode")
-        args = decode.program.args
-        params, cache, (prompts, _) = args[2], args[3], args[7]
-        least = local_bytes((params, cache, prompts))
-        if not case.model["tie_word_embeddings"]:  # of the table a step reads a row a slot
-            least -= local_bytes(params["embed"])
-        read, wrote = passes(decode.text, case.slots, case.model["vocab_size"])
-        return Step(*step(decode.text), least, read, wrote)
+        return decode
+
+
+def measured(case: Case, layers: int) -> Step:
+    """Counts the step of a model of so many layers."""
+    decode = compiled(case, layers)
+    args = decode.program.args
+    params, cache, (prompts, _) = args[2], args[3], args[7]
+    least = local_bytes((params, cache, prompts))
+    if not case.model["tie_word_embeddings"]:  # of the table a step reads a row a slot
+        least -= local_bytes(params["embed"])
+    read, wrote = passes(decode.text, case.slots, case.model["vocab_size"])
+    return Step(*step(decode.text), least, read, wrote)
+
+
+def listed(case: Case) -> Iterator[str]:
+    """Yields a line for each kernel of the step of a model of one layer: MB that it reads and
+    writes, its result, and the operation that it is named after."""
+    for line, arrays in kernels(compiled(case, 1).text):
+        read, wrote = (sum(array[i] for array in arrays) / 1e6 for i in (1, 2))
+        operation = re.search(r'op_name="[^"]*?([^"/]*)"', line.rest)
+        yield f"{read:9.3f} {wrote:8.3f} {operation[1] if operation else '':24} {line.result}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pattern", nargs="?", default="", help="of the names; default: all")
+    parser.add_argument("--kernels", action="store_true", help="list those of one layer instead")
     args = parser.parse_args()
+    if args.kernels:
+        for name in (name for name in CASES if re.search(args.pattern, name)):
+            print(f"{name}: MB read, written", *listed(CASES[name]), sep="\n", flush=True)
+        return
     print(
         "| model, GPU, slots | kernels a layer | a step | MB a token | MB at least | share of the"
         " floor | logits read, written |\n| --- | --- | --- | --- | --- | --- | --- |"
