@@ -1,6 +1,6 @@
 """What a decode step launches and moves, by the compilers of GPUs; prints a table.
 
-    python benchmarks/decode_step.py [REGEX]
+    python benchmarks/decode_step.py [REGEX] [--kernels]
 
 No accelerator is needed, but the extra `aot`. Each case whose name has the pattern is compiled with
 one layer and with three, in a minute or so each; the difference is what two layers add. No time is
@@ -15,19 +15,20 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-from compiled_runs import compiling, config
+from compiled_runs import Compiling, compiling, config
 
 from jaxrl.aot.abstract import local_bytes
 from jaxrl.aot.costs import LAUNCH_S
 from jaxrl.aot.hlo import ARRAY, OPERAND, Instruction, computations
+from jaxrl.sampling.sampler import BLOCK
 from jaxrl.sharding.targets import GPUS
 
 QWEN3 = {
@@ -48,6 +49,15 @@ LARGE = QWEN3 | {
     "num_attention_heads": 32,
     "tie_word_embeddings": False,
 }
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -60,16 +70,35 @@ class Case:
     """Of the whole model."""
     slots: int
     new: int
-    """Tokens of a completion, after prompts of 512 that 8 slots share."""
+    """Tokens of a completion, after prompts of 512 that 8 slots share, unless they are greedy."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the section `sampling`; empty: temperature 1."""
 
 
+SAMPLINGS: dict[str, Mapping[str, Any]] = {
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.95},
+    "top-k, top-p, min-p": {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+    "greedy": {"temperature": 0.0},
+}
 CASES = {
     "Qwen3-1.7B, H200": Case("h200x1", SMALL, 28, 128, 2048),
     "Qwen3-8B, H200": Case("h200x1", LARGE, 36, 128, 2048),
     "Qwen3-1.7B, T4": Case("t4x1", SMALL, 28, 16, 512),
+    "SmolLM2-135M, T4": Case("t4x1", TINY, 30, 64, 512),
+    **{
+        f"Qwen3-1.7B, H100, {name}": Case("h100x1", SMALL, 28, 128, 2048, sampling)
+        for name, sampling in SAMPLINGS.items()
+    },
 }
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota")
+Moved = tuple[str, float, float]
+"""Shape of an array, and the bytes of it that a kernel reads and writes."""
 SLICES = ("dynamic-slice", "slice")
+POINTWISE = (
+    *("bitcast", "bitcast-convert", "convert", "reshape", "pad", "add", "subtract", "multiply"),
+    *("divide", "exponential", "compare", "select", "and", "or"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,14 +110,15 @@ class Step:
     """Bytes read and written."""
     least: float
     """Bytes of weights, keys and values."""
+    read: float
+    """How many times it reads the logits."""
+    wrote: float
 
     def __add__(self, other: Step) -> Step:
-        return Step(
-            self.kernels + other.kernels, self.moved + other.moved, self.least + other.least
-        )
+        return Step(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, n: float) -> Step:
-        return Step(n * self.kernels, n * self.moved, n * self.least)
+        return Step(*(n * a for a in astuple(self)))
 
 
 def size(shapes: str) -> int:
@@ -102,16 +132,18 @@ def operands(line: Instruction) -> list[str]:
     return OPERAND.findall(re.split(r"\), |\)$", line.rest)[0])
 
 
-def read_of(name: str, whole: int, body: Iterable[Instruction]) -> int:
-    """Counts the bytes that a fusion reads of a parameter: slices and gathers read parts of it, and
+def read_of(name: str, whole: int, body: Sequence[Instruction]) -> float:
+    """Counts the bytes that a fusion reads of a parameter of so many, or of what it computes of one
+    element by element: slices and gathers read parts of it, also of sums over an outer dim, and
     what is updated in place is not read."""
-    total = 0
+    total = 0.0
     for line in body:
         given = operands(line) if line.kind != "parameter" else []
         if name not in given:
             continue
-        if line.kind == "bitcast":
-            total += read_of(line.name, whole, body)
+        if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
+            result = size(line.result)
+            total += whole * read_of(line.name, result, body) / result
         elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
             total += size(line.result)
         elif line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name:
@@ -134,69 +166,121 @@ def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
 
 def moved(
     line: Instruction, held: Mapping[str, str], lines_of: dict[str, list[Instruction]]
-) -> int:
-    """Counts the bytes that an instruction reads and writes."""
+) -> Iterator[Moved]:
+    """Yields the shape of each array that an instruction reads or writes, and the bytes it reads
+    and writes of it."""
     given = operands(line)
     if line.kind == "fusion":
         called = re.search(r"calls=%?([\w.\-]+)", line.rest)
         assert called is not None
         body = lines_of[called[1]]
         names = {int(x.rest.partition(")")[0]): x.name for x in body if x.kind == "parameter"}
-        read = sum(read_of(names[i], size(held[name]), body) for i, name in enumerate(given))
-        return read + written(body[-1], {x.name: x for x in body})
-    if line.kind == "dynamic-update-slice":
-        return 2 * size(held[given[1]])
-    if line.kind in (*SLICES, "gather"):
-        return 2 * size(line.result)
-    scratch = re.search(r"s8\[(\d+)\]", line.result) if "cublas" in line.rest else None
-    read = sum(size(held[name]) for name in given)
-    return read + size(line.result) - (int(scratch[1]) if scratch else 0)
+        for i, name in enumerate(given):
+            yield held[name], read_of(names[i], size(held[name]), body), 0
+        by_name = {x.name: x for x in body}
+        root = body[-1]
+        for name in operands(root) if root.kind == "tuple" else [root.name]:
+            yield by_name[name].result, 0, written(by_name[name], by_name)
+    elif line.kind == "dynamic-update-slice":
+        part = size(held[given[1]])
+        yield held[given[1]], part, part
+    elif line.kind in (*SLICES, "gather"):
+        yield line.result, size(line.result), size(line.result)
+    else:
+        for name in given:
+            yield held[name], size(held[name]), 0
+        for array in ARRAY.finditer(line.result):
+            scratch = "cublas" in line.rest and array[0].startswith("s8[")
+            yield array[0], 0, 0 if scratch else size(array[0])
 
 
-def step(text: str) -> tuple[int, int]:
-    """Returns kernels and bytes of a decode step: of the loop's body that has most of them."""
-    lines_of, best = computations(text), (0, 0)
+def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
+    """Returns the kernels of a decode step, and what each moves (`moved`): of the loop's body that
+    has most of them."""
+    lines_of, best = computations(text), list[tuple[Instruction, list[Moved]]]()
     for name in set(re.findall(r"body=%?([\w.\-]+)", text)):
         lines = [
             line for line in lines_of[name] if line.kind not in (*FREE, "while", "conditional")
         ]
         held = {line.name: line.result for line in lines_of[name]}
-        sizes = [n for line in lines if (n := moved(line, held, lines_of)) > 0]
-        best = max(best, (len(sizes), sum(sizes)))
+        each = [(line, list(moved(line, held, lines_of))) for line in lines]
+        best = max(best, [one for one in each if total(one[1]) > 0], key=len)
     return best
 
 
-def measured(case: Case, layers: int) -> Step:
+def total(arrays: Iterable[Moved]) -> float:
+    """Sums what `moved` says."""
+    return sum(read + wrote for _, read, wrote in arrays)
+
+
+def step(text: str) -> tuple[int, float]:
+    """Returns how many kernels a decode step has, and its bytes."""
+    found = kernels(text)
+    return len(found), sum(total(arrays) for _, arrays in found)
+
+
+def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
+    """Returns how many times a decode step reads and writes arrays of the logits' size, such as
+    weights that are made of them; what is read of candidates for top-k counts by its share."""
+    logits = slots * vocabulary * 4
+    padded = slots * -(-vocabulary // BLOCK) * BLOCK * 4
+    every = (array for _, arrays in kernels(text) for array in arrays)
+    arrays = [array for array in every if size(array[0]) in (logits, padded)]
+    read, wrote = (sum(array[i] for array in arrays) / logits for i in (1, 2))
+    return read, wrote
+
+
+def compiled(case: Case, layers: int) -> Compiling:
     """Compiles a model of so many layers."""
+    group = 1 if case.sampling.get("temperature") == 0 else 8
     with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor(1) as pool:
         run = config(
             Path(tmp),
             dict(case.model) | {"num_hidden_layers": layers},
-            mesh="actor+rollout=1",
-            algorithm="gspo",
-            batch_size=case.slots // 8,
-            group_size=8,
+            mesh="actor+rollout+teacher=1",
+            batch_size=case.slots // group,
+            group_size=group,
             max_prompt_tokens=512,
             max_new_tokens=case.new,
-            teacher={"model": None},
-            reward={"functions": ["exact"]},
+            sampling=dict(case.sampling),
         )
         (decode,) = compiling(pool, run, case.target, "decode")
-        args = decode.program.args
-        params, cache, (prompts, _) = args[2], args[3], args[7]
-        least = local_bytes((params, cache, prompts))
-        if not case.model["tie_word_embeddings"]:  # of the table a step reads a row a slot
-            least -= local_bytes(params["embed"])
-        return Step(*step(decode.text), least)
+        return decode
+
+
+def measured(case: Case, layers: int) -> Step:
+    """Counts the step of a model of so many layers."""
+    decode = compiled(case, layers)
+    args = decode.program.args
+    params, cache, (prompts, _) = args[2], args[3], args[7]
+    least = local_bytes((params, cache, prompts))
+    if not case.model["tie_word_embeddings"]:  # of the table a step reads a row a slot
+        least -= local_bytes(params["embed"])
+    read, wrote = passes(decode.text, case.slots, case.model["vocab_size"])
+    return Step(*step(decode.text), least, read, wrote)
+
+
+def listed(case: Case) -> Iterator[str]:
+    """Yields a line for each kernel of the step of a model of one layer: MB that it reads and
+    writes, its result, and the operation that it is named after."""
+    for line, arrays in kernels(compiled(case, 1).text):
+        read, wrote = (sum(array[i] for array in arrays) / 1e6 for i in (1, 2))
+        operation = re.search(r'op_name="[^"]*?([^"/]*)"', line.rest)
+        yield f"{read:9.3f} {wrote:8.3f} {operation[1] if operation else '':24} {line.result}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pattern", nargs="?", default="", help="of the names; default: all")
+    parser.add_argument("--kernels", action="store_true", help="list those of one layer instead")
     args = parser.parse_args()
+    if args.kernels:
+        for name in (name for name in CASES if re.search(args.pattern, name)):
+            print(f"{name}: MB read, written", *listed(CASES[name]), sep="\n", flush=True)
+        return
     print(
         "| model, GPU, slots | kernels a layer | a step | MB a token | MB at least | share of the"
-        " floor |\n| --- | --- | --- | --- | --- | --- |"
+        " floor | logits read, written |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for name, case in CASES.items():
         if not re.search(args.pattern, name):
@@ -210,7 +294,7 @@ def main() -> None:
         print(
             f"| {name}, {case.slots} | {layer.kernels:.0f} | {whole.kernels:.0f}"
             f" | {whole.moved / case.slots / 1e6:.1f} | {whole.least / case.slots / 1e6:.1f}"
-            f" | {floor / took:.0%} |",
+            f" | {floor / took:.0%} | {whole.read:.1f}, {whole.wrote:.1f} |",
             flush=True,
         )
 

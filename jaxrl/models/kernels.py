@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxrl.models import cudnn, flash_decode, splash, split_k
 from jaxrl.models.splash import LANES
 from jaxrl.sharding.mesh import DeviceFacts
+from jaxrl.sharding.targets import block_shared_bytes
 
 Kernel = Literal["cudnn", "splash"]
 """cuDNN's fused attention, of NVIDIA's GPUs; pallas's splash attention, of TPUs."""
@@ -119,8 +120,14 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
         dtype: of queries, keys and values.
         joined: rows share a prompt, and attend to its keys and to their own.
     """
-    if target.platform == TPU:
-        return _TRIED.get((target, "splash", head_dim, dtype))
+    reason = None
+    if target.platform != TPU:
+        reason = _why_not_cudnn(target, head_dim, dtype, joined)
+    return reason or _why_failed(target, "splash", "cudnn", head_dim, dtype)
+
+
+def _why_not_cudnn(target: Target, head_dim: int, dtype: str, joined: bool) -> str | None:
+    """Explains why cuDNN's kernel is not for a device and a model."""
     if target.platform not in GPU or target.capability is None:
         return f"there is no kernel for a {target.platform} (cuDNN is for NVIDIA's GPUs)"
     if dtype not in ("bfloat16", "float16"):
@@ -136,7 +143,7 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
         )
     if joined and not cudnn.JOINS:
         return "this version of jax hides the backward pass that prompts computed once need"
-    return _TRIED.get((target, "cudnn", head_dim, dtype))
+    return None
 
 
 def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
@@ -154,13 +161,19 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
     Args:
         dtype: of the cache.
     """
-    if target.platform == TPU:
-        if head_dim % LANES == 0:
-            return _TRIED.get((target, "flash-decode", head_dim, dtype))
-        return (
+    reason = None
+    if target.platform != TPU:
+        reason = _why_not_split_k(target, head_dim, dtype)
+    elif head_dim % LANES:
+        reason = (
             "the kernel of a decode step would pad a TPU's cache to head dims that are multiples of"
             f" {LANES}, and the model has {head_dim}"
         )
+    return reason or _why_failed(target, "flash-decode", "split-k", head_dim, dtype)
+
+
+def _why_not_split_k(target: Target, head_dim: int, dtype: str) -> str | None:
+    """Explains why the split-K kernel is not for a device and a model."""
     if target.platform not in GPU or target.capability is None:
         return f"there is no kernel of a decode step for a {target.platform}"
     if target.capability < OLDEST:
@@ -173,14 +186,14 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
             "the kernel of a decode step takes head dims that are powers of two from"
             f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
         )
-    if split_k.tile_of(1, head_dim) is None:
+    if split_k.tile_of(1, head_dim, target.capability) is None:
         return (
             f"the kernel of a decode step has no shared memory for head_dim={head_dim} (at most"
-            f" {split_k.SHARED_BYTES} bytes of a block)"
+            f" {block_shared_bytes(target.capability)} bytes of a block)"
         )
     if not split_k.exists():
         return "this version of jax has no kernel of a decode step"
-    return _TRIED.get((target, "split-k", head_dim, dtype))
+    return None
 
 
 Use = tuple[int, str, bool]
@@ -188,6 +201,18 @@ Use = tuple[int, str, bool]
 _TRIED: dict[tuple[Target, Kernel | StepKernel, int, str], str | None] = {}
 """(device, kernel, head dim, dtype) that this process has tried -> why it is not used there; None
 where it works."""
+
+
+def _why_failed(
+    target: Target,
+    on_tpu: Kernel | StepKernel,
+    on_gpu: Kernel | StepKernel,
+    head_dim: int,
+    dtype: str,
+) -> str | None:
+    """Explains why this process does not use the kernel of a device, where it failed when it was
+    tried."""
+    return _TRIED.get((target, on_tpu if target.platform == TPU else on_gpu, head_dim, dtype))
 
 
 def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str]:
@@ -214,7 +239,7 @@ def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str
         if fused is not None:
             trials[fused, head_dim, dtype] = partial(_try_fused, fused, head_dim, dtype)
         if step is not None:
-            trials[step, head_dim, dtype] = partial(_try_step, step, head_dim, dtype)
+            trials[step, head_dim, dtype] = partial(_try_step, step, target, head_dim, dtype)
     trials = {key: trial for key, trial in trials.items() if (target, *key) not in _TRIED}
     with jax.default_device(mine[0]):
         reasons = {key: _why_it_fails(trial) for key, trial in trials.items()}
@@ -265,10 +290,13 @@ def _try_fused(kernel: Kernel, head_dim: int, dtype: str) -> object:
     return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, k)
 
 
-def _try_step(kernel: StepKernel, head_dim: int, dtype: str) -> object:
-    """Computes attention of a token of each of two slots."""
-    q, k = (jnp.ones((2, 1, n, head_dim), dtype) for n in (2, 2 * TILE))
-    attend = split_k.attend if kernel == "split-k" else flash_decode.attend
+def _try_step(kernel: StepKernel, target: Target, head_dim: int, dtype: str) -> object:
+    """Computes attention of tokens that share two prompts: so many that a block has most of its
+    shared memory."""
+    q, k = (jnp.ones((2, 1, n, head_dim), dtype) for n in (split_k.MOST_QUERIES, 2 * TILE))
+    attend = flash_decode.attend
+    if kernel == "split-k":
+        attend = partial(split_k.attend, capability=target.capability)
     return jax.jit(attend)(q, k, k, jnp.full(2, TILE, jnp.int32))
 
 

@@ -16,7 +16,8 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl.models import flash_decode, split_k
 from jaxrl.models.attention import Attend, on_shards
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import StepKernel, Target, step_kernel_of
+from jaxrl.models.kernels import StepKernel, Target, step_kernel_of, target_on
 from jaxrl.models.split_k import LOWEST, Term, join
 from jaxrl.sharding.axes import ROWS, divided
 from jaxrl.types import Array
@@ -118,7 +119,9 @@ def shared_attender(
             asking, last = jnp.take(own, owners, 0), jnp.take(at, owners)
             seen = jnp.clip(last + 1 - first, 0, k.shape[2])  # keys of each page
             seen = jnp.where(page_owners >= 0, seen, 0)
-        term = split_k.attend if kernel == "split-k" else flash_decode.attend
+        term: Callable[..., Term] = flash_decode.attend
+        if kernel == "split-k":
+            term = partial(split_k.attend, capability=target_on(mesh).capability)
         if kernel is not None and window is None:
             theirs = term(asked, prompt_k, prompt_v, lengths)
         else:  # the queries of one prompt have different windows, which no kernel has

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.buckets import bucket
+from jaxrl.sharding.targets import block_shared_bytes
 
 Term = tuple[jax.Array, jax.Array]
 """Of queries [R,KV,M,H]: what they read [R,KV,M,H] float32, and the log-sum-exp of their scores
@@ -33,9 +34,10 @@ BLOCKS, MOST_PARTS = 528, 16
 each multiprocessor of an H100, and into no more than so many: results of parts cost bytes too."""
 FEWEST_QUERIES, MOST_QUERIES = 16, 64
 """Of one KV head that a block has at a time: several blocks read the keys of more."""
-SHARED_BYTES = 99 * 1024
-"""Shared memory that a block may have on GPUs with the least from compute capability 8.0 on: 8.6,
-8.9 and 12.x."""
+BARRIERS = 32
+"""Bytes of shared memory in which a block waits for its loads."""
+ANY = (8, 0)
+"""Compute capability that stands for none."""
 WARPS = 4
 MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
@@ -57,17 +59,30 @@ def parts_of(positions: int, rows: int) -> int:
     return max(n for n in range(1, most + 1) if tiles % n == 0)
 
 
-def tile_of(queries: int, head_dim: int) -> tuple[int, int] | None:
+def tile_of(
+    queries: int, head_dim: int, capability: tuple[int, int] | None
+) -> tuple[int, int] | None:
     """Returns how many queries a block has, of so many, and how many keys it reads at a time, so
-    that both fit in shared memory: two tiles of keys, the queries, and the weights, of 2 bytes
-    each. None where not even the smallest fit."""
+    that both fit in the shared memory of a GPU (`shared_by`). None where not even the smallest
+    fit."""
+    most = block_shared_bytes(capability or ANY)
     rows = bucket(queries, smallest=FEWEST_QUERIES, most=MOST_QUERIES)
     while rows >= FEWEST_QUERIES:
         for keys in (KEYS, KEYS // 2, KEYS // 4):
-            if 2 * (2 * keys * head_dim + rows * head_dim + rows * keys) <= SHARED_BYTES:
+            if shared_by(rows, keys, head_dim, capability or ANY) <= most:
                 return rows, keys
         rows //= 2
     return None
+
+
+def shared_by(rows: int, keys: int, head_dim: int, capability: tuple[int, int]) -> int:
+    """Returns the bytes of shared memory that Triton takes for a block of so many queries, which
+    reads so many keys at a time, of 2 bytes a number. Tensor cores that read both factors of a
+    product from shared memory (wgmma, tcgen05) are used from 64 rows on; keys and values are then
+    loaded one step ahead."""
+    if rows >= 64 and 9 <= capability[0] < 12:
+        return 2 * (4 * keys + rows) * head_dim + BARRIERS
+    return 2 * ((2 * keys + rows) * head_dim + rows * keys)
 
 
 def attend(
@@ -76,6 +91,7 @@ def attend(
     v: jax.Array,
     lengths: jax.Array,
     *,
+    capability: tuple[int, int] | None,
     window: int | None = None,
     interpret: bool = False,
 ) -> Term:
@@ -88,6 +104,7 @@ def attend(
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp near `LOWEST`.
+        capability: compute capability of the GPU; None where the kernel is interpreted.
         window: only the last so many of those; parts of the keys that end before are not read.
         interpret: runs anywhere, slowly.
     """
@@ -96,7 +113,7 @@ def attend(
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (r, kv, m, h), s = q.shape, k.shape[2]
-    tile = tile_of(m, h)
+    tile = tile_of(m, h, capability)
     assert tile is not None, "`kernels.why_no_step_kernel` says where there is no kernel"
     n = parts_of(s, r * kv)
     size = s // n

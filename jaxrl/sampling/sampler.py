@@ -12,6 +12,7 @@ among the few blocks that hold the most probable tokens where these are enough.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -171,43 +172,74 @@ def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: Samp
         knobs: from `sampling_arrays`.
     """
     scaled = logits if knobs.temperature is None else logits / knobs.temperature
-    shifted = scaled - scaled.max(-1, keepdims=True)
-    weights = jnp.exp(shifted)
+    blocks = _blocks(scaled, -jnp.inf)
+    highest = jax.lax.optimization_barrier(blocks.max(-1))
+    top = highest.max(-1, keepdims=True)
+
+    def weigh() -> Array:
+        return jnp.exp(scaled - top)
+
+    total = _mass(weigh())
     if knobs.temperature is None:
-        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+        block = jnp.argmax(highest, -1)
+        inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+        tokens = (block * BLOCK + jnp.argmax(inside, -1)).astype(jnp.int32)
     else:
-        kept = truncate(weights, knobs)
+        kept = truncate(weigh, jnp.exp(highest - top), knobs)
         tokens = pick(kept, random).astype(jnp.int32)
-    chosen = jnp.take_along_axis(shifted, tokens[:, None], -1)[:, 0]
-    logprobs = chosen - jnp.log(weights.sum(-1))
+    chosen = (jnp.take_along_axis(scaled, tokens[:, None], -1) - top)[:, 0]
+    logprobs = chosen - jnp.log(total)
     if knobs.temperature is None:
         return Draw(tokens, logprobs, jnp.zeros_like(chosen))
-    return Draw(tokens, logprobs, chosen - jnp.log(kept.sum(-1)))
+    return Draw(tokens, logprobs, chosen - jnp.log(_mass(kept)))
 
 
-def truncate(weights: Float[Array, "B V"], knobs: SamplingArrays) -> Float[Array, "B V"]:
+def truncate(
+    weigh: Callable[[], Float[Array, "B V"]],
+    highest: Float[Array, "B blocks"],
+    knobs: SamplingArrays,
+) -> Float[Array, "B V"]:
     """Returns weights with 0 where top-k, then top-p of what is left, then min-p drop the token.
+    Tokens as probable as the last one kept are kept.
 
     Args:
-        weights: unnormalised probabilities whose largest is 1 in each row. Tokens as probable as
-            the last one kept are kept.
+        weigh: computes unnormalised probabilities whose largest is 1 in each row. It is called
+            wherever they are read: computed again from the logits they cost no memory; stored, they
+            would be written once and read several times.
+        highest: the largest weight of each block of token ids.
     """
+    weights = weigh()
+    held, beyond = _candidates(weights, highest)
+    least = jnp.zeros(len(weights), jnp.int32)
+
+    def search(goal: Array, counted: bool = False) -> Array:
+        inside = _reaching(_from(least, held), goal, counted)
+        if beyond is None:
+            return inside
+        # What is more probable than the last candidate block's best is in a candidate block. Each
+        # row says for itself whether that is enough: its tokens do not depend on other rows.
+        sure = inside > beyond
+        return jax.lax.cond(
+            sure.all(),
+            lambda: inside,
+            lambda: jnp.where(sure, inside, _reaching(_from(least, weigh()), goal, counted)),
+        )
+
     if knobs.top_k is not None:
         goal = jnp.minimum(knobs.top_k.astype(jnp.float32), jnp.float32(weights.shape[-1]))
-        weights = _most_probable(weights, jnp.broadcast_to(goal, weights.shape[:1]), counted=True)
+        least = search(jnp.broadcast_to(goal, least.shape), counted=True)
+        weights = _from(least, weights)
     if knobs.top_p is not None:
-        weights = _most_probable(weights, knobs.top_p * weights.sum(-1))
-    if knobs.min_p is not None:
-        weights = jnp.where(weights >= knobs.min_p, weights, 0.0)
-    return weights
+        least = search(knobs.top_p * _mass(weights))
+        weights = _from(least, weights)
+    return weights if knobs.min_p is None else jnp.where(weights >= knobs.min_p, weights, 0.0)
 
 
 def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array, " B"]:
     """Draws an index in proportion to weights [B, V] by two-level inversion; never one of weight
     0."""
-    blocks = _blocks(weights)
-    block = _invert(blocks.sum(-1), random[:, 0])
-    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    block = _invert(_block_sums(weights), random[:, 0])
+    inside = jnp.take_along_axis(_blocks(weights), block[:, None, None], 1)[:, 0]
     return block * BLOCK + _invert(inside, random[:, 1])
 
 
@@ -228,39 +260,47 @@ def _invert(weights: Array, random: Array) -> Array:
     return jnp.argmax(cumulative > target, -1)
 
 
-def _blocks(weights: Array) -> Array:
-    """Cuts weights [B, V] into blocks [B, blocks, BLOCK], with zeros behind the last."""
-    rows, vocab = weights.shape
-    return jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+def _blocks(x: Array, beyond: float = 0.0) -> Array:
+    """Cuts x [B, V] into blocks [B, blocks, BLOCK], with `beyond` behind the last."""
+    rows, vocab = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -vocab % BLOCK)), constant_values=beyond)
+    return padded.reshape(rows, -1, BLOCK)
 
 
-def _most_probable(weights: Array, goal: Array, counted: bool = False) -> Array:
-    """Keeps the weights [B, V] of the fewest most probable tokens that reach goal [B] together.
+def _mass(weights: Array) -> Array:
+    """Sums weights [B, V] by their blocks, in the pass that computes these for the draw."""
+    return _block_sums(weights).sum(-1)
+
+
+def _block_sums(weights: Array) -> Array:
+    """Sums each block of weights [B, V]. Behind the barrier, XLA adds up the sums of blocks; it
+    would read all weights again for their total."""
+    return jax.lax.optimization_barrier(_blocks(weights).sum(-1))
+
+
+def _from(least: Array, weights: Array) -> Array:
+    """Returns the weights [B, V] with 0 where they are below that of the bit pattern [B]."""
+    return jnp.where(_bits(weights) >= least[:, None], weights, 0.0)
+
+
+def _candidates(weights: Array, highest: Array) -> tuple[Array, Array | None]:
+    """Returns the weights in the blocks that hold the most probable tokens, and the bit pattern [B]
+    of the largest weight in the last of these, above which no other block has any; None where
+    these are all blocks."""
+    if highest.shape[1] <= CANDIDATES:
+        return weights, None
+    best, chosen = jax.lax.top_k(highest, CANDIDATES)
+    held = jnp.take_along_axis(_blocks(weights), chosen[:, :, None], 1)
+    return held.reshape(len(weights), -1), _bits(best[:, -1])
+
+
+def _reaching(weights: Array, goal: Array, counted: bool) -> Array:
+    """Returns the bit pattern [B] int32 of the smallest of the fewest largest weights [B, n] that
+    reach goal [B] together.
 
     Args:
         counted: the goal is a number of tokens, not a sum of their weights.
     """
-    blocks, every = _blocks(weights), _bits(weights)
-    if blocks.shape[1] <= CANDIDATES:
-        smallest = _smallest_kept(weights, goal, counted)
-        return jnp.where(every >= smallest[:, None], weights, 0.0)
-    highest, chosen = jax.lax.top_k(blocks.max(-1), CANDIDATES)
-    held = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(weights), -1)
-    smallest = _smallest_kept(held, goal, counted)
-    # What is more probable than the last of these blocks' best is in one of them. Each row says for
-    # itself whether that is enough: its tokens do not depend on other rows.
-    sure = smallest > _bits(highest[:, -1])
-    smallest = jax.lax.cond(
-        sure.all(),
-        lambda: smallest,
-        lambda: jnp.where(sure, smallest, _smallest_kept(weights, goal, counted)),
-    )
-    return jnp.where(every >= smallest[:, None], weights, 0.0)
-
-
-def _smallest_kept(weights: Array, goal: Array, counted: bool) -> Array:
-    """Returns the bit pattern [B] int32 of the smallest of the fewest largest weights that reach
-    the goal."""
     bits, amount = _bits(weights), jnp.ones_like(weights) if counted else weights
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

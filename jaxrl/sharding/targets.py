@@ -184,6 +184,14 @@ class TargetMachine:
         )
 
 
+def block_shared_bytes(capability: tuple[int, int]) -> int:
+    """Returns the bytes of shared memory that a block may have on GPUs of a compute capability: of
+    one that no target has, those of the next lower one."""
+    known = {gpu.capability: gpu.shared_kib for gpu in GPUS.values()}
+    nearest = max((one for one in known if one <= capability), default=min(known))
+    return (known[nearest] - 1) * 1024
+
+
 def target_machine(name: str, option: str) -> TargetMachine:
     """Returns the machine of a target's name: `h200x8`, `h200x16` (two hosts), `tpu-v5e:2x4`.
 

@@ -32,7 +32,7 @@ from compiled_runs import (
     programs,
     state_bytes,
 )
-from decode_step import step
+from decode_step import passes, step
 
 from jaxrl.aot.abstract import local_bytes
 from jaxrl.aot.hlo import computations, read
@@ -353,12 +353,25 @@ def test_a_decode_step_makes_no_array_of_a_weight_s_size(name, steps):
 
 
 def test_a_decode_step_moves_little_beside_weights_and_keys(steps):
-    """On a T4, of two layers beside which the logits are large: they are written once and read
-    three times."""
+    """On a T4, of two layers beside which the logits are large."""
     args = steps["plain"].program.args
     params, cache, (prompts, _) = args[2], args[3], args[7]
     _, moved = step(steps["plain"].text)
     assert 1 < moved / local_bytes((params, cache, prompts)) < 1.25
+
+
+@pytest.mark.parametrize(("name", "reads"), [("plain", 2), ("top-p", 3), ("greedy", 2)])
+def test_the_logits_are_written_once_and_read_in_few_passes(name, reads, steps, on_a_t4):
+    """For the largest of each block of ids, and for the sums of blocks: all that a draw and its
+    log-probs need. Top-p needs the total before its sums; what it reads of candidates is little.
+    No weights are stored."""
+    if name == "greedy":
+        (decode,) = (x for x in on_a_t4["gspo"] if x.program.name == "decode for evaluations")
+    else:
+        decode = steps[name]
+    slots, vocabulary = len(decode.program.args[4]), STUDENT["vocab_size"]
+    read, wrote = passes(decode.text, slots, vocabulary)
+    assert reads <= read < reads + 0.15 and wrote == 1
 
 
 def written_in_loops(text: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -47,6 +47,8 @@ P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8
 PROMPTS = jnp.array([7, 3], jnp.int32)
 LENGTHS = jnp.array([5, 1, 3, 2, 5, 4], jnp.int32)
 NAN = float("nan")
+SMALLEST = (8, 9)
+"""Compute capability of GPUs whose blocks have little shared memory."""
 
 
 def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
@@ -516,7 +518,8 @@ def test_parts_of_the_keys_are_put_together_in_float32() -> None:
     q, k, v = arrays((8, 2, 3, 64), *[(8, 2, 1024, 64)] * 2)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v + 1))  # far from 0: the factor is seen
     lengths = jnp.arange(8, dtype=jnp.int32) * 128 + 100
-    read, total = jax.jit(partial(split_k.attend, interpret=True))(q, k, v, lengths)
+    attend = partial(split_k.attend, capability=SMALLEST, interpret=True)
+    read, total = jax.jit(attend)(q, k, v, lengths)
     mask = (jnp.arange(1024)[None] < lengths[:, None])[:, None]
     expected, of = by_products(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
     factors = (read * expected).sum(-1) / (expected * expected).sum(-1)
@@ -526,30 +529,40 @@ def test_parts_of_the_keys_are_put_together_in_float32() -> None:
 
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 256), (8, 512), (64, 512)])
 def test_wide_heads_are_read_in_smaller_tiles(queries: int, head_dim: int) -> None:
-    rows, keys = split_k.tile_of(queries, head_dim)
+    rows, keys = split_k.tile_of(queries, head_dim, SMALLEST)
     assert keys < split_k.KEYS
     q, k, v = arrays((2, 1, queries, head_dim), *[(2, 1, 128, head_dim)] * 2)
     lengths = jnp.array([128, 40], jnp.int32)
-    read, total = jax.jit(partial(split_k.attend, interpret=True))(q, k, v, lengths)
+    attend = partial(split_k.attend, capability=SMALLEST, interpret=True)
+    read, total = jax.jit(attend)(q, k, v, lengths)
     mask = (jnp.arange(128)[None] < lengths[:, None])[:, None]
     expected, of = by_products(q, k, v, mask)
     np.testing.assert_allclose(read, expected, 2e-5, 2e-5)
     np.testing.assert_allclose(total, of, 2e-5)
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512, 1024, 2048])
-def test_a_tile_fits_the_shared_memory_of_the_smallest_gpus_or_there_is_no_kernel(
-    head_dim: int,
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512, 1024, 2048, 4096])
+@pytest.mark.parametrize(
+    ("capability", "kib", "widest"),
+    [((8, 0), 163, 1024), ((8, 6), 99, 1024), ((8, 9), 99, 1024), ((9, 0), 227, 2048)]
+    + [((10, 0), 227, 2048), ((10, 3), 227, 2048), ((12, 0), 99, 1024)]
+    + [((8, 7), 99, 1024), ((12, 1), 99, 1024)],  # of no target
+)
+def test_a_tile_fits_the_shared_memory_of_its_gpu_or_there_is_no_kernel(
+    capability: tuple[int, int], kib: int, widest: int, head_dim: int
 ) -> None:
-    smallest = Target("gpu", (8, 9))
-    reason = why_no_step_kernel(smallest, head_dim, "bfloat16")
+    """Of CUDA's table of compute capabilities, and no smaller tile where a larger one fits."""
+    target = Target("gpu", capability)
+    reason = why_no_step_kernel(target, head_dim, "bfloat16")
     for queries in (1, 16, 40, 64, 1000):
-        tile = split_k.tile_of(queries, head_dim)
-        assert (tile is None) == (reason is not None) == (head_dim > 1024)
+        tile = split_k.tile_of(queries, head_dim, capability)
+        assert (tile is None) == (reason is not None) == (head_dim > widest)
         if tile is not None:
             rows, keys = tile
-            assert 2 * (2 * keys * head_dim + rows * (head_dim + keys)) <= 99 * 1024
-            assert rows >= min(queries, 16) and split_k.KEYS % keys == 0
+            taken = (split_k.shared_by(rows, n, head_dim, capability) for n in (keys, 2 * keys))
+            fits, more = (size <= kib * 1024 for size in taken)
+            assert fits and rows >= min(queries, 16)
+            assert keys == split_k.KEYS or not more
 
 
 @pytest.mark.parametrize(

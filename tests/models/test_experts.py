@@ -21,6 +21,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import ExpertKernel
 from jaxrl.models.lora import Lora
 from jaxrl.models.packing import pack
+from jaxrl.models.quantised import dequantise, quantise
 from jaxrl.models.rope import YarnRope
 from jaxrl.types import Sequences
 
@@ -113,6 +114,45 @@ def test_a_step_computes_every_expert_below_the_ridge_and_has_room_for_any_choic
     if (count, chosen) == (128, 8) and rows >= 1024:  # Qwen3-30B-A3B on an H200
         size = experts.step_rows(rows, chosen, count, 2048, 768, 206.0)
         assert (count + experts.more_blocks(rows, chosen, count, size)) * size < count * rows / 2
+
+
+@pytest.mark.parametrize("axes", and_slow([None, (2, 1, 2, 1, 2)], [((1, 1, 1, 1, 4),)]), ids=str)
+@pytest.mark.parametrize("kind", ["floats", "biases", "int8", "nf4"])
+def test_a_decode_step_in_blocks_computes_what_the_learner_computes(
+    kind: str, axes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its kernels are, and where the axis `expert` divides them; the learner computes with
+    the floats that they stand for, on one device."""
+    random, (d, wide, count) = np.random.RandomState(0), (16, 64, 8)
+    mixture = experts.Experts(count, K, True, wide)
+    sizes = (count, d, wide), (count, d, wide), (count, wide, d)
+    x, router, *kernels = (
+        jnp.asarray(random.standard_normal(size), "f4") for size in ((4, 16, d), (d, count), *sizes)
+    )
+    each = [ExpertKernel(kernel) for kernel in kernels]
+    if kind == "biases":
+        each = [
+            ExpertKernel(x, bias=jnp.sin(jnp.arange(count * x.shape[2])).reshape(count, -1))
+            for x in kernels
+        ]
+    floats = each
+    if kind in ("int8", "nf4"):
+        each = [ExpertKernel(*quantise(kind, x, 16)) for x in kernels]
+        floats = [ExpertKernel(dequantise(x.kernel, x.scale, "float32")) for x in each]
+
+    def run(mesh: Any, each: list[ExpertKernel], ridge: float | None) -> Any:
+        held = experts.ExpertKernels(router, *each)
+        return jax.jit(partial(experts.mix, mixture, swiglu, mesh, ridge=ridge))(x, held)
+
+    expected, routed = run(None, floats, None)
+    used = []
+    step = experts.step_experts
+    monkeypatch.setattr(experts, "step_rows", lambda *_: 4)
+    monkeypatch.setattr(experts, "step_experts", lambda *a: used.append(a) or step(*a))
+    found, ours = run(axes and make_mesh(*axes), each, 1.0)
+    assert used and len(used[0][5].kernel) == count // (axes[4] if axes else 1)
+    np.testing.assert_array_equal(ours.ids, routed.ids)
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("everyone", [False, True], ids=["spread", "one expert gets every token"])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import and_slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.aot.machine import compilers, machine, prepare
@@ -24,6 +25,7 @@ from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
+from jaxrl.sharding.targets import GPUS
 from jaxrl.types import Sequences
 
 MODEL = DecoderConfig("qwen2", 256, 512, 2, 4, 2, 128, 384)
@@ -208,20 +210,64 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
     assert memory.alias_size_in_bytes == held and memory.temp_size_in_bytes < held / 8
 
 
-@pytest.mark.parametrize(("queries", "head_dim"), [(64, 128), (64, 256), (8, 512), (64, 512)])
-def test_an_l4_has_the_shared_memory_of_a_decode_step(queries: int, head_dim: int) -> None:
-    """The least of the GPUs that have the kernel; 64 queries are those of a prompt that slots
+@pytest.mark.parametrize(
+    ("target", "queries", "head_dim", "keys"),
+    and_slow(
+        [("l4", 64, 128, 64), ("l4", 64, 256, 32), ("l4", 64, 512, 16), ("h100", 64, 256, 64)],
+        [
+            *(("l4", 8, 512, 32), ("h100", 64, 512, 32), ("h100", 8, 1024, 32)),
+            *(("a100", 64, 512, 32), ("b200", 64, 512, 32), ("rtx5090", 64, 512, 16)),
+        ],
+    ),
+)
+def test_a_gpu_has_the_shared_memory_of_a_decode_step(
+    target: str, queries: int, head_dim: int, keys: int
+) -> None:
+    """On each kind of GPU the kernel reads as many keys at a time as there is shared memory for,
+    and Triton takes as much of it as is said here; 64 queries are those of a prompt that slots
     share."""
-    mesh = described("l4x1", (1, 1, 1))
+    tile = split_k.tile_of(queries, head_dim, GPUS[target].capability)
+    assert tile is not None and tile[1] == keys
+    assert "triton" in split_k_for(target, queries, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("target", "queries"),
+    and_slow(
+        [("l4", 64), ("h100", 64)],
+        [("a100", 64), ("b200", 64), ("rtx5090", 64)]
+        + [(target, 16) for target in ("l4", "a100", "h100", "b200", "rtx5090")],
+    ),
+)
+def test_what_triton_takes_of_shared_memory_is_what_tiles_count(
+    target: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU that has next to none, whose compiler says how much it lacks."""
+    gpu = GPUS[target]
+    rows, keys = split_k.tile_of(queries, 256, gpu.capability) or (0, 0)
+    monkeypatch.setitem(GPUS, target, replace(gpu, shared_kib=2))
+    monkeypatch.setattr(split_k, "tile_of", lambda *_: (rows, keys))
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        split_k_for(target, queries, 256)
+    taken = re.search(r"requested (\d+)", str(error.value))
+    expected = split_k.shared_by(rows, keys, 256, gpu.capability)
+    assert taken is not None and 0 <= expected - int(taken[1]) <= split_k.BARRIERS
+
+
+def split_k_for(target: str, queries: int, head_dim: int) -> str:
+    """The split-K kernel's program, of four KV heads of slots."""
+    mesh = described(f"{target}x1", (1, 1, 1))
     whole = NamedSharding(mesh, PartitionSpec())
     query, cache = (
         jax.ShapeDtypeStruct((4, 1, n, head_dim), jnp.bfloat16, sharding=whole)
         for n in (queries, 512)
     )
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=whole)
-    with compiling_for(target_of(mesh.devices.flat)):
-        lowered = jax.jit(split_k.attend).lower(query, cache, cache, lengths)
-    assert "triton" in lowered.compile(OPTIONS["gpu"]).as_text()
+    gpu = target_of(mesh.devices.flat)
+    attend = jax.jit(partial(split_k.attend, capability=gpu.capability))
+    with compiling_for(gpu):
+        lowered = attend.lower(query, cache, cache, lengths)
+    return str(lowered.compile(OPTIONS["gpu"]).as_text())
 
 
 def test_a_t4_computes_attention_in_matrix_products() -> None:

@@ -39,6 +39,12 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
+def truncated(weights: jax.Array, knobs: Any) -> jax.Array:
+    """`truncate` of weights [B, V]."""
+    blocks = [weights[:, at : at + BLOCK].max(-1) for at in range(0, weights.shape[1], BLOCK)]
+    return truncate(lambda: weights, jnp.stack(blocks, -1), knobs)
+
+
 def chi_square(tokens: np.ndarray, p: np.ndarray) -> tuple[float, int]:
     """Pearson's statistic and its degrees of freedom over the tokens that can be drawn."""
     support = p > 0
@@ -98,7 +104,7 @@ def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, fl
     logits = 2 * np.random.default_rng(1).normal(size=(20, 257)).astype(np.float32)
     scaled = logits / s.temperature
     weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
-    kept = np.asarray(jax.jit(truncate)(weights, sampling_arrays(s, 0, 0))) > 0
+    kept = np.asarray(jax.jit(truncated)(weights, sampling_arrays(s, 0, 0))) > 0
     expected = np.stack([reference_support(row, s) for row in logits])
     np.testing.assert_array_equal(kept, expected)
 
@@ -112,7 +118,7 @@ def test_what_a_large_vocabulary_keeps_of_a_row_depends_on_no_other_row(
     spread = np.array([[0.01], [0.5], [1.0], [4.0], [12.0], [0.0]], np.float32)
     logits = spread * np.random.default_rng(2).normal(size=(6, 96 * BLOCK + 3)).astype(np.float32)
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    run = jax.jit(truncate)
+    run = jax.jit(truncated)
     kept = np.asarray(run(weights, sampling_arrays(s, 0, 0)))
     expected = [reference_support(row, s) for row in logits[:-1]]
     np.testing.assert_array_equal(kept[:-1] > 0, expected)
@@ -124,7 +130,7 @@ def test_what_a_large_vocabulary_keeps_of_a_row_depends_on_no_other_row(
 
 def test_equally_probable_tokens_stay_or_go_together() -> None:
     weights = jnp.array([[1.0, 0.5, 0.5, 0.25]])
-    kept = truncate(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
+    kept = truncated(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
     np.testing.assert_array_equal(kept, [[1.0, 0.5, 0.5, 0.0]])
 
 
@@ -150,6 +156,15 @@ def test_greedy_takes_the_argmax_whatever_the_truncation() -> None:
     # Full softmax at temperature 1; the distribution sampled from is a point mass.
     np.testing.assert_allclose(draw.logprobs, np.log(softmax(logits).max()), atol=1e-6)
     np.testing.assert_array_equal(draw.sampler_logprobs, 0)
+
+
+@pytest.mark.parametrize("vocab", [BLOCK, 3 * BLOCK, 3 * BLOCK + 5])
+def test_greedy_takes_the_first_of_equal_logits(vocab: int) -> None:
+    """In whatever blocks of ids these are."""
+    logits = np.random.default_rng(vocab).integers(-9, 3, (200, vocab)).astype(np.float32)
+    knobs = sampling_arrays(replace(BASE, temperature=0.0), 0, 0)
+    draw = jax.jit(sample)(jnp.asarray(logits), jnp.zeros((200, 2)), knobs)
+    np.testing.assert_array_equal(draw.tokens, logits.argmax(-1))
 
 
 def test_a_temperature_without_truncation_is_not_greedy() -> None:
