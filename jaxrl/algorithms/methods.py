@@ -29,7 +29,7 @@ from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
-from jaxrl.losses.divergence import masked_count, masked_sum
+from jaxrl.losses.divergence import masked_sum
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
@@ -177,7 +177,7 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
         completions = packed_completions(packing, batch.sequences)
         tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options)
-        total = (-masked_sum(logprobs, mask), masked_count(mask))
+        total = (-masked_sum(logprobs, mask), mask.astype(jnp.float32).sum())
         return _balanced(config, total, of_experts, totals), {"sft/loss": total} | of_experts, {}
 
     return loss

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.advantages import opd_advantages
 from jaxrl.algorithms.signals import Projection, distill_loss, entropy_aware_loss, packed
 from jaxrl.config.schema import Config
-from jaxrl.losses.aggregation import token_mean, token_metric
 from jaxrl.losses.correction import (
     Correction,
     NoCorrection,
@@ -30,13 +29,15 @@ from jaxrl.losses.correction import (
 )
 from jaxrl.losses.divergence import clamped_gap
 from jaxrl.losses.head import logprobs_and_entropy_from_hidden
-from jaxrl.losses.kl import kl_term
 from jaxrl.losses.policy import (
     Objective,
     entropy_term,
+    kl_term,
     make_objective,
     policy_loss,
     ratio_notes,
+    token_mean,
+    token_metric,
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import Packing

@@ -24,21 +24,20 @@ from jaxtyping import Bool, Float, Int
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.losses import token_spans
-from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.losses.chunked import Softcap
 from jaxrl.losses.distill import (
     divergence_from_hidden,
     entropy_aware_from_topk,
     topk_divergence_from_hidden,
 )
-from jaxrl.losses.divergence import EntropyAware, sampled_reverse_kl
+from jaxrl.losses.divergence import EntropyAware, LossSums, sampled_reverse_kl
 from jaxrl.losses.head import (
+    TeacherMixture,
     logprobs_at,
     logprobs_from_hidden,
     topk_from_hidden,
 )
-from jaxrl.losses.layout import Softcap
-from jaxrl.losses.mixture import TeacherMixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward_packed
 from jaxrl.models.packing import Packing, pack

@@ -20,7 +20,7 @@ from jaxrl.process.plugin import is_plugin, load_object
 
 LearnsFrom = Literal["teacher", "data", "rewards"]
 MixtureKind = Literal["arithmetic", "geometric"]
-"""How the distributions of several teachers become one (`losses.mixture`)."""
+"""How the distributions of several teachers become one (`losses.head`)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PolicyLoss:
     ratio: str = "token"
     """A name of `losses.policy.RATIOS`."""
     aggregation: str = "sequence_mean_token_mean"
-    """A name of `losses.aggregation.AGGREGATIONS`."""
+    """A name of `losses.policy.AGGREGATIONS`."""
     constant: float | None = None
     """What the aggregation sum_over_constant divides by, in tokens. None: `max_new_tokens`."""
 

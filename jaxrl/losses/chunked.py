@@ -1,8 +1,8 @@
 """Losses on logits = hidden @ head.T, computed with their gradients for one chunk of tokens at a
 time, so that no array [B, C, V] ever exists.
 
-A `Term` (`losses.layout`) computes a loss on the logits of some tokens, and the gradient of that
-loss with respect to these logits. This file runs a term over all tokens, on one device or a mesh:
+A `Term` computes a loss on the logits of some tokens, and the gradient of that loss with respect to
+these logits. This file runs a term over all tokens, on one device or a mesh:
 
 - `measure` runs forward only. On a mesh the head is gathered once, before the loop.
 - `fused` computes values and gradients in one scan over chunks of tokens: a matrix product with
@@ -14,26 +14,371 @@ loss with respect to these logits. This file runs a term over all tokens, on one
 
 `loss_values` is the differentiable function: it uses `fused` or, if the `ShardedTerm` is `lean`,
 `measure` and `tiled`.
+
+Rows are split over the axes `ROWS` and their tokens over "context", the vocabulary over "tensor",
+and a head's width over ("fsdp", "context") where these divide it, as in
+models/param_sharding.py. Sizes that a mesh does not divide are padded: rows and tokens with masked
+tokens, the vocabulary with columns of `MIN`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.layout import (
-    FrozenInputs,
-    PerToken,
-    ShardedTerm,
-    TokenStats,
-    reduce_head,
-)
-from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.sharding.axes import WEIGHTS
-from jaxrl.types import Tree
+from jaxrl.losses.divergence import MIN
+from jaxrl.sharding.axes import COPIES, ROWS, TOKENS, WEIGHTS
+from jaxrl.types import Array, Tree
+
+CHUNK = 256
+"""Tokens a device projects on the vocabulary at once: 156 MB for a float32 array at V = 152k."""
+
+Softcap = float | Float[Array, ""] | None
+"""c > 0 of logits c tanh(z / c), z being hidden @ head.T; None: the logits are z."""
+
+PerToken = dict[str, Array]
+"""Arrays by name, each [B, C, ...] or, for the n tokens of a chunk, [n, ...]."""
+
+
+class ShardOptions(TypedDict, total=False):
+    """How a term runs (`shard_inputs`)."""
+
+    chunk: int
+    """Tokens that a device projects on the vocabulary at once; `CHUNK` by default."""
+    mesh: Mesh | None
+    """Axes data, fsdp, tensor and context; None: one device."""
+    v: int | None
+    """Narrows the vocabulary to its first v rows; probabilities are normalised over these."""
+
+
+class LogitOptions(ShardOptions, total=False):
+    """Options of all that takes hidden states and heads."""
+
+    temperature: float | Array
+    """Divides the logits; may be traced. 1 by default."""
+    softcap: Softcap | Sequence[Softcap]
+    """Of several models, one for each. May be traced."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Logits of a slice of the vocabulary: what one device, or one tile of one device, sees.
+
+    Columns of a logits array stand for the token ids `start` ... `start + size - 1`. The rest of
+    the vocabulary may lie on other devices (mesh axis `tensor`): sums, maxima and look-ups by id
+    then reduce over that axis. An id of another slice is never looked up on, or added to, a row of
+    this one.
+    """
+
+    start: Array | int
+    size: int
+    vocab: int
+    """V: columns of ids from V on are padding and hold `MIN`."""
+    padded: bool
+    """Whether there may be such columns."""
+    axes: tuple[str, ...] = ()
+    """Mesh axes over which the other slices are spread."""
+
+    def logits(
+        self,
+        hidden: Float[Array, "n D"],
+        rows: Float[Array, "size D"],
+        scale: Float[Array, ""],
+        softcap: Float[Array, ""] | None = None,
+    ) -> Float[Array, "n size"]:
+        """Computes hidden @ rows.T * scale, accumulated in float32 whatever the dtype of the
+        operands.
+
+        Args:
+            softcap: c > 0: the product z is replaced by c tanh(z / c) before it is scaled
+                (Gemma 2, arXiv 2408.00118, section 2).
+        """
+        z = jax.lax.dot_general(
+            hidden, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        if softcap is not None:
+            z = softcap * jnp.tanh(z / softcap)
+        z = scale * z
+        if not self.padded:
+            return z
+        return jnp.where((self.start + jnp.arange(self.size) < self.vocab)[None, :], z, MIN)
+
+    def total(self, x: Float[Array, "n size"]) -> Float[Array, " n"]:
+        return jax.lax.psum(x.sum(-1), self.axes)
+
+    def peak(self, x: Float[Array, "n size"]) -> Float[Array, " n"]:
+        return jax.lax.pmax(x.max(-1), self.axes)
+
+    def logsumexp(self, z: Float[Array, "n size"]) -> Float[Array, " n"]:
+        peak = self.peak(z)
+        return peak + jnp.log(self.total(jnp.exp(z - peak[:, None])))
+
+    def entropy(self, z: Float[Array, "n size"], lse: Float[Array, " n"]) -> Float[Array, " n"]:
+        """Computes the entropy of softmax(z), nats, from the logsumexp of z."""
+        logprobs = z - lse[:, None]
+        return -self.total(jnp.exp(logprobs) * logprobs)
+
+    def at(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n K"]:
+        """Returns the values at token ids; `MIN` for an id that no slice has."""
+        local = self._local(ids)
+        found = jnp.take_along_axis(z, jnp.minimum(local, self.size - 1), -1)
+        return jax.lax.pmax(jnp.where(local < self.size, found, MIN), self.axes)
+
+    def without(self, z: Float[Array, "n size"], ids: Int[Array, "n K"]) -> Float[Array, "n size"]:
+        """Returns `z` with `MIN` at the token ids."""
+        return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].set(MIN, mode="drop")
+
+    def add(
+        self, z: Float[Array, "n size"], ids: Int[Array, "n K"], values: Float[Array, "n K"]
+    ) -> Float[Array, "n size"]:
+        """Returns `z` with `values` added at the token ids."""
+        return z.at[jnp.arange(z.shape[0])[:, None], self._local(ids)].add(values, mode="drop")
+
+    def topk(self, z: Float[Array, "n size"], k: int) -> tuple[Array, Array]:
+        """Finds the k largest values and their token ids, largest first, and the smaller id first
+        among equals."""
+        values, ids = jax.lax.top_k(z, min(k, self.size))
+        ids = ids + self.start
+        if not self.axes:
+            return values, ids
+        values = jax.lax.all_gather(values, self.axes, axis=1, tiled=True)
+        ids = jax.lax.all_gather(ids, self.axes, axis=1, tiled=True)
+        values, winners = jax.lax.top_k(values, k)
+        return values, jnp.take_along_axis(ids, winners, -1)
+
+    def _local(self, ids: Int[Array, "n K"]) -> Int[Array, "n K"]:
+        """Returns the column of each id; `size`, which is out of bounds, for the ids of other
+        slices."""
+        local = ids - self.start
+        return jnp.where((local >= 0) & (local < self.size), local, self.size)
+
+
+def with_tail(
+    z: Float[Array, "n size"], lse: Float[Array, " n"], ids: Int[Array, "n K"], columns: VocabShard
+) -> tuple[Float[Array, "n K+1"], Float[Array, " n"]]:
+    """Computes the log-probs of the K ids and, last, of all others together; and the logsumexp of
+    the others."""
+    others = columns.logsumexp(columns.without(z, ids))
+    tail = jnp.maximum(others - lse, MIN)
+    return jnp.concatenate([columns.at(z, ids) - lse[:, None], tail[:, None]], -1), others
+
+
+def spread_tail(
+    z: Float[Array, "n size"],
+    ids: Int[Array, "n K"],
+    gradient: Float[Array, "n K+1"],
+    others: Float[Array, " n"],
+    columns: VocabShard,
+) -> Float[Array, "n size"]:
+    """Computes the gradient with respect to the logits from `gradient`, the one with respect to the
+    logits of `with_tail`'s outcomes.
+
+    A listed token takes its own; the others share the tail's by their probability within the tail.
+    """
+    share = jnp.exp(columns.without(z, ids) - others[:, None])
+    return columns.add(share * gradient[:, -1:], ids, gradient[:, :-1])
+
+
+class FrozenInputs(NamedTuple):
+    """Inputs without a gradient."""
+
+    mask: Bool[Array, "B C"]
+    scale: Float[Array, ""]
+    """1 / temperature."""
+    tokens: PerToken
+    softcaps: tuple[Float[Array, ""] | None, ...] = ()
+    """Of the student's logits and of each teacher's (`VocabShard.logits`); () where all are None.
+    """
+    teacher_hidden: tuple[Float[Array, "B C Dt"], ...] = ()
+    """Of each teacher."""
+    teacher_head: tuple[Float[Array, "V Dt"], ...] = ()
+    """As many."""
+    outcomes: tuple[Int[Array, " size"] | None, ...] | None = None
+    """The outcome of each token of the model's vocabulary and of the teacher's
+    (`losses.token_spans`)."""
+
+
+class TokenStats(NamedTuple):
+    """The results of `Term.measure` on some tokens."""
+
+    values: PerToken
+    """For the caller; the key "loss" holds the loss."""
+    saved: PerToken
+    """For `Term.gradient`."""
+
+
+class Term:
+    """A loss on the logits of each token. Hashable, since it is part of a compiled function's key.
+
+    `z` [n, size] are the logits of n tokens, divided by the temperature; `columns` are their token
+    ids. `tokens` are `FrozenInputs.tokens` of the same tokens and, if there are teachers' heads,
+    the tuple of these teachers' logits, "teacher_z"; with `FrozenInputs.outcomes`, these as
+    "outcomes".
+    """
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        raise NotImplementedError
+
+    def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
+        """Computes d loss / d z, [n, size]. No collectives: `columns` may be a tile of a device's
+        slice."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ShardedTerm:
+    """A term, and how to run it. Hashable."""
+
+    term: Term
+    vocab: int
+    """V: rows of the heads that take part (there may be more, for padding)."""
+    chunk: int
+    mesh: Mesh | None = None
+    lean: bool = False
+
+    def axes(self, *names: str) -> tuple[str, ...]:
+        """Returns the axes of the mesh that hold more than one device."""
+        return tuple(a for a in names if self.size(a) > 1)
+
+    def size(self, *names: str) -> int:
+        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(a, 1) for a in names)
+
+    def on_mesh(
+        self,
+        body: Callable[..., Tree],
+        results: Tree,
+        hidden: Float[Array, "B C D"],
+        head: Float[Array, "V D"],
+        given: FrozenInputs,
+        *saved: PerToken,
+    ) -> Tree:
+        """Runs `body` on each device's shards of its arguments.
+
+        Args:
+            results: of each result "token", for what is [B, C, ...], or "head", for [V, D].
+            saved: of a term, [B, C, ...].
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return body(hidden, head, given, *saved)
+        token = PartitionSpec(self.axes(*ROWS) or None, self.axes(TOKENS) or None)
+        tensor, width = self.axes("tensor") or None, self.size(*WEIGHTS)
+        heads = [
+            PartitionSpec(tensor, (x.shape[1] % width == 0 and self.axes(*WEIGHTS)) or None)
+            for x in (head, *given.teacher_head)
+        ]
+        specs = jax.tree.map(lambda _: token, given)._replace(
+            scale=PartitionSpec(),
+            softcaps=jax.tree.map(lambda _: PartitionSpec(), given.softcaps),
+            teacher_head=tuple(heads[1:]),
+            outcomes=jax.tree.map(lambda _: PartitionSpec(tensor), given.outcomes),
+        )
+        kinds = {"token": token, "head": heads[0]}
+        # Gradients are written out by hand: nothing is differentiated through the collectives.
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(token, heads[0], specs, *[token for _ in saved]),
+            out_specs=jax.tree.map(lambda kind: kinds[kind], results),
+            check_vma=False,
+        )(hidden, head, given, *saved)
+
+    def reduce_head(self, d_rows: Float[Array, "rows D"], width: int) -> Array:
+        """Sums over the devices with other tokens; each keeps its `width` columns."""
+        if d_rows.shape[1] == width:
+            return jax.lax.psum(d_rows, self.axes(*ROWS, TOKENS))
+        axes = self.axes(*WEIGHTS)
+        d_rows = jax.lax.psum_scatter(d_rows, axes, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(d_rows, self.axes(*COPIES))
+
+
+def shard_inputs(
+    term: Term,
+    models: Sequence[tuple[Array, Array]],
+    mask: Bool[Array, "B C"] | None,
+    tokens: PerToken,
+    softcaps: Sequence[Softcap],
+    outcomes: Sequence[Array | None] | None = None,
+    *,
+    temperature: float | Array = 1.0,
+    chunk: int = CHUNK,
+    mesh: Mesh | None = None,
+    v: int | None = None,
+    lean: bool = False,
+) -> tuple[ShardedTerm, Array, Array, FrozenInputs]:
+    """Returns the arguments of `loss_values` and `measure`: the term over the first V = min(rows of
+    the heads, `v`) ids, and its inputs with sizes that the mesh divides.
+
+    Args:
+        models: (hidden states [B, C, D], head [V, D]) of the model that the term is about, to which
+            a gradient may flow, and of each teacher; over outcomes, a teacher's head is kept whole.
+        mask: where False, hidden states may hold anything, NaN included; None: True everywhere.
+        tokens: what the term knows of each token, [B, C, ...] by name.
+        softcaps: of each model.
+        outcomes: as of `FrozenInputs`.
+    """
+    cut = models if outcomes is None else models[:1]
+    rows = min(head.shape[0] for _, head in cut)
+    if v is not None and not 0 < v <= rows:
+        raise ValueError(f"v is {v}; the heads have {rows} rows in common: give 1 to {rows}")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk} tokens; it must be at least 1 ({CHUNK} is the default)")
+    for hidden, head in models:
+        if hidden.shape[-1] != head.shape[1]:
+            raise ValueError(
+                f"hidden states are {hidden.shape[-1]} wide and their head {head.shape[1]}: "
+                "both must come from one model"
+            )
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; it must be above 0 (1 leaves logits as they are)"
+        )
+    sharded = ShardedTerm(term, v or rows, chunk, mesh, lean)
+    (hidden, head), *teachers = models
+    if mask is None:
+        mask = jnp.ones(hidden.shape[:2], bool)
+    else:
+        # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
+        hidden = jnp.where(mask[..., None], hidden, 0)
+    row_parts, token_parts = sharded.size(*ROWS), sharded.size(TOKENS)
+    hidden, mask, tokens, teacher_hidden = jax.tree.map(
+        lambda x: jnp.pad(
+            x,
+            [(0, -x.shape[0] % row_parts), (0, -x.shape[1] % token_parts)]
+            + [(0, 0)] * (x.ndim - 2),
+        ),
+        (hidden, mask, tokens, tuple(states for states, _ in teachers)),
+    )
+    # The first V rows, and zeros up to a number that `tensor` divides.
+    more = -sharded.vocab % sharded.size("tensor")
+    head, of_model, teacher_head = jax.tree.map(
+        lambda x: jnp.pad(x[: sharded.vocab], [(0, more)] + [(0, 0)] * (x.ndim - 1)),
+        (
+            head,
+            None if outcomes is None else jnp.asarray(outcomes[0]),
+            tuple(kernel for _, kernel in teachers) if outcomes is None else (),
+        ),
+    )
+    if outcomes is not None:
+        teacher_head = tuple(kernel for _, kernel in teachers)
+    caps = tuple(None if cap is None else jnp.asarray(cap, jnp.float32) for cap in softcaps)
+    given = FrozenInputs(
+        mask=mask,
+        scale=1 / jnp.asarray(temperature, jnp.float32),
+        tokens=tokens,
+        softcaps=() if all(cap is None for cap in caps) else caps,
+        teacher_hidden=teacher_hidden,
+        teacher_head=teacher_head,
+        outcomes=None if outcomes is None else (of_model, *outcomes[1:]),
+    )
+    return sharded, hidden, head, jax.lax.stop_gradient(given)
 
 
 def measure(
@@ -45,19 +390,16 @@ def measure(
     """Computes the term's values, and what its gradient needs; leaves are [B, C, ...]."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> TokenStats:
-        rows = _gather(sharded, hidden, head, given)
-        columns = sharded.columns(head.shape[0])
+        heads, columns = _gather(sharded, hidden, head, given)
 
         def step(_: None, chunk: tuple[Array, FrozenInputs]) -> tuple[None, TokenStats]:
             hidden, given = chunk
-            z, tokens = _logits(hidden, rows, given, columns)
+            z, tokens = _logits(hidden, heads, given, columns)
             return None, sharded.term.measure(z, tokens, columns)
 
-        _, measured = jax.lax.scan(step, None, _chunks(sharded, hidden, given))
-        return _unchunk(measured, hidden.shape[:2])
+        return _scan(sharded, step, None, hidden, given)[1]
 
-    specs = sharded.token_spec(), sharded.head_spec(head), sharded.given_spec(given)
-    return sharded.on_mesh(body, specs, sharded.token_spec())(hidden, head, given)
+    return sharded.on_mesh(body, "token", hidden, head, given)
 
 
 def fused(
@@ -70,29 +412,27 @@ def fused(
     and head."""
 
     def body(hidden: Array, head: Array, given: FrozenInputs) -> tuple[PerToken, Array, Array]:
-        rows = _gather(sharded, hidden, head, given)
-        columns = sharded.columns(head.shape[0])
+        heads, columns = _gather(sharded, hidden, head, given)
+        own = heads[0]
 
         def step(
             d_rows: Array, chunk: tuple[Array, FrozenInputs]
         ) -> tuple[Array, tuple[PerToken, Array]]:
             hidden, given = chunk
-            z, tokens = _logits(hidden, rows, given, columns)
+            z, tokens = _logits(hidden, heads, given, columns)
             values, saved = sharded.term.measure(z, tokens, columns)
             dz = _kept(sharded.term.gradient(z, tokens, saved, columns), z, given)
             dz = dz.astype(hidden.dtype)
-            return d_rows + _product(dz, hidden, 0), (values, _product(dz, rows[0], 1))
+            d_rows = d_rows + _product(dz, hidden, OVER_TOKENS)
+            return d_rows, (values, _product(dz, own, OVER_VOCABULARY))
 
-        start = jnp.zeros(rows[0].shape, jnp.float32)
-        d_rows, per_chunk = jax.lax.scan(step, start, _chunks(sharded, hidden, given))
-        values, d_hidden = _unchunk(per_chunk, hidden.shape[:2])
+        start = jnp.zeros(own.shape, jnp.float32)
+        d_rows, (values, d_hidden) = _scan(sharded, step, start, hidden, given)
         d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor"))
-        d_head = reduce_head(sharded, d_rows, head.shape[1])
+        d_head = sharded.reduce_head(d_rows, head.shape[1])
         return values, d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
 
-    in_specs = sharded.token_spec(), sharded.head_spec(head), sharded.given_spec(given)
-    out_specs = sharded.token_spec(), sharded.token_spec(), sharded.head_spec(head)
-    return sharded.on_mesh(body, in_specs, out_specs)(hidden, head, given)
+    return sharded.on_mesh(body, ("token", "token", "head"), hidden, head, given)
 
 
 def tiled(
@@ -108,13 +448,18 @@ def tiled(
     def body(
         hidden: Array, head: Array, given: FrozenInputs, saved: PerToken
     ) -> tuple[Array, Array]:
-        heads = _gather(sharded, hidden, head, given)
-        columns = sharded.columns(head.shape[0])
+        heads, columns = _gather(sharded, hidden, head, given)
         scale, softcaps = given.scale, given.softcaps
-        flat, given, saved = _flat((hidden, _per_token(given), saved))
+        given = given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
+        flat, given, saved = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[2:]), (hidden, given, saved)
+        )
         given = given._replace(scale=scale, softcaps=softcaps)
         tiles = -(-flat.shape[0] // sharded.chunk)
         size = -(-columns.size // tiles)
+        # The gradient of a bfloat16 head is kept as integers: to update a slice of a bfloat16
+        # array, XLA on CPU would convert the whole array to float32.
+        bits = jnp.uint16 if head.dtype == jnp.bfloat16 else head.dtype
 
         def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_head = carry
@@ -131,21 +476,20 @@ def tiled(
             dz = _kept(sharded.term.gradient(z, tokens, saved, tile), z, given)
             dz = jnp.where((first + jnp.arange(size) >= i * size)[None, :], dz, 0)
             dz = dz.astype(flat.dtype)
-            d_tile = reduce_head(sharded, _product(dz, flat, 0), head.shape[1]).astype(head.dtype)
-            d_tile += jax.lax.bitcast_convert_type(
+            d_tile = sharded.reduce_head(_product(dz, flat, OVER_TOKENS), head.shape[1])
+            d_tile = d_tile.astype(head.dtype) + jax.lax.bitcast_convert_type(
                 jax.lax.dynamic_slice_in_dim(d_head, first, size), head.dtype
             )
-            d_head = jax.lax.dynamic_update_slice_in_dim(d_head, _bits(d_tile), first, 0)
-            return d_hidden + _product(dz, rows[0], 1), d_head
+            d_tile = jax.lax.bitcast_convert_type(d_tile, bits)
+            d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_tile, first, 0)
+            return d_hidden + _product(dz, rows[0], OVER_VOCABULARY), d_head
 
-        start = jnp.zeros(flat.shape, jnp.float32), _bits(jnp.zeros_like(head))
+        start = jnp.zeros(flat.shape, jnp.float32), jnp.zeros(head.shape, bits)
         d_hidden, d_head = jax.lax.fori_loop(0, tiles, step, start)
         d_hidden = jax.lax.psum(d_hidden, sharded.axes("tensor")).reshape(hidden.shape)
         return d_hidden.astype(hidden.dtype), jax.lax.bitcast_convert_type(d_head, head.dtype)
 
-    token, head_spec = sharded.token_spec(), sharded.head_spec(head)
-    in_specs = token, head_spec, sharded.given_spec(given), dict.fromkeys(saved, token)
-    return sharded.on_mesh(body, in_specs, (token, head_spec))(hidden, head, given, saved)
+    return sharded.on_mesh(body, ("token", "head"), hidden, head, given, saved)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -188,23 +532,29 @@ _Heads = tuple[Array, tuple[Array, ...], tuple[Array | None, ...] | None]
 """The student's head, each teacher's, `FrozenInputs.outcomes`: a device's rows, at full width."""
 
 
-def _gather(sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs) -> _Heads:
-    """Gathers this device's rows at full width, in the dtype of the hidden states they meet."""
-
-    def gathered(head: Float[Array, "rows Dshard"], hidden: Array) -> Float[Array, "rows D"]:
-        head = head.astype(hidden.dtype)
-        if head.shape[1] == hidden.shape[-1]:
-            return head
-        return jax.lax.all_gather(head, sharded.axes(*WEIGHTS), axis=1, tiled=True)
-
-    heads = tuple(map(gathered, given.teacher_head, given.teacher_hidden))
-    return gathered(head, hidden), heads, given.outcomes
+def _gather(
+    sharded: ShardedTerm, hidden: Array, head: Array, given: FrozenInputs
+) -> tuple[_Heads, VocabShard]:
+    """Gathers this device's rows at full width, in the dtype of the hidden states they meet; and
+    returns which slice of the vocabulary they are."""
+    whole = []
+    states = (*given.teacher_hidden, hidden)
+    for kernel, x in zip((*given.teacher_head, head), states, strict=True):
+        kernel = kernel.astype(x.dtype)
+        if kernel.shape[1] != x.shape[-1]:
+            kernel = jax.lax.all_gather(kernel, sharded.axes(*WEIGHTS), axis=1, tiled=True)
+        whole.append(kernel)
+    rows, axes = head.shape[0], sharded.axes("tensor")
+    start = jax.lax.axis_index(axes) * rows if axes else 0
+    padded = rows * sharded.size("tensor") > sharded.vocab
+    columns = VocabShard(start, rows, sharded.vocab, padded, axes)
+    return (whole[-1], tuple(whole[:-1]), given.outcomes), columns
 
 
 def _logits(
-    hidden: Array, rows: _Heads, given: FrozenInputs, columns: VocabShard
+    hidden: Array, heads: _Heads, given: FrozenInputs, columns: VocabShard
 ) -> tuple[Array, PerToken]:
-    own, theirs, outcomes = rows
+    own, theirs, outcomes = heads
     cap, *their_caps = given.softcaps or (None,) * (1 + len(theirs))
     z = columns.logits(hidden, own, given.scale, cap)
     tokens = given.tokens if outcomes is None else given.tokens | {"outcomes": outcomes}
@@ -229,47 +579,35 @@ def _kept(
     return jnp.where(given.mask[:, None], dz, 0)
 
 
-def _product(dz: Float[Array, "n size"], x: Float[Array, "_ D"], axis: int) -> Float[Array, "_ D"]:
-    """Contracts `axis` of dz with the rows of x, in float32: 0 for the head's gradient, 1 for that
-    of hidden."""
-    dims = (((axis,), (0,)), ((), ()))
-    return jax.lax.dot_general(dz, x, dims, preferred_element_type=jnp.float32)
+_product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+OVER_TOKENS = (((0,), (0,)), ((), ()))
+"""dz [n, size] and hidden [n, D] -> the gradient of the head [size, D]."""
+OVER_VOCABULARY = (((1,), (0,)), ((), ()))
+"""dz [n, size] and head [size, D] -> the gradient of hidden [n, D]."""
 
 
-def _bits(x: Array) -> Array:
-    """Views bfloat16 as integers. To update a slice of a bfloat16 array, XLA on CPU would convert
-    the whole array to float32."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def _per_token(given: FrozenInputs) -> FrozenInputs:
-    """Keeps the leaves [B, C, ...] alone."""
-    return given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
-
-
-def _flat(tree: Tree) -> Tree:
-    """Reshapes [b, C, ...] to [b * C, ...]."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
-
-def _chunks(sharded: ShardedTerm, hidden: Array, given: FrozenInputs) -> tuple[Array, FrozenInputs]:
-    """Splits every leaf [b, C, ...] into [chunks, chunk, ...]; the end is padded with masked
-    tokens."""
-    tokens = hidden.shape[0] * hidden.shape[1]
+def _scan(
+    sharded: ShardedTerm, step: Callable[..., Tree], start: Tree, hidden: Array, given: FrozenInputs
+) -> Tree:
+    """Runs `step` over chunks of the tokens of hidden and given, the last one padded with masked
+    tokens. Returns the last carry, and the results of all tokens, [b, C, ...]."""
+    shape = hidden.shape[:2]
+    tokens = math.prod(shape)
     chunk = min(sharded.chunk, tokens)
     count = -(-tokens // chunk)
-
-    def split(x: Array) -> Array:
+    of_tokens = given._replace(scale=None, softcaps=(), teacher_head=(), outcomes=None)
+    leaves, form = jax.tree.flatten((hidden, of_tokens))
+    chunks = []
+    for x in leaves:
+        x = x.reshape(-1, *x.shape[2:])
         x = jnp.pad(x, [(0, count * chunk - tokens)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(count, chunk, *x.shape[1:])
-
-    hidden, chunks = jax.tree.map(split, _flat((hidden, _per_token(given))))
+        chunks.append(x.reshape(count, chunk, *x.shape[1:]))
+    hidden, of_tokens = jax.tree.unflatten(form, chunks)
     scale, softcaps = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (count,)), (given.scale, given.softcaps)
     )
-    return hidden, chunks._replace(scale=scale, softcaps=softcaps)
-
-
-def _unchunk(tree: Tree, rows: tuple[int, ...]) -> Tree:
-    """Joins [chunks, chunk, ...] into [b, C, ...]."""
-    return jax.tree.map(lambda x: x[: rows[0] * rows[1]].reshape(*rows, *x.shape[1:]), _flat(tree))
+    inputs = hidden, of_tokens._replace(scale=scale, softcaps=softcaps)
+    carry, results = jax.lax.scan(step, start, inputs)
+    return carry, jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:])[:tokens].reshape(*shape, *x.shape[2:]), results
+    )

@@ -27,9 +27,14 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.aggregation import kept, mean_over_tokens, token_metric
-from jaxrl.losses.kl import k3
-from jaxrl.losses.policy import MAX_LOG_RATIO, finite_exp
+from jaxrl.losses.policy import (
+    MAX_LOG_RATIO,
+    finite_exp,
+    kept,
+    kl_estimates,
+    mean_over_tokens,
+    token_metric,
+)
 from jaxrl.types import Array, Sums
 
 Correction = Callable[[Array, Array], Array]
@@ -224,7 +229,7 @@ def correct(
     rho = finite_exp(log_rho)
     weights = jnp.where(mask, correction(log_rho, mask), 0)
     sums = {
-        "mismatch_k3": token_metric(k3(jnp.zeros_like(log_rho), log_rho), mask),
+        "mismatch_k3": token_metric(kl_estimates(jnp.zeros_like(log_rho), log_rho)["k3"], mask),
         "mismatch_rho": token_metric(rho, mask),
         "mismatch_rho_squared": token_metric(jnp.square(rho), mask),
         "correction_weight": token_metric(weights, mask),

@@ -12,7 +12,7 @@ Common arguments:
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
-    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`); `losses/layout.py` says
+    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`); `losses/chunked.py` says
         what the mesh splits. Two heads with different numbers of rows are cut to the first V =
         min(rows), which moves rows between devices at every call: cut a frozen head beforehand.
 """
@@ -27,35 +27,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.aggregation import LossSums
 from jaxrl.losses.algorithm_table import MixtureKind
-from jaxrl.losses.chunked import loss_values
-from jaxrl.losses.divergence import (
-    MIN,
-    EntropyAware,
-    check_beta,
-    generalised_jsd,
-    logits_gradient,
-    masked_count,
-    masked_sum,
-)
-from jaxrl.losses.head import full_entropy
-from jaxrl.losses.layout import (
+from jaxrl.losses.chunked import (
     LogitOptions,
     PerToken,
-    ShardedTerm,
     ShardOptions,
     Softcap,
     Term,
     TokenStats,
-    fit_head,
-    fit_rows,
-    frozen_inputs,
-    models_of,
-    shard_term,
+    VocabShard,
+    loss_values,
+    shard_inputs,
+    spread_tail,
+    with_tail,
 )
-from jaxrl.losses.mixture import TeacherMixture, mixed, normalisers
-from jaxrl.losses.vocabulary import VocabShard, spread_tail, with_tail
+from jaxrl.losses.divergence import (
+    MIN,
+    EntropyAware,
+    LossSums,
+    generalised_jsd,
+    logits_gradient,
+    masked_sum,
+)
+from jaxrl.losses.head import TeacherMixture, mixed, normalisers
 from jaxrl.types import Array
 
 
@@ -92,22 +86,22 @@ def divergence_from_hidden(
     Raises:
         ValueError: beta outside [0, 1], or top_k outside [1, V].
     """
-    check_beta(beta)
-    teachers = models_of(teacher_hidden, teacher_head)
-    models = (student_hidden, student_head), *teachers
-    caps = (teacher_softcap,) * len(teachers)
+    teachers = [(teacher_hidden, teacher_head)]
+    if isinstance(teacher_hidden, Sequence):
+        teachers = list(zip(teacher_hidden, teacher_head, strict=True))
+    caps = [teacher_softcap] * len(teachers)
     if isinstance(teacher_softcap, Sequence):
-        caps = tuple(teacher_softcap)
-    term = FullDivergence(beta, entropy_aware, None if mixture is None else mixture.kind)
-    sharded = shard_term(term, *models, lean=lean, **options)
-    if entropy_aware is not None and not 0 < entropy_aware.top_k <= sharded.vocab:
-        raise ValueError(
-            f"the entropy-aware term's top_k is {entropy_aware.top_k}; "
-            f"the vocabulary has {sharded.vocab} tokens: 1 to {sharded.vocab}"
-        )
-    tokens: PerToken = {} if mixture is None else {"weights": mixture.weights}
-    given = tokens, temperature, (softcap, *caps), teachers
-    return divergence_sums(sharded, student_hidden, student_head, mask, *given)
+        caps = list(teacher_softcap)
+    return divergence_sums(
+        FullDivergence(beta, entropy_aware, None if mixture is None else mixture.kind),
+        [(student_hidden, student_head), *teachers],
+        mask,
+        {} if mixture is None else {"weights": mixture.weights},
+        [softcap, *caps],
+        temperature=temperature,
+        lean=lean,
+        **options,
+    )
 
 
 def topk_divergence_from_hidden(
@@ -138,11 +132,11 @@ def topk_divergence_from_hidden(
     student_entropy (nats, full), top1_agreement (the student's most probable token is the teacher's
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
     """
-    check_beta(beta)
-    sharded = shard_term(TopKDivergence(beta), (student_hidden, student_head), lean=lean, **options)
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    given = tokens, temperature, (softcap,)
-    return divergence_sums(sharded, student_hidden, student_head, mask, *given)
+    inputs = [(student_hidden, student_head)], mask, tokens, [softcap]
+    return divergence_sums(
+        TopKDivergence(beta), *inputs, temperature=temperature, lean=lean, **options
+    )
 
 
 def entropy_aware_from_topk(
@@ -191,40 +185,42 @@ def entropy_aware_from_topk(
         lean=lean,
         **options,
     )
-    total, count = term.coef * total, masked_count(mask)
+    total, count = term.coef * total, mask.astype(jnp.float32).sum()
     metrics = {
         "entropy_aware": (jax.lax.stop_gradient(total), count),
-        "entropy_gate": (masked_count(gate), count),
+        "entropy_gate": (gate.astype(jnp.float32).sum(), count),
     }
     return total, count, metrics
 
 
 def divergence_sums(
-    sharded: ShardedTerm,
-    hidden: Array,
-    head: Array,
+    term: Term,
+    models: Sequence[tuple[Array, Array]],
     mask: Array,
     tokens: PerToken,
+    softcaps: Sequence[Softcap],
+    outcomes: Sequence[Array | None] | None = None,
+    *,
     temperature: float | Array,
-    softcaps: tuple[Softcap, ...],
-    teachers: Sequence[tuple[Array, Array]] = (),
-    outcomes: tuple[Array | None, ...] | None = None,
+    lean: bool = False,
+    **options: Unpack[ShardOptions],
 ) -> LossSums:
-    """Computes a divergence chunk by chunk and sums it over `mask`.
-
-    Args:
-        hidden, head: of the student, [B, C, D] and [V, D].
-        tokens: further inputs of the term, [B, C, ...] by name.
-        softcaps: the student's, then each teacher's.
-        teachers: (hidden states [B, C, Dt], head [Vt, Dt]) of each; () if the term needs none.
-        outcomes: as of `FrozenInputs`.
-    """
-    given = frozen_inputs(sharded, mask, tokens, temperature, softcaps, teachers, outcomes)
-    # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
-    hidden = fit_rows(sharded, jnp.where(mask[..., None], hidden, 0))
-    total, values = loss_values(sharded, hidden, fit_head(sharded, head), given)
+    """Computes a divergence chunk by chunk and sums it over `mask`. Arguments as of
+    `chunked.shard_inputs`: the student is the first of the models."""
+    sharded, hidden, head, given = shard_inputs(
+        term,
+        models,
+        mask,
+        tokens,
+        softcaps,
+        outcomes,
+        temperature=temperature,
+        lean=lean,
+        **options,
+    )
+    total, values = loss_values(sharded, hidden, head, given)
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
-    count = masked_count(mask)
+    count = mask.astype(jnp.float32).sum()
     metrics = {k: (masked_sum(x, given.mask), count) for k, x in values.items()}
     ones, real = mask.astype(count.dtype), (slice(mask.shape[0]), slice(mask.shape[1]))
     for name in ("divergence", "top1_agreement"):
@@ -241,7 +237,10 @@ class FullDivergence(Term):
     mixture: MixtureKind | None = None
 
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
-        teacher_z, normalised = self._teacher(tokens, columns)
+        teacher_z, normalised = tokens["teacher_z"][0], {}
+        if self.mixture is not None:
+            normalised = normalisers(self.mixture, tokens["teacher_z"], columns)
+            teacher_z = mixed(self.mixture, tokens["teacher_z"], tokens["weights"], normalised)
         lse, teacher_lse = columns.logsumexp(z), columns.logsumexp(teacher_z)
         student, teacher = z - lse[:, None], teacher_z - teacher_lse[:, None]
         divergence, centre = generalised_jsd(student, teacher, self.beta, columns.total)
@@ -250,13 +249,18 @@ class FullDivergence(Term):
             "loss": divergence,
             "divergence": divergence,
             "top1_agreement": columns.peak(theirs_at_mine) == columns.peak(teacher_z),
-            "student_entropy": full_entropy(z, lse, columns),
-            "teacher_entropy": full_entropy(teacher_z, teacher_lse, columns),
+            "student_entropy": columns.entropy(z, lse),
+            "teacher_entropy": columns.entropy(teacher_z, teacher_lse),
         }
         saved = {"lse": lse, "teacher_lse": teacher_lse, "centre": centre} | normalised
         term = self.entropy_aware
         if term is None:
             return TokenStats(values, saved)
+        if not 0 < term.top_k <= columns.vocab:
+            raise ValueError(
+                f"the entropy-aware term's top_k is {term.top_k}; "
+                f"the vocabulary has {columns.vocab} tokens: 1 to {columns.vocab}"
+            )
         _, ids = columns.topk(teacher_z, term.top_k)
         listed, others = with_tail(z, lse, ids, columns)
         theirs, _ = with_tail(teacher_z, teacher_lse, ids, columns)
@@ -270,23 +274,14 @@ class FullDivergence(Term):
 
     def gradient(self, z: Array, tokens: PerToken, saved: PerToken, columns: VocabShard) -> Array:
         student = z - saved["lse"][:, None]
-        teacher_z, _ = self._teacher(tokens, columns, saved)
+        teacher_z = tokens["teacher_z"][0]
+        if self.mixture is not None:
+            teacher_z = mixed(self.mixture, tokens["teacher_z"], tokens["weights"], saved)
         teacher = teacher_z - saved["teacher_lse"][:, None]
         dz = logits_gradient(student, teacher, saved["centre"], self.beta)
         if self.entropy_aware is None:
             return dz
         return dz + spread_tail(z, saved["ids"], saved["gradient"], saved["others"], columns)
-
-    def _teacher(
-        self, tokens: PerToken, columns: VocabShard, saved: PerToken | None = None
-    ) -> tuple[Array, PerToken]:
-        """Returns the teacher's logits, and what has to be saved to make those of a mixture
-        again."""
-        logits, kind = tokens["teacher_z"], self.mixture
-        if kind is None:
-            return logits[0], {}
-        known = normalisers(kind, logits, columns) if saved is None else saved
-        return mixed(kind, logits, tokens["weights"], known), known
 
 
 @dataclass(frozen=True)
@@ -308,7 +303,7 @@ class TopKDivergence(Term):
             "divergence": divergence,
             "teacher_tail_mass": jnp.exp(teacher[:, -1]),
             "student_tail_mass": jnp.exp(student[:, -1]),
-            "student_entropy": full_entropy(z, lse, columns),
+            "student_entropy": columns.entropy(z, lse),
             "top1_agreement": columns.at(z, jnp.take_along_axis(ids, best, -1))[:, 0]
             == columns.peak(z),
         }

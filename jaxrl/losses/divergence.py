@@ -18,6 +18,9 @@ from jaxtyping import Bool, Float, Shaped
 
 from jaxrl.types import Array, Sums
 
+LossSums = tuple[Float[Array, ""], Float[Array, ""], Sums]
+"""(sum to minimise, count, metrics)."""
+
 MIN = -1e30
 """Log-prob or logit of the impossible: finite, so that 0 * MIN is 0 and no NaN arises."""
 MAX_GAP = 20.0
@@ -40,27 +43,9 @@ class EntropyAware:
     top_k: int = 16
 
 
-def check_beta(beta: float) -> None:
-    if not 0.0 <= beta <= 1.0:
-        raise ValueError(
-            f"beta is {beta}; it must lie in [0, 1]: 0 is KL(teacher || student), "
-            "1 is KL(student || teacher)"
-        )
-
-
-def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
-    """Counts the kept positions, float32."""
-    return mask.astype(jnp.float32).sum()
-
-
 def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
     """Sums `x` where `mask`, float32."""
     return jnp.where(mask, x, 0).astype(jnp.float32).sum()
-
-
-def weighted(p: Float[Array, "*shape"], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns p x, and 0 where p is 0: what an outcome adds to an expectation."""
-    return jnp.where(p > 0, p * x, 0)
 
 
 def _over_mixture(student: Array, teacher: Array, beta: float) -> tuple[Array, Array]:
@@ -95,16 +80,25 @@ def generalised_jsd(
 
     Returns:
         D, nats, and the `centre` that `logits_gradient` needs.
+
+    Raises:
+        ValueError: beta outside [0, 1].
     """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(
+            f"beta is {beta}; it must lie in [0, 1]: 0 is KL(teacher || student), "
+            "1 is KL(student || teacher)"
+        )
     p, q = jnp.exp(teacher), jnp.exp(student)
+    # An outcome of probability 0 adds 0, whatever the logarithm there.
     if beta == 0:
-        return total(weighted(p, teacher - student)), total(p)
+        return total(jnp.where(p > 0, p * (teacher - student), 0)), total(p)
     if beta == 1:
-        reverse = total(weighted(q, student - teacher))
+        reverse = total(jnp.where(q > 0, q * (student - teacher), 0))
         return reverse, reverse
     q_over_m, p_over_m = _over_mixture(student, teacher, beta)
-    centre = total(weighted(q, q_over_m))
-    return beta * total(weighted(p, p_over_m)) + (1 - beta) * centre, centre
+    centre = total(jnp.where(q > 0, q * q_over_m, 0))
+    return beta * total(jnp.where(p > 0, p * p_over_m, 0)) + (1 - beta) * centre, centre
 
 
 def logits_gradient(
@@ -155,14 +149,13 @@ def jsd(
     Returns:
         (sum in nats, number of tokens).
     """
-    check_beta(beta)
     # 0 * NaN is NaN: a gradient of 0 is not enough to keep masked values out of the way.
     student, teacher = (
         log_softmax(jnp.where(mask[..., None], x, 0), temperature)
         for x in (student_logits, jax.lax.stop_gradient(teacher_logits))
     )
     value, _ = generalised_jsd(student, teacher, beta)
-    return masked_sum(value, mask), masked_count(mask)
+    return masked_sum(value, mask), mask.astype(jnp.float32).sum()
 
 
 def clamped_gap(
@@ -215,10 +208,10 @@ def sampled_reverse_kl(
     gap, clamped = clamped_gap(student_logprobs, teacher_logprobs, mask)
     # log Q - sg(log Q) is 0 with the gradient of log Q: the value stays the estimate itself.
     surrogate = weight * (gap + (gap - baseline) * (student_logprobs - fixed))
-    count = masked_count(mask)
+    count = mask.astype(jnp.float32).sum()
     metrics = {
         "reverse_kl_k1": (gap, mask.astype(count.dtype)),
         "ratio_capped": (masked_sum((ratio > ratio_cap).astype(jnp.float32), mask), count),
-        "gap_clamped": (masked_count(clamped), count),
+        "gap_clamped": (clamped.astype(jnp.float32).sum(), count),
     }
     return masked_sum(surrogate, mask), count, metrics

@@ -1,42 +1,120 @@
 """Log-probs from hidden states: of given tokens, of the top k, at given ids; never [B, C, V].
+Of one model, or of several teachers as one.
 
 Everywhere: hidden [B, C, D] is the state that predicts the token (shifted by the caller), head [V,
 D] the LM head or the tied embedding, logits = hidden @ head.T / temperature in float32; with a
 softcap c they are c tanh(hidden @ head.T / c) / temperature. `options` are `LogitOptions`;
-`losses/layout.py` says what a mesh splits.
+`losses/chunked.py` says what a mesh splits.
+
+The next-token distributions P_k of several teachers are combined by weights of each token:
+
+| kind | combined distribution P, for weights w_k that sum to 1 |
+|---|---|
+| arithmetic | sum_k w_k P_k: a mixture, as if one of the teachers were drawn |
+| geometric | proportional to prod_k P_k ** w_k: their logits averaged |
+
+Where one weight is 1, either kind gives that teacher; geometric gives its logits bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple, Unpack
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.chunked import measure, tiled
-from jaxrl.losses.layout import (
+from jaxrl.losses.algorithm_table import MixtureKind
+from jaxrl.losses.chunked import (
     FrozenInputs,
     LogitOptions,
-    OneOrMore,
     PerToken,
     ShardedTerm,
     ShardOptions,
     Softcap,
     Term,
     TokenStats,
-    fit_head,
-    fit_rows,
-    frozen_inputs,
-    models_of,
-    shard_term,
+    VocabShard,
+    measure,
+    shard_inputs,
+    tiled,
+    with_tail,
 )
-from jaxrl.losses.mixture import OfMixture, TeacherMixture
-from jaxrl.losses.vocabulary import VocabShard, with_tail
+from jaxrl.losses.divergence import MIN
 from jaxrl.types import Array, Tree
+
+Logits = tuple[Float[Array, "n size"], ...]
+"""Of each teacher."""
+
+
+class TeacherMixture(NamedTuple):
+    """How the teachers of each token are combined."""
+
+    kind: MixtureKind
+    weights: Float[Array, "B C K"]
+    """float32, at least 0; they sum to 1 at each token that counts."""
+
+
+def normalisers(kind: MixtureKind, logits: Logits, columns: VocabShard) -> PerToken:
+    """Returns what `mixed` needs to know of the whole vocabulary: for the kind arithmetic `lses`
+    [n, K], the logsumexp of each teacher's logits."""
+    if kind == "geometric":
+        return {}
+    return {"lses": jnp.stack([columns.logsumexp(z) for z in logits], -1)}
+
+
+def mixed(
+    kind: MixtureKind, logits: Logits, weights: Float[Array, "n K"], normalised: PerToken
+) -> Float[Array, "n size"]:
+    """Returns logits of the combined distribution, up to a constant for each token. A teacher whose
+    weight is 0 does not matter, whatever its logits.
+
+    Args:
+        normalised: from `normalisers`, over the whole vocabulary; the logits may be a tile of it.
+    """
+    each = [weights[:, k, None] for k in range(len(logits))]
+    if kind == "geometric":
+        products = [jnp.where(w > 0, w * z, 0.0) for w, z in zip(each, logits, strict=True)]
+        return reduce(jnp.add, products)
+    lses = normalised["lses"]
+    return log_mixture([z - lses[:, k, None] for k, z in enumerate(logits)], each)
+
+
+def log_mixture(
+    logprobs: Sequence[Float[Array, "*shape"]], weights: Sequence[Array]
+) -> Float[Array, "*shape"]:
+    """Computes log sum_k w_k P_k, nats, of jax or numpy arrays; about `MIN` where no weight is
+    above 0.
+
+    Args:
+        logprobs: log P_k, nats.
+        weights: w_k, of shapes that broadcast to those.
+    """
+    xp: Any = np if isinstance(logprobs[0], np.ndarray) else jnp
+    with np.errstate(divide="ignore"):
+        terms = [
+            xp.where(w > 0, x + xp.log(w), MIN) for x, w in zip(logprobs, weights, strict=True)
+        ]
+    return reduce(xp.logaddexp, terms)
+
+
+@dataclass(frozen=True)
+class OfMixture(Term):
+    """A term, without a gradient, on the logits of a mixture. The first teacher's logits are `z`,
+    the others' are "teacher_z", and the weights are among the tokens as "weights"."""
+
+    term: Term
+    kind: MixtureKind
+
+    def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
+        logits = (z, *tokens.get("teacher_z", ()))
+        normalised = normalisers(self.kind, logits, columns)
+        both = mixed(self.kind, logits, tokens["weights"], normalised)
+        return self.term.measure(both, tokens, columns)
 
 
 class TopK(NamedTuple):
@@ -124,14 +202,6 @@ def logprobs_at(
     return values["logprobs"], values["tail"]
 
 
-def full_entropy(
-    z: Float[Array, "n size"], lse: Float[Array, " n"], columns: VocabShard
-) -> Float[Array, " n"]:
-    """Computes the entropy of softmax(z), nats."""
-    logprobs = z - lse[:, None]
-    return -columns.total(jnp.exp(logprobs) * logprobs)
-
-
 @dataclass(frozen=True)
 class _TokenLogprob(Term):
     """Log-prob of one token of each position, and the entropy where asked (else 0)."""
@@ -141,7 +211,7 @@ class _TokenLogprob(Term):
     def measure(self, z: Array, tokens: PerToken, columns: VocabShard) -> TokenStats:
         lse = columns.logsumexp(z)
         logprobs = columns.at(z, tokens["ids"][:, None])[:, 0] - lse
-        entropy = full_entropy(z, lse, columns) if self.entropy else jnp.zeros_like(lse)
+        entropy = columns.entropy(z, lse) if self.entropy else jnp.zeros_like(lse)
         values = {"logprobs": logprobs, "entropy": entropy}
         return TokenStats(values, {"lse": lse, "entropy": entropy})
 
@@ -169,7 +239,7 @@ class TopKTerm(Term):
         _, ids = columns.topk(z, self.k)
         outcomes, _ = with_tail(z, lse, ids, columns)
         values = {"ids": ids, "logprobs": outcomes[:, :-1], "tail": outcomes[:, -1]}
-        return TokenStats(values | {"entropy": full_entropy(z, lse, columns)}, {})
+        return TokenStats(values | {"entropy": columns.entropy(z, lse)}, {})
 
 
 @dataclass(frozen=True)
@@ -222,21 +292,16 @@ def token_values(
         tokens: what the term knows of each token: its id under "ids", and more.
         outcomes: as of `FrozenInputs`.
     """
-    sharded = shard_term(term, (hidden, head), **options)
     b, c = tokens["ids"].shape
-    mask = jnp.ones((b, c), bool) if mask is None else mask
-    # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
-    hidden = fit_rows(sharded, jnp.where(mask[..., None], hidden, 0))
-    outcomes = outcomes and tuple(fit_head(sharded, jnp.asarray(x)) for x in outcomes)
-    given = frozen_inputs(sharded, mask, tokens, temperature, (softcap,), outcomes=outcomes)
-    values = _token_values(sharded, hidden, fit_head(sharded, head), given)
+    inputs = [(hidden, head)], mask, tokens, [softcap], outcomes
+    values = _token_values(*shard_inputs(term, *inputs, temperature=temperature, **options))
     return jax.tree.map(lambda x: x[:b, :c], values)
 
 
 def term_values(
     term: Term,
-    hidden: OneOrMore,
-    head: OneOrMore,
+    hidden: Array | Sequence[Array],
+    head: Array | Sequence[Array],
     tokens: PerToken,
     mixture: TeacherMixture | None = None,
     outcomes: tuple[Array | None, ...] | None = None,
@@ -250,15 +315,14 @@ def term_values(
     Args:
         outcomes: as of `FrozenInputs`.
     """
-    models = jax.lax.stop_gradient(models_of(hidden, head))
-    sharded = shard_term(term, *models, **options)
+    models: list[tuple[Array, Array]] = [(hidden, head)]
+    if isinstance(hidden, Sequence):
+        models = list(zip(hidden, head, strict=True))
+    models = jax.lax.stop_gradient(models)
     if mixture is not None:
-        sharded = replace(sharded, term=OfMixture(term, mixture.kind))
-        tokens = tokens | {"weights": mixture.weights}
-    (first, kernel), *others = models
-    b, c = first.shape[:2]
-    caps = softcap if isinstance(softcap, Sequence) else (softcap,)
-    mask = jnp.ones((b, c), bool)
-    given = frozen_inputs(sharded, mask, tokens, temperature, caps, others, outcomes)
-    values = measure(sharded, fit_rows(sharded, first), fit_head(sharded, kernel), given).values
+        term, tokens = OfMixture(term, mixture.kind), tokens | {"weights": mixture.weights}
+    caps = softcap if isinstance(softcap, Sequence) else [softcap]
+    inputs = models, None, tokens, caps, outcomes
+    values = measure(*shard_inputs(term, *inputs, temperature=temperature, **options)).values
+    b, c = models[0][0].shape[:2]
     return jax.tree.map(lambda x: x[:b, :c], values)

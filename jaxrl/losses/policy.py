@@ -1,10 +1,14 @@
-"""Policy losses from the log-probs of sampled tokens: the clipped, capped and soft families.
+"""Policy losses from the log-probs of sampled tokens: the clipped, capped and soft families; and
+the KL and entropy terms that go with them.
 
 An `Objective` is three choices that do not depend on each other:
 
 - the ratio pi_theta / pi_old: of each token, of the sequence, or GSPO-token's (`RATIOS`),
 - the term that is maximised: `Clipped`, `Capped` (CISPO), `Soft` (SAPO), `LogClipped` (GMPO),
-- the aggregation of tokens and sequences (`aggregation.AGGREGATIONS`).
+- the aggregation of tokens and sequences (`AGGREGATIONS`): how the terms of single tokens become a
+  sum and a count, to be divided once. Micro-batches add up sums and counts; the caller divides by
+  the global count. A row with no trained token adds 0 to both. The KL and entropy terms use the
+  aggregation of their policy loss.
 
 `algorithm_table.ALGORITHMS` has those of the papers by the names of their parts; `LOSSES` has the
 same as functions. r is the ratio, A the advantage, d = logprobs - old_logprobs the log-ratio.
@@ -23,17 +27,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.aggregation import (
-    AGGREGATIONS,
-    Aggregation,
-    LossSums,
-    SumCount,
-    SumOverConstant,
-    kept,
-    mean_over_tokens,
-    token_metric,
-)
 from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
+from jaxrl.losses.divergence import MAX_GAP, MIN, LossSums
 from jaxrl.types import Array, Sums
 
 MAX_LOG_RATIO = 20.0
@@ -42,6 +37,74 @@ overflows at e^88."""
 
 RARE_CLIP = 0.05
 """A sequence ratio moves by about 1e-3 in an update: a clip range of this or more never acts."""
+
+
+SumCount = tuple[Float[Array, ""], Float[Array, ""]]
+Aggregation = Callable[[Array, Array], SumCount]
+"""(values [B, T], mask [B, T]) -> (sum, count)."""
+
+
+def kept(x: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Returns `x` where the mask holds, else 0, in float32 or wider.
+
+    Finite also where x is -inf. Selecting before any arithmetic is what keeps gradients finite: 0
+    times the derivative of something infinite would be NaN.
+    """
+    x = jnp.asarray(x)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.maximum(jnp.where(mask, x, 0), MIN)
+
+
+def token_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> SumCount:
+    """Sums over all tokens; counts tokens. Long sequences weigh more."""
+    return jnp.where(mask, values, 0).sum(), mask.astype(values.dtype).sum()
+
+
+def sequence_mean_token_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> SumCount:
+    """Sums over sequences the mean over their tokens; counts sequences."""
+    return mean_over_tokens(values, mask).sum(), mask.any(-1).astype(values.dtype).sum()
+
+
+@dataclass(frozen=True)
+class SumOverConstant:
+    """Sum over all tokens / constant; counts sequences: sum over tokens / (constant * sequences).
+
+    The constant is the same for all sequences, whatever their lengths, so that a token weighs the
+    same in a short one and in a long one. It divides the sum, not the count: so micro-batches add
+    up. With 1 it is the mean over sequences of the sum over tokens.
+    """
+
+    constant: float = 1.0
+    """Tokens; usually the longest completion allowed."""
+
+    def __post_init__(self) -> None:
+        if not self.constant > 0:
+            raise ValueError(
+                f"constant is {self.constant}; it divides a sum over tokens and must be above 0 "
+                "(usually max_new_tokens)"
+            )
+
+    def __call__(self, values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> SumCount:
+        total, _ = token_mean(values, mask)
+        return total / self.constant, mask.any(-1).astype(values.dtype).sum()
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "sequence_mean_token_mean": sequence_mean_token_mean,
+    "token_mean": token_mean,
+    "sum_over_constant": SumOverConstant(),
+}
+
+
+def mean_over_tokens(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " B"]:
+    """Returns the mean of each row over its kept tokens; 0 for a row that has none."""
+    return jnp.where(mask, x, 0).sum(-1) / jnp.maximum(mask.sum(-1), 1)
+
+
+def token_metric(x: Array, mask: Bool[Array, "B T"]) -> SumCount:
+    """Returns (sum, tokens) of a value that carries no gradient."""
+    x = jax.lax.stop_gradient(x).astype(jnp.float32)
+    return jnp.where(mask, x, 0).sum(), mask.astype(x.dtype).sum()
 
 
 class Tokens(NamedTuple):
@@ -347,12 +410,18 @@ def policy_loss(
         )
     logprobs = kept(logprobs, mask)
     old_logprobs = jax.lax.stop_gradient(kept(old_logprobs, mask))
-    advantages = jax.lax.stop_gradient(kept(_per_token(advantages, mask), mask))
+    advantages = jnp.asarray(advantages)
+    if advantages.ndim == 1:
+        advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
+    advantages = jax.lax.stop_gradient(kept(advantages, mask))
     tokens = Tokens(logprobs, logprobs - old_logprobs, advantages, mask)
     terms = objective.term(tokens, RATIOS[objective.ratio])
     value = terms.value
     if weights is not None:
-        value = value * jax.lax.stop_gradient(kept(_per_token(weights, mask), mask))
+        weights = jnp.asarray(weights)
+        if weights.ndim == 1:
+            weights = jnp.broadcast_to(weights[:, None], mask.shape)
+        value = value * jax.lax.stop_gradient(kept(weights, mask))
     total, count = objective.aggregation(-value, mask)
     clipped = (terms.below | terms.above) & mask
     sequences = (clipped.any(-1).astype(jnp.float32).sum(), mask.any(-1).astype(jnp.float32).sum())
@@ -369,12 +438,6 @@ def policy_loss(
     return total, count, metrics
 
 
-def _per_token(x: Array, mask: Array) -> Array:
-    """Broadcasts [B] to [B, T]; leaves [B, T] as it is."""
-    x = jnp.asarray(x)
-    return jnp.broadcast_to(x[:, None], mask.shape) if x.ndim == 1 else x
-
-
 def entropy_term(
     entropy: Float[Array, "B T"], mask: Bool[Array, "B T"], *, aggregation: Aggregation
 ) -> SumCount:
@@ -386,6 +449,84 @@ def entropy_term(
     """
     mask = jnp.asarray(mask).astype(bool)
     return aggregation(-kept(entropy, mask), mask)
+
+
+def kl_estimates(
+    logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+) -> dict[str, Float[Array, "*shape"]]:
+    """Returns the estimates of KL(policy || reference) from sampled tokens (Schulman 2020).
+
+    With d = logprobs - ref_logprobs: k1 = d, unbiased, signed; k2 = d^2 / 2, biased, never
+    negative; k3 = exp(-d) + d - 1, unbiased, never negative. Their gradients differ from their
+    values: on-policy, the expected gradient of k1 is zero (use it in a reward, never as a loss),
+    that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of
+    KL(reference || policy).
+
+    Args:
+        logprobs: nats, of the sampled tokens under the policy.
+        ref_logprobs: nats, of the same tokens under the reference.
+    """
+    d = logprobs - ref_logprobs
+    return {"k1": d, "k2": jnp.square(d) / 2, "k3": jnp.expm1(-d) + d}
+
+
+def kl_term(
+    logprobs: Float[Array, "B T"],
+    ref_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    estimator: str,
+    aggregation: Aggregation,
+) -> LossSums:
+    """Computes a KL to the reference, to be minimised alongside a policy loss, with d kept within
+    +-20 nats.
+
+    Args:
+        logprobs: nats; the gradient flows here. Beyond +-20 there is none.
+        ref_logprobs: nats, fixed.
+        estimator: k2 or k3.
+        aggregation: the policy loss's own.
+
+    Returns:
+        (sum, count, metrics kl_k1, kl_k2, kl_k3: nats a token).
+    """
+    if estimator == "k1":
+        raise ValueError(
+            "k1 as a loss has no expected gradient on-policy: use k2 or k3, or k1 in the reward"
+        )
+    if estimator not in ("k2", "k3"):
+        raise unknown("KL estimator", estimator, ("k2", "k3"))
+    mask = jnp.asarray(mask).astype(bool)
+    d = kept(logprobs, mask) - jax.lax.stop_gradient(kept(ref_logprobs, mask))
+    d = jnp.clip(d, -MAX_GAP, MAX_GAP)  # so that exp(-d) stays finite
+    values = kl_estimates(d, jnp.zeros_like(d))
+    total, count = aggregation(values[estimator], mask)
+    return total, count, {f"kl_{name}": token_metric(x, mask) for name, x in values.items()}
+
+
+def kl_in_reward(
+    logprobs: Float[Array, "B T"],
+    ref_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    estimator: str = "k1",
+) -> Float[Array, "B T"]:
+    """Returns what is to be subtracted from the reward of each token, before its coefficient; 0
+    where masked.
+
+    Its sum over a row is the penalty of a sequence, to be taken off the reward before the group
+    statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.
+
+    Args:
+        logprobs: nats, under the policy that sampled or the one at the start of the batch.
+        estimator: k1, k2 or k3.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    d = jnp.clip(kept(logprobs, mask) - kept(ref_logprobs, mask), -MAX_GAP, MAX_GAP)
+    estimates = kl_estimates(d, jnp.zeros_like(d))
+    if estimator not in estimates:
+        raise unknown("KL estimator", estimator, estimates)
+    return jax.lax.stop_gradient(estimates[estimator])
 
 
 def _named(name: str, own: PolicyLoss) -> Callable[..., LossSums]:

@@ -32,20 +32,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.losses.aggregation import LossSums
-from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
-from jaxrl.losses.divergence import MIN, clamped_gap, masked_count, masked_sum, sampled_reverse_kl
-from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
-from jaxrl.losses.layout import (
+from jaxrl.losses.chunked import (
     LogitOptions,
     PerToken,
     ShardOptions,
     Softcap,
     Term,
     TokenStats,
-    shard_term,
+    VocabShard,
 )
-from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.losses.distill import FullDivergence, TopKDivergence, divergence_sums
+from jaxrl.losses.divergence import (
+    MIN,
+    LossSums,
+    clamped_gap,
+    masked_sum,
+    sampled_reverse_kl,
+)
+from jaxrl.losses.head import TopKTerm, logprobs_from_hidden, term_values, token_values
 from jaxrl.types import Aligned, AlignedSignal, Array, Sums, TokenAlignment
 
 # Least log-prob of the last outcome: a teacher may have no token in it, and the divergence from a
@@ -219,17 +223,22 @@ def loss(
         sampled, baseline = sampled | of_one_token, 0.0
     else:
         term: Term = FullDivergence(beta, None)
-        teachers: tuple[tuple[Array, Array], ...] = ((sent.hidden, teacher_head),)
-        given: PerToken = {}
+        teachers, caps = [(sent.hidden, teacher_head)], [teacher_softcap]
+        of_teacher, given = outcomes.teacher, {}
         if sent.hidden is None:
-            term, teachers = TopKDivergence(beta), ()
+            term, teachers, caps, of_teacher = TopKDivergence(beta), [], [], None
             logprobs, tail = sent.topk_logprobs, sent.tail_logprob
             given = {"ids": sent.topk_ids, "logprobs": logprobs, "tail": tail}
-        sharded = shard_term(OverOutcomes(term, outcomes.size), (hidden, head), **options)
-        softcaps = (softcap, *[teacher_softcap] * len(teachers))
-        numbers = (outcomes.student, outcomes.teacher if teachers else None)
-        further = given, temperature, softcaps, teachers, numbers
-        total, _, metrics = divergence_sums(sharded, hidden, head, mask & begins, *further)
+        total, _, metrics = divergence_sums(
+            OverOutcomes(term, outcomes.size),
+            [(hidden, head), *teachers],
+            mask & begins,
+            given,
+            [softcap, *caps],
+            (outcomes.student, of_teacher),
+            temperature=temperature,
+            **options,
+        )
         given_outcome = jnp.where(kinds == Aligned.START, outcomes.student[tokens], -1)
     inputs = hidden, head, {"ids": tokens, "given": given_outcome}, mask, (outcomes.student,)
     found = token_values(
@@ -247,7 +256,7 @@ def loss(
     learnt = (kinds != Aligned.NOT) & (kinds != Aligned.START_ONLY)
     for name, part in (("aligned_bytes", learnt), ("exact_bytes", of_one_token)):
         metrics[name] = masked_sum(sent.sizes, mask & part), masked_sum(sent.sizes, mask)
-    return total + reverse_kl, masked_count(mask), metrics | more
+    return total + reverse_kl, mask.astype(jnp.float32).sum(), metrics | more
 
 
 @jax.jit

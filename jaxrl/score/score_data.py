@@ -32,8 +32,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
 from jaxrl.errors import RunError, UserError, user_path
-from jaxrl.losses.layout import inverse, softcaps_of
-from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.losses.chunked import VocabShard
 from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -228,7 +227,8 @@ def storage_error(
     kept = arrays["hidden"]
     back = dequantised(kept, arrays["scale"]) if stored == "int8" else kept
     back, chunk = back.astype(hidden.dtype), distill.loss_chunk
-    model = jnp.asarray(head), inverse(distill.distill_temperature), softcaps_of(softcap)
+    scale = 1 / jnp.asarray(distill.distill_temperature, jnp.float32)
+    model = jnp.asarray(head), scale, None if softcap is None else jnp.float32(softcap)
     each = [
         np.asarray(_kl(hidden[i : i + chunk], back[i : i + chunk], *model))
         for i in range(0, len(hidden), chunk)
@@ -238,10 +238,10 @@ def storage_error(
 
 
 @jax.jit
-def _kl(p: Array, q: Array, head: Array, scale: Array, softcaps: tuple[Array | None, ...]) -> Array:
+def _kl(p: Array, q: Array, head: Array, scale: Array, softcap: Array | None) -> Array:
     """Computes the KL [n], nats, float32."""
     whole = VocabShard(0, len(head), len(head), padded=False)
-    log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, *softcaps)) for x in (p, q))
+    log_p, log_q = (jax.nn.log_softmax(whole.logits(x, head, scale, softcap)) for x in (p, q))
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 

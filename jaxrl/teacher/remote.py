@@ -24,7 +24,7 @@ from jaxrl.algorithms.teacher_weights import teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
-from jaxrl.losses.mixture import log_mixture
+from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.runtime.worker import phase

@@ -10,17 +10,13 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl.algorithms.advantages import opd_advantages, within
 from jaxrl.algorithms.signals import Projection, teacher_signal
 from jaxrl.config.settings import DistillConfig
-from jaxrl.losses.aggregation import token_mean
 from jaxrl.losses.algorithm_table import ALGORITHMS
-from jaxrl.losses.chunked import loss_values
+from jaxrl.losses.chunked import FrozenInputs, ShardedTerm, Term, VocabShard, loss_values
 from jaxrl.losses.correction import NoCorrection, correct
 from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
-from jaxrl.losses.kl import kl_in_reward
-from jaxrl.losses.layout import FrozenInputs, ShardedTerm, Term
-from jaxrl.losses.policy import make_objective, policy_loss
-from jaxrl.losses.vocabulary import VocabShard
+from jaxrl.losses.policy import kl_in_reward, make_objective, policy_loss, token_mean
 from jaxrl.models.cached import decode
 from jaxrl.models.decoder import forward
 from jaxrl.types import Sequences

@@ -16,6 +16,7 @@ from cases import and_slow
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.losses.chunked import Term, shard_inputs
 from jaxrl.losses.distill import (
     divergence_from_hidden,
     entropy_aware_from_topk,
@@ -28,7 +29,6 @@ from jaxrl.losses.head import (
     logprobs_from_hidden,
     topk_from_hidden,
 )
-from jaxrl.losses.layout import Term, shard_term
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 
@@ -490,7 +490,7 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="top_k is 51.*50 tokens"):
         call(beta=0.5, entropy_aware=EntropyAware(top_k=51))
     with pytest.raises(ValueError, match="12 wide and their head 10"):
-        shard_term(Term(), (HIDDEN, TEACHER_HEAD), chunk=8, mesh=None)
+        shard_inputs(Term(), [(HIDDEN, TEACHER_HEAD)], MASK, {}, [None], chunk=8)
     with pytest.raises(ValueError, match="v is 51; .* 50 rows"):
         logprobs_from_hidden(HIDDEN, HEAD, TOKENS, v=51)
     with pytest.raises(ValueError, match="top-k is 0"):

@@ -12,8 +12,7 @@ from cases import and_slow
 
 from jaxrl.losses.distill import divergence_from_hidden
 from jaxrl.losses.divergence import EntropyAware
-from jaxrl.losses.head import logprobs_at, topk_from_hidden
-from jaxrl.losses.mixture import TeacherMixture
+from jaxrl.losses.head import TeacherMixture, logprobs_at, topk_from_hidden
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 

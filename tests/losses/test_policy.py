@@ -9,23 +9,21 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.losses.aggregation import (
-    AGGREGATIONS,
-    SumOverConstant,
-    sequence_mean_token_mean,
-    token_mean,
-)
 from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.policy import (
+    AGGREGATIONS,
     LOSSES,
     RATIOS,
     Clipped,
     Objective,
+    SumOverConstant,
     TermOutput,
     entropy_term,
     make_objective,
     policy_loss,
     ratio_notes,
+    sequence_mean_token_mean,
+    token_mean,
 )
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "policy.npz")

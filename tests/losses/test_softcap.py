@@ -11,8 +11,12 @@ from tiny_models import make_mesh
 
 from jaxrl.losses.distill import divergence_from_hidden, topk_divergence_from_hidden
 from jaxrl.losses.divergence import log_softmax
-from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_at, topk_from_hidden
-from jaxrl.losses.mixture import TeacherMixture
+from jaxrl.losses.head import (
+    TeacherMixture,
+    logprobs_and_entropy_from_hidden,
+    logprobs_at,
+    topk_from_hidden,
+)
 
 B, C, D, DT, V, K = 4, 5, 12, 10, 50, 6
 """V divides by neither 4 nor 8: a mesh pads it with columns that have no logit."""

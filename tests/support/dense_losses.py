@@ -9,12 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl.losses.divergence import (
     MIN,
     EntropyAware,
-    check_beta,
     generalised_jsd,
     log_softmax,
-    masked_count,
     masked_sum,
-    weighted,
 )
 from jaxrl.losses.divergence import jsd as jsd
 
@@ -48,12 +45,11 @@ def topk_divergence(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`jsd` over K + 1 outcomes: the K ids, and the tail of all the others. The teacher's log-probs
     are at `temperature` already."""
-    check_beta(beta)
     student = with_tail(log_softmax(kept(student_logits, mask), temperature), ids)
     teacher = jnp.concatenate([teacher_logprobs, teacher_tail[..., None]], -1)
     teacher = jax.lax.stop_gradient(jnp.maximum(teacher, MIN))
     value, _ = generalised_jsd(student, teacher, beta)
-    return masked_sum(value, mask), masked_count(mask)
+    return masked_sum(value, mask), mask.astype(jnp.float32).sum()
 
 
 def entropy_aware(
@@ -66,9 +62,9 @@ def entropy_aware(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`EntropyAware`'s term over the tokens of `mask`; they all count, gated or not."""
     teacher = jax.lax.stop_gradient(log_softmax(kept(teacher_logits, mask), temperature))
-    entropy = -weighted(jnp.exp(teacher), teacher).sum(-1)
+    entropy = -jnp.where(teacher > MIN, jnp.exp(teacher) * teacher, 0).sum(-1)
     _, ids = jax.lax.top_k(teacher, term.top_k)
     student = with_tail(log_softmax(kept(student_logits, mask), temperature), ids)
     value, _ = generalised_jsd(student, with_tail(teacher, ids), beta=0)
     gate = entropy >= term.threshold
-    return term.coef * masked_sum(value, mask & gate), masked_count(mask)
+    return term.coef * masked_sum(value, mask & gate), mask.astype(jnp.float32).sum()

@@ -12,9 +12,8 @@ from typing import Any
 from jaxtyping import install_import_hook
 
 MODULES = (
-    *(f"jaxrl.losses.{name}" for name in ("aggregation", "chunked", "correction", "distill")),
-    *(f"jaxrl.losses.{name}" for name in ("divergence", "head", "kl", "layout", "masked")),
-    *(f"jaxrl.losses.{name}" for name in ("policy", "vocabulary")),
+    *(f"jaxrl.losses.{name}" for name in ("chunked", "correction", "distill")),
+    *(f"jaxrl.losses.{name}" for name in ("divergence", "head", "policy")),
     "jaxrl.algorithms.advantages",
     "jaxrl.algorithms.signals",
     "jaxrl.models.cached",
