@@ -23,7 +23,7 @@ from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
-from jaxrl.formats.gguf_tokenizer import PRE
+from jaxrl.formats.gguf import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
 from jaxrl.models.families import FAMILIES
