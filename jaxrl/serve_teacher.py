@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sharding.axes import Axes
     from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token
-    from jaxrl.teacher.service import MB, ScoringService
+    from jaxrl.teacher.server import MB, ScoringService
 
     certificate = options.certificate
     with ExitStack() as stack:

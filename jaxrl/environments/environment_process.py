@@ -37,6 +37,12 @@ BUILT_IN = {
     **PACKAGES,
 }
 """Name -> where it is."""
+T = TypeVar("T")
+Prompted = tuple[Message, ...] | str
+ROLES = ("user", "tool", "system")
+"""Whose words may follow a turn of the model."""
+KEYS = ("messages", "reward", "done")
+_SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
 
 
 @dataclass(frozen=True)
@@ -196,14 +202,6 @@ def facts_of(
     if not inspect.iscoroutinefunction(made.close):
         made.close()
     return EnvironmentFacts(type(made).reset is not Environment.reset, schemas)
-
-
-T = TypeVar("T")
-Prompted = tuple[Message, ...] | str
-ROLES = ("user", "tool", "system")
-"""Whose words may follow a turn of the model."""
-KEYS = ("messages", "reward", "done")
-_SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
 
 
 @dataclass(frozen=True)

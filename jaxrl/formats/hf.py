@@ -63,6 +63,17 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer and its chat templates: the default one, and those of other
 names, as `tool_use` for chats with tools."""
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""What the names of both tensors add to that of the one that they stand for."""
+MXFP4_BLOCK = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Of the lower three bits; the fourth is the sign."""
+_LEVELS = np.concatenate([E2M1, -E2M1])
+_PAIRS = _LEVELS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], -1)].view(np.uint64)[:, 0]
+"""[256]: both numbers of each byte, as one: four times as fast to look up."""
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 @dataclass(frozen=True)
@@ -539,10 +550,6 @@ def write_json(file: Path, value: JsonObject) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-TORCH_SINGLE = "pytorch_model.bin"
-TORCH_INDEX = "pytorch_model.bin.index.json"
-
-
 class TorchBinFolder:
     """The tensors of a folder's `pytorch_model.bin`, or of the files that its index names: plain
     ones only, which torch reads (extra `torch`) with `weights_only=True`, so that nothing that a
@@ -631,17 +638,6 @@ def _load_torch(file: Path) -> dict[str, Any]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""What the names of both tensors add to that of the one that they stand for."""
-MXFP4_BLOCK = 32
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""Of the lower three bits; the fourth is the sign."""
-_LEVELS = np.concatenate([E2M1, -E2M1])
-_PAIRS = _LEVELS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], -1)].view(np.uint64)[:, 0]
-"""[256]: both numbers of each byte, as one: four times as fast to look up."""
-_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -45,6 +45,8 @@ DESCRIPTION = (
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
+WEIGHTS = (hf.SINGLE, hf.INDEX, hf.TORCH_SINGLE, hf.TORCH_INDEX)
+"""Files that a folder with weights in a format that is read has one of."""
 
 
 def pin(name: HubName) -> HubName:
@@ -66,14 +68,8 @@ def pin(name: HubName) -> HubName:
     from huggingface_hub import HfApi  # half a second
 
     revision = name.revision or "main"
-
-    def resolve() -> str:
-        found = HfApi().resolve_revision(
-            name.repo, repo_type=name.kind, revision=revision, local_files_only=is_offline()
-        )
-        return found.resolved
-
-    commit = ask(name, resolve)
+    resolve = partial(HfApi().resolve_revision, name.repo, repo_type=name.kind, revision=revision)
+    commit = ask(name, lambda: resolve(local_files_only=is_offline())).resolved
     if not COMMIT.fullmatch(commit):
         raise UserError(f"{name.asked}: {short(commit)!r} is named as its commit, and is none")
     return replace(name, revision=revision, commit=commit)
@@ -585,10 +581,6 @@ def _near(name: HubName) -> str:
         listed = api.list_models if name.kind == "model" else api.list_datasets
         found = [one.id for one in listed(author=author, limit=500)]
     return near(name.repo, found)
-
-
-WEIGHTS = (hf.SINGLE, hf.INDEX, hf.TORCH_SINGLE, hf.TORCH_INDEX)
-"""Files that a folder with weights in a format that is read has one of."""
 
 
 def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:

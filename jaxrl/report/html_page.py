@@ -38,6 +38,50 @@ from jaxrl.types import Row
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+ENDS = 5
+"""Steps whose mean stands for the beginning and for the end of a noisy metric."""
+RATES = ("eval/accuracy", "distill/top1_agreement")
+"""Metrics shown as per cent, as the console does."""
+NOISY = ("reward/mean", "distill/divergence", "distill/top1_agreement", "sft/loss")
+PLACES = ("run_dir", "name", "resume")
+"""Keys that say where a run is, not what it is."""
+SAMPLES = 600
+"""Most samples on a page."""
+TEXT = 2000
+"""Most characters of a prompt or a completion: its beginning and its end."""
+HEADLINED = ("state", "wall time", "held-out accuracy")
+"""Facts that the headline of a run has."""
+FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
+FIRST = (
+    "distill/divergence",
+    "distill/reverse_kl_k1",
+    "sft/loss",
+    "reward/mean",
+    "distill/top1_agreement",
+    "eval/accuracy",
+    "policy/entropy",
+    "policy/kl_k3",
+    "policy/clip_fraction",
+    "policy/mismatch_k3",
+    "rollout/completion_tokens_mean",
+    "actor/grad_norm",
+    "tokens/per_second",
+    "time/step_s",
+)
+"""What a reader looks at first; a run has those of them that its algorithm measures."""
+GROUPS = (
+    *("main", "eval", "distill", "sft", "reward", "policy", "similarity", "actor", "rollout"),
+    *("tokens", "time", "weights", "memory", "offload", "checkpoint", "data", "run"),
+)
+"""Titles in the order of the page, prefixes of metrics' names but for the first and the last;
+others follow.
+"""
+POINTS = 800
+"""Most points of a curve, where one run is drawn; several share them."""
+FEWEST_POINTS = 200
+MARKS = 100
+"""Most steps at which a value that was not finite is marked."""
+UNKNOWN = Metric("", "not in the table of metrics")
 
 
 def page(
@@ -153,22 +197,6 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     if axes is None:
         return "none"
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
-
-
-ENDS = 5
-"""Steps whose mean stands for the beginning and for the end of a noisy metric."""
-RATES = ("eval/accuracy", "distill/top1_agreement")
-"""Metrics shown as per cent, as the console does."""
-NOISY = ("reward/mean", "distill/divergence", "distill/top1_agreement", "sft/loss")
-PLACES = ("run_dir", "name", "resume")
-"""Keys that say where a run is, not what it is."""
-SAMPLES = 600
-"""Most samples on a page."""
-TEXT = 2000
-"""Most characters of a prompt or a completion: its beginning and its end."""
-HEADLINED = ("state", "wall time", "held-out accuracy")
-"""Facts that the headline of a run has."""
-FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -431,38 +459,6 @@ def _cut(text: str) -> str:
     if left_out <= 0:
         return text
     return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
-
-
-FIRST = (
-    "distill/divergence",
-    "distill/reverse_kl_k1",
-    "sft/loss",
-    "reward/mean",
-    "distill/top1_agreement",
-    "eval/accuracy",
-    "policy/entropy",
-    "policy/kl_k3",
-    "policy/clip_fraction",
-    "policy/mismatch_k3",
-    "rollout/completion_tokens_mean",
-    "actor/grad_norm",
-    "tokens/per_second",
-    "time/step_s",
-)
-"""What a reader looks at first; a run has those of them that its algorithm measures."""
-GROUPS = (
-    *("main", "eval", "distill", "sft", "reward", "policy", "similarity", "actor", "rollout"),
-    *("tokens", "time", "weights", "memory", "offload", "checkpoint", "data", "run"),
-)
-"""Titles in the order of the page, prefixes of metrics' names but for the first and the last;
-others follow.
-"""
-POINTS = 800
-"""Most points of a curve, where one run is drawn; several share them."""
-FEWEST_POINTS = 200
-MARKS = 100
-"""Most steps at which a value that was not finite is marked."""
-UNKNOWN = Metric("", "not in the table of metrics")
 
 
 def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
