@@ -94,10 +94,14 @@ def page(
     """
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
+    evaluated = [
+        [row["step"] for row in run.rows if any(name.startswith("eval/") for name in row)]
+        for run in runs
+    ]
     data: JsonObject = {
         "runs": labels([str(run.path) for run in runs]),
         "groups": charts(runs),
-        "evaluated": [evaluated_steps(run.rows) for run in runs],
+        "evaluated": [evenly(steps, POINTS) for steps in evaluated],
     }
     series = (line for g in data["groups"] for chart in g["charts"] for line in chart["series"])
     script = "\n" + "\n".join(map(_asset, SCRIPTS))
@@ -525,12 +529,6 @@ def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObje
 def short(values: Sequence[float | None]) -> list[float | None]:
     """Rounds each value to six digits: more than a screen shows, in half the bytes."""
     return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
-
-
-def evaluated_steps(rows: Sequence[Row]) -> list[int]:
-    """Steps whose rows have an evaluation."""
-    steps = [row["step"] for row in rows if any(name.startswith("eval/") for name in row)]
-    return evenly(steps, POINTS)
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,27 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
             batches[index] = None
             longest = scoring.config.max_new_tokens
             tokens += each * longest if scoring.samples else len(prompt.completion or ())
-        log(size_of(scoring, (each * len(left), each * len(stored), tokens), cache is None))
+
+        d, model = scoring.config.distill, scoring.source.config
+        free = shutil.disk_usage(folder).free
+        shapes = shapes_of(manifest, model.d_model).values()
+        token_bytes = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
+        size = tokens * token_bytes
+        if cache is None and d.signal == "hidden":
+            size += model.vocab_size * model.d_model * jnp.dtype(manifest.dtype).itemsize
+        most = "at most " if scoring.samples else ""
+        text = (
+            f"{each * len(left)} rows to score, {each * len(stored)} stored already;"
+            f" {most}{tokens:,} tokens of {token_bytes:,} bytes, {most}{size / GB:.3g} GB to write,"
+            f" {free / GB:.3g} GB free"
+        )
+        if size > free and not scoring.samples:
+            smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
+            raise UserError(
+                f"--out {folder}: {text}: make room, name a folder on another disk, or take"
+                f" {smaller}"
+            )
+        log(text)
         if left:
             try:
                 _score_all(scoring, [*batches], left, each * len(stored), cache is None, log)
@@ -369,36 +389,3 @@ def open_folder(folder: Path, manifest: ScoreManifest) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
-
-
-def size_of(scoring: Scoring, counts: tuple[int, int, int], first: bool) -> str:
-    """Says how much is about to be written.
-
-    Args:
-        counts: rows to score and rows that are stored, the teacher's own samples included; tokens
-            to score, of the teacher's own samples the most there can be.
-        first: the teacher's LM head is still to be written too.
-
-    Raises:
-        UserError: the disk has less room than that.
-    """
-    config, d, (rows, stored, tokens) = scoring.source.config, scoring.config.distill, counts
-    shapes = shapes_of(scoring.manifest, config.d_model).values()
-    each = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
-    size = tokens * each
-    if first and d.signal == "hidden":
-        itemsize = jnp.dtype(scoring.config.teacher.compute_dtype).itemsize
-        size += config.vocab_size * config.d_model * itemsize
-    free = shutil.disk_usage(scoring.folder).free
-    most = "at most " if scoring.samples else ""
-    text = (
-        f"{rows} rows to score, {stored} stored already; {most}{tokens:,} tokens of {each:,} bytes,"
-        f" {most}{size / GB:.3g} GB to write, {free / GB:.3g} GB free"
-    )
-    if size > free and not scoring.samples:
-        smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
-        raise UserError(
-            f"--out {scoring.folder}: {text}: make room, name a folder on another disk, or take"
-            f" {smaller}"
-        )
-    return text
