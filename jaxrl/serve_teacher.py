@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.sharding.axes import Axes
     from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token
-    from jaxrl.teacher.service import MB, ScoringService
+    from jaxrl.teacher.server import MB, ScoringService
 
     certificate = options.certificate
     with ExitStack() as stack:
@@ -180,8 +180,21 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         text = (field.description or "") + (f" (default {default})" if default is not None else "")
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=text, **kind)
     words = {name: value for name, value in vars(parser.parse(argv)).items() if value is not None}
-    path = words.pop("config", None)
-    file = {} if path is None else _read_file(user_path(path))
+    path, file = words.pop("config", None), dict[str, Any]()
+    if path is not None:  # relative paths are looked for beside the file first
+        place = user_path(path)
+        file = {key.replace("-", "_"): x for key, x in yaml_text.read_mapping(place).items()}
+        for key in file.keys() - ServeOptions.model_fields:
+            raise UserError(f"{place}: unknown key {key}{near(key, ServeOptions.model_fields)}")
+        folder = place.absolute().parent
+        file = {key: value for key, value in file.items() if value is not None}
+        file = paths.beside(file, folder, ("model", "teacher"))
+        for key in FILES:
+            if isinstance(value := file.get(key), str):
+                beside, alone = folder / Path(value).expanduser(), Path(value).expanduser()
+                file[key] = str(beside if beside.exists() else alone)
+        if "teacher" in file and not isinstance(file["teacher"], dict):
+            raise UserError(f"{place}: teacher must be `NAME: MODEL` lines")
     values = {
         name: yaml_text.parse_value(value) if isinstance(value, str) else value
         for name, value in words.items()
@@ -212,22 +225,6 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         elif where:
             message = f"{path}: {'.'.join(where)}: {message}"
         raise UserError(message) from None
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """Reads a file of options. Relative paths are looked for beside it first."""
-    file = {key.replace("-", "_"): x for key, x in yaml_text.read_mapping(path).items()}
-    for key in file.keys() - ServeOptions.model_fields:
-        raise UserError(f"{path}: unknown key {key}{near(key, ServeOptions.model_fields)}")
-    file = {key: value for key, value in file.items() if value is not None}
-    file = paths.beside(file, path.absolute().parent, ("model", "teacher"))
-    for key in FILES:
-        if isinstance(value := file.get(key), str):
-            beside = path.absolute().parent / Path(value).expanduser()
-            file[key] = str(beside if beside.exists() else Path(value).expanduser())
-    if "teacher" in file and not isinstance(file["teacher"], dict):
-        raise UserError(f"{path}: teacher must be `NAME: MODEL` lines")
-    return file
 
 
 if __name__ == "__main__":

@@ -5,26 +5,31 @@ teacher until it solves nearly all, the students only until they know the form o
 
     python -m jaxrl.scripts.make_quickstart            # all; a quarter of an hour on two cores
     python -m jaxrl.scripts.make_quickstart student    # one of them
+    python -m jaxrl.scripts.make_quickstart tokenizer  # only the tokenizer of teacher and student
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jaxrl
 from jaxrl import Config, train
 from jaxrl.config import cli
 from jaxrl.errors import unknown
-from jaxrl.scripts import make_quickstart_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from jaxrl.models.config import DecoderConfig
 
+ASSETS = Path(jaxrl.__file__).parent / "assets"
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+CHARACTERS = "0123456789+-*/=() ?\n"
 SHAPES: dict[str, dict[str, Any]] = {
     "teacher": {"n_layers": 3},
     "student": {"n_layers": 2},
@@ -56,6 +61,40 @@ data.train=['arithmetic:terms=2,size=9000','arithmetic:digits=1,size=9000','arit
 STAGES["student_moe"] = STAGES["student"]
 """The sources of a list are mixed by their sizes: the teacher sees three-term sums of two digits,
 the students for two thirds easier ones."""
+NAMES = (*SHAPES, "tokenizer")
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns one token per character, 24 in all; adds no BOS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+    )
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes `character_tokenizer` into a folder."""
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    # transformers 5 writes a class name that transformers 4 does not know; both know this one.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    print(f"{folder}: {len(tokenizer)} tokens")
 
 
 def small_model(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> DecoderConfig:
@@ -91,13 +130,13 @@ def make(name: str) -> None:
     from jaxrl.formats.hf import save_hf
     from jaxrl.models.parameters import init_params
 
-    target = make_quickstart_tokenizer.ASSETS / name
+    target = ASSETS / name
     with tempfile.TemporaryDirectory() as folder:
         start, run = Path(folder) / "start", Path(folder) / "run"
-        tokenizer = make_quickstart_tokenizer.character_tokenizer()
+        tokenizer = character_tokenizer()
         config = small_model(tokenizer, **SHAPES[name])
         save_hf(start, config, init_params(config, jax.random.key(0)), dtype="float32")
-        make_quickstart_tokenizer.write(start)
+        write_tokenizer(start)
         overrides = [
             f"student.model={start}",
             f"run_dir={run}",
@@ -112,13 +151,17 @@ def make(name: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = cli.Parser("jaxrl.scripts.make_quickstart", __doc__ or "")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     names = parser.parse(argv).names
     for name in names:
-        if name not in SHAPES:
-            raise unknown("model", name, SHAPES)
+        if name not in NAMES:
+            raise unknown("model", name, NAMES)
     for name in names or SHAPES:
-        make(name)
+        if name != "tokenizer":
+            make(name)
+            continue
+        for model in ("teacher", "student"):
+            write_tokenizer(ASSETS / model)
 
 
 if __name__ == "__main__":

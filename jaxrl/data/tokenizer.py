@@ -46,9 +46,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if not place.exists():
         raise UserError(f"tokenizer: {path}: there is no such file or folder")
     if place.suffix == ".gguf":
-        from jaxrl.formats import gguf_tokenizer  # imports transformers
+        from jaxrl.formats import gguf  # a tenth of a second
 
-        return gguf_tokenizer.load(place)
+        return gguf.load_tokenizer(place)
     if not hf.has_tokenizer(place):
         return None
     # It advises to install PyTorch, which nothing here needs.

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.data.example import Columns, Message
-from jaxrl.environments.tool_calls import Call, parse_calls
-from jaxrl.environments.tools import LONGEST_ERROR, MOST_VALUES, Tool, as_text
+from jaxrl.environments.tool_calls import (
+    LONGEST_ERROR,
+    MOST_VALUES,
+    Call,
+    Tool,
+    as_text,
+    parse_calls,
+)
 from jaxrl.errors import near, short
 
 

@@ -14,9 +14,13 @@ from typing import Any, Unpack
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from jaxrl.environments.environment_process import Observation, Prompted
-from jaxrl.environments.environment_process import Session as Session
-from jaxrl.environments.environment_source import EnvironmentFacts, EnvironmentSource
+from jaxrl.environments.environment_process import (
+    EnvironmentFacts,
+    EnvironmentSource,
+    Observation,
+    Prompted,
+    Session,
+)
 from jaxrl.process.user_code import (
     CommonAnswer,
     FailedAnswer,

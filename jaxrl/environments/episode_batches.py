@@ -24,8 +24,14 @@ from jaxrl.data.thoughts import opening_of
 from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
 from jaxrl.data.turns import TurnEncoder
 from jaxrl.environments.environment_pool import EnvironmentPool
-from jaxrl.environments.environment_process import Observation, Prompted, Session
-from jaxrl.environments.environment_source import KEY, EnvironmentFacts, find
+from jaxrl.environments.environment_process import (
+    KEY,
+    EnvironmentFacts,
+    Observation,
+    Prompted,
+    Session,
+    find,
+)
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
@@ -58,7 +64,7 @@ class Episodes:
         """
         Args:
             config: with an `environment.name`.
-            given: as in `environment_source.find`.
+            given: as in `environment_process.find`.
             run_dir: where answers are recorded; None: nowhere, so that a run which is killed asks
                 its environments again.
             notify: gets messages for the user.
@@ -195,7 +201,7 @@ def pool_of(
     """Starts processes that load the environment of a config.
 
     Args:
-        given: as in `environment_source.find`.
+        given: as in `environment_process.find`.
 
     Raises:
         UserError: there is no such environment.

@@ -1,16 +1,17 @@
-"""GGUF files (llama.cpp): weights dequantised box by box, and the config that their metadata
-describe."""
+"""GGUF files (llama.cpp): weights dequantised box by box, and the config and the tokenizer that
+their metadata describe."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import (
@@ -25,6 +26,8 @@ from gguf import (
     get_tensor_name_map,
 )
 from gguf.quants import dequantize
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from jaxrl.errors import UserError, about
 from jaxrl.formats.hub_names import gguf_parts
@@ -45,6 +48,9 @@ from jaxrl.models.rope import (
     positions_of,
 )
 from jaxrl.process.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 MOST_ELEMENTS = 1 << 22
 """Of all arrays in the metadata together; the largest vocabularies and their merges have a third of
@@ -253,14 +259,13 @@ class GgufFile:
             UserError: an architecture or a variant that is not supported.
         """
         try:
-            return self._as_its_family(self._plain_config())
+            return self._read_config()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{self.path}: the metadata cannot be understood: {error}") from error
 
-    def _plain_config(self) -> DecoderConfig:
-        """Returns the config without what is its family's own."""
+    def _read_config(self) -> DecoderConfig:
         family = self.family
         d_model = int(self._need("embedding_length"))
         n_heads = int(self._need("attention.head_count"))
@@ -309,11 +314,9 @@ class GgufFile:
         )
         with about(self.path):
             check_bounds(config)  # before lists of as many layers are made
-        return config
 
-    def _as_its_family(self, config: DecoderConfig) -> DecoderConfig:
-        """Returns the config with what the metadata say of its family's `config.json`."""
-        entry, n = FAMILIES[config.family], config.n_layers
+        # What the metadata say of the family's own part of a `config.json`.
+        entry, n = FAMILIES[family], config.n_layers
         window, pattern = (
             self.stated(f"attention.sliding_window{key}") for key in ("", "_pattern")
         )
@@ -328,8 +331,21 @@ class GgufFile:
         for key, stored in EXPERTS.items():
             if self.stated(stored) is not None:
                 raw[key] = int(self.stated(stored))
-        if entry.recurs:
-            raw |= self._states(n)
+        if entry.recurs:  # layers that keep a state
+            raw |= {key: int(self._need(stored)) for key, stored in STATES.items()}
+            width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
+            if heads < 1 or width % heads:
+                raise UserError(
+                    f"{self.path}: ssm.inner_size={width} is not a multiple of"
+                    f" ssm.time_step_rank={heads}"
+                )
+            raw["linear_value_head_dim"] = width // heads
+            recurrent = self.stated("attention.recurrent_layers")
+            interval = self.stated("full_attention_interval")
+            if isinstance(recurrent, list):
+                raw["layer_types"] = [RECURRENT if recurs else FULL for recurs in recurrent[:n]]
+            elif interval is not None:
+                raw["full_attention_interval"] = int(interval)
         if isinstance(pattern, list):
             raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern[:n]]
         elif pattern:
@@ -373,23 +389,6 @@ class GgufFile:
                 f" general.architecture={self.meta('general.architecture')!r} right, and"
                 f" block_count={n + len(further)}?"
             )
-
-    def _states(self, n_layers: int) -> JsonObject:
-        """Returns, of layers that keep a state, the fields of a `config.json`."""
-        raw: JsonObject = {key: int(self._need(stored)) for key, stored in STATES.items()}
-        width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
-        if heads < 1 or width % heads:
-            raise UserError(
-                f"{self.path}: ssm.inner_size={width} is not a multiple of"
-                f" ssm.time_step_rank={heads}"
-            )
-        raw["linear_value_head_dim"] = width // heads
-        recurrent = self.stated("attention.recurrent_layers")
-        if isinstance(recurrent, list):
-            raw["layer_types"] = [RECURRENT if recurs else FULL for recurs in recurrent[:n_layers]]
-        elif (interval := self.stated("full_attention_interval")) is not None:
-            raw["full_attention_interval"] = int(interval)
-        return raw
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         tensor = self._tensors.get(gguf_name(self.family, name))
@@ -511,7 +510,16 @@ class GgufFile:
             dims = self.stated("rope.dimension_count") or head_dim
             if rotated and 2 * half == dims and np.array_equal(divisors, expected):
                 return ProportionalRope(rotated / half)
-            return self._llama3_rope(theta, head_dim)
+            stored = divisors.astype(np.float64)
+            rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
+            freq = theta ** -(np.arange(head_dim // 2) / (head_dim // 2))
+            would_be = freq / rope.scaled(freq, theta, 0)
+            if stored.shape != would_be.shape or not np.allclose(stored, would_be, rtol=1e-4):
+                raise UserError(
+                    f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"
+                    " other scalings are not supported"
+                )
+            return rope
         if "rope_factors_long.weight" in self._tensors:
             short, long = (
                 tuple(_shortest(x) for x in self._tensor(f"rope_factors_{length}.weight").data)
@@ -543,20 +551,6 @@ class GgufFile:
             f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
             " longrope"
         )
-
-    def _llama3_rope(self, theta: float, head_dim: int) -> Llama3Rope:
-        """Returns the scaling whose divisors the file stores in `rope_freqs.weight` [H / 2]."""
-        stored = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
-        rope = replace(LLAMA3_ROPE, factor=float(stored.max()))
-        half = head_dim // 2
-        freq = theta ** -(np.arange(half) / half)
-        divisors = freq / rope.scaled(freq, theta, 0)
-        if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
-            raise UserError(
-                f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"
-                " other scalings are not supported"
-            )
-        return rope
 
 
 @cache
@@ -647,3 +641,170 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise UserError(f"model {str(path)!r}: there is no such file")
     states = [part.stat() for part in _parts(place)]
     return _opened(place, *((state.st_size, state.st_mtime_ns) for state in states))
+
+
+TOKENIZERS = ("gpt2", "llama", "gemma4")
+"""`tokenizer.ggml.model`: a BPE over bytes, one of SentencePiece (Llama 2), one over characters."""
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6
+"""Token types of GGUF: special, always one token, and one raw byte (SentencePiece)."""
+SPACE = "\u2581"
+"""SentencePiece's stand-in for a space."""
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKED_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Marks, of which Unicode has no composed form with their letter, stay in its word."""
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""A capital letter after a small one begins a word; an ending such as 's belongs to its word."""
+
+
+@dataclass(frozen=True)
+class Pre:
+    """How a byte-level BPE splits a text into words, by `tokenizer.ggml.pre`."""
+
+    split: pre_tokenizers.PreTokenizer
+    use_regex: bool = False
+    """Whether GPT-2's own regular expression splits further."""
+    nfc: bool = False
+    """Unicode normal form C first."""
+    whole_words: bool = False
+    """A word that is in the vocabulary is that token, whatever the merges say."""
+    add_bos: bool = False
+    """Whether a text starts with BOS where the file does not say."""
+
+
+def _split_words(words: str, digits: str = "") -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(words.replace("DIGITS", digits)), "isolated")
+
+
+PRE: dict[str, Pre] = {
+    "smollm": Pre(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
+    "gpt-2": Pre(pre_tokenizers.Sequence([]), use_regex=True),
+    "qwen2": Pre(_split_words(_WORDS), nfc=True),
+    "qwen35": Pre(_split_words(_MARKED_WORDS), nfc=True),
+    "dbrx": Pre(_split_words(_WORDS, "{1,3}")),
+    "smaug-bpe": Pre(_split_words(_WORDS, "{1,3}")),
+    "gpt-4o": Pre(_split_words(_CASED_WORDS)),
+    "llama-bpe": Pre(_split_words(_WORDS, "{1,3}"), whole_words=True, add_bos=True),
+}
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a GGUF file, with its chat template."""
+    return build_tokenizer(open_gguf(path))
+
+
+def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
+    """Writes it into a Hugging Face folder; transformers 4 and 5 read it."""
+    load_tokenizer(path).save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("backend", "is_local", "local_files_only"):
+        raw.pop(key, None)
+    raw["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+    """Does what `load_tokenizer` does, for a file that is open.
+
+    Raises:
+        UserError: a tokenizer model or a pre-tokenizer that is not supported.
+    """
+    from transformers import PreTrainedTokenizerFast  # takes seconds
+
+    kind = _supported(file, "model", TOKENIZERS)
+    tokens: list[str] = file.meta("tokenizer.ggml.tokens")
+    types: list[int] = file.meta("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab, add_bos = {token: i for i, token in enumerate(tokens)}, True
+    if kind == "llama":  # the merges follow from the scores of the pieces
+        scores: list[float] = file.meta("tokenizer.ggml.scores")
+        ranked = sorted(
+            (i for i, of in enumerate(types) if of not in (CONTROL, BYTE)),
+            key=lambda i: (-scores[i], i),
+        )
+        merges = [
+            (tokens[i][:cut], tokens[i][cut:])
+            for i in ranked
+            for cut in range(1, len(tokens[i]))
+            if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
+        ]
+    else:
+        pairs = (merge.partition(" ") for merge in file.meta("tokenizer.ggml.merges"))
+        merges = [(first, second) for first, _, second in pairs]
+    if kind == "gpt2":  # over bytes
+        pre = PRE[_supported(file, "pre", PRE)]
+        tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
+        if pre.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.use_regex)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre.split, byte_level])
+        tokenizer.decoder = decoders.ByteLevel()
+        add_bos = pre.add_bos
+    else:  # over characters, with bytes for the rest
+        unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
+        bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(bpe)
+        prefix = kind == "llama" and file.meta("tokenizer.ggml.add_space_prefix") is not False
+        replace = normalizers.Replace(" ", SPACE)
+        tokenizer.normalizer = (
+            normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+        )
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(t, special=False, normalized=False)
+            for t, k in zip(tokens, types, strict=True)
+            if k == USER_DEFINED
+        ]
+    )
+    special = {
+        key: tokens[i]
+        for key, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (i := file.meta(f"tokenizer.ggml.{field}_token_id")) is not None
+    }
+    stated = file.meta("tokenizer.ggml.add_bos_token")
+    if (add_bos if stated is None else stated) and "bos" in special:
+        bos = special["bos"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokens.index(bos))],
+        )
+    start = "tokenizer.chat_template"
+    named = {key.removeprefix(f"{start}."): file.meta(key) for key in file.keys_of(f"{start}.")}
+    templates = file.meta(start)
+    if named:
+        templates = named if templates is None else {"default": templates, **named}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=templates,
+        model_max_length=file.meta(f"{file.meta('general.architecture')}.context_length"),
+        clean_up_tokenization_spaces=False,
+        **{f"{key}_token": token for key, token in special.items()},
+    )
+
+
+def _supported(file: GgufFile, key: str, supported: Iterable[str]) -> str:
+    """Returns the name that the metadata have for a key. Raises UserError for any other."""
+    name = file.meta(f"tokenizer.ggml.{key}")
+    if name not in supported:
+        raise UserError(
+            f"{file.path}: tokenizer.ggml.{key}={name!r} is not supported;"
+            f" supported: {', '.join(supported)}"
+        )
+    return str(name)

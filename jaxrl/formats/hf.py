@@ -1,4 +1,5 @@
-"""Hugging Face folders: `config.json` and safetensors, read by slices and written as a stream."""
+"""Hugging Face folders: `config.json`, and weights as safetensors, read by slices and written as a
+stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import glob
 import json
 import math
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -20,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError, short
-from jaxrl.formats import mxfp4, weights
+from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
@@ -60,6 +63,17 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer and its chat templates: the default one, and those of other
 names, as `tool_use` for chats with tools."""
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""What the names of both tensors add to that of the one that they stand for."""
+MXFP4_BLOCK = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Of the lower three bits; the fourth is the sign."""
+_LEVELS = np.concatenate([E2M1, -E2M1])
+_PAIRS = _LEVELS[np.stack([np.arange(256) & 15, np.arange(256) >> 4], -1)].view(np.uint64)[:, 0]
+"""[256]: both numbers of each byte, as one: four times as fast to look up."""
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class _Entry:
 
 class SafetensorsFolder:
     """The tensors of a folder's `*.safetensors`; a read maps only the tensor it is about. One that
-    is stored in MXFP4 (`formats.mxfp4`) is there under the name of what it stands for.
+    is stored in MXFP4 (`read_mxfp4`) is there under the name of what it stands for.
 
     The library checks the headers. Its own slices hold the interpreter's lock while they are
     copied from disk, a second for 0.5 GB, in which no other role of the process would move.
@@ -114,10 +128,10 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...] | None:
         if self._is_packed(name):
             blocks, scales = self._packed(name)
-            shape = mxfp4.shape_of(blocks.shape, scales.shape)
+            shape = mxfp4_shape(blocks.shape, scales.shape)
             if shape is None:
                 raise UserError(
-                    f"{blocks.file}: {name}{mxfp4.BLOCKS} has shape {list(blocks.shape)} and its"
+                    f"{blocks.file}: {name}{MXFP4_BLOCKS} has shape {list(blocks.shape)} and its"
                     f" scales {list(scales.shape)}; MXFP4 needs [experts, out, groups, 16] and"
                     " [experts, out, groups]"
                 )
@@ -131,7 +145,7 @@ class SafetensorsFolder:
         return None if entry is None else entry.shape
 
     def file(self, name: str) -> Path:
-        name += mxfp4.BLOCKS * self._is_packed(name)
+        name += MXFP4_BLOCKS * self._is_packed(name)
         if name in self._entries:
             return self._entries[name].file
         return self._file_of.get(name, self._files[0] if len(self._files) == 1 else self.path)
@@ -139,19 +153,19 @@ class SafetensorsFolder:
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         if self._is_packed(name):
             blocks, scales = (_mapped(part, np.dtype(np.uint8)) for part in self._packed(name))
-            return mxfp4.read(blocks, scales, index)
+            return read_mxfp4(blocks, scales, index)
         entry = self._entries[name]
         return _mapped(entry, STORED[entry.stored])[index]
 
     def _is_packed(self, name: str) -> bool:
-        return name not in self._entries and f"{name}{mxfp4.BLOCKS}" in self._entries
+        return name not in self._entries and f"{name}{MXFP4_BLOCKS}" in self._entries
 
     def _packed(self, name: str) -> tuple[_Entry, _Entry]:
         """Returns the bytes of a tensor in MXFP4, and its scales."""
-        blocks, scales = (self._entries.get(f"{name}{end}") for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+        blocks, scales = (self._entries.get(f"{name}{end}") for end in (MXFP4_BLOCKS, MXFP4_SCALES))
         assert blocks is not None
         if scales is None:
-            raise UserError(f"{blocks.file}: tensor {name}{mxfp4.SCALES} is missing")
+            raise UserError(f"{blocks.file}: tensor {name}{MXFP4_SCALES} is missing")
         for entry in (blocks, scales):
             if entry.stored != "U8":
                 raise UserError(
@@ -263,7 +277,7 @@ def write_folder(
         if n > 1:
             total = sum(math.prod(shape) for shape in shapes.values()) * itemsize
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(folder / INDEX, index)
+            write_json(folder / INDEX, index)
     return Path(path).resolve()
 
 
@@ -276,10 +290,10 @@ def write_description(
     """Writes all of a model folder but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_hf(dtype)
-    _write_json(folder / "config.json", raw)
+    write_json(folder / "config.json", raw)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     ids = {key: value for key, value in ids.items() if value is not None}
-    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     if tokenizer_from is not None:
         save_tokenizer(tokenizer_from, folder)
 
@@ -301,9 +315,9 @@ def has_tokenizer(folder: Path) -> bool:
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
     """Copies the tokenizer and chat templates of a folder, or writes those of a GGUF file."""
     if Path(source).is_file():
-        from jaxrl.formats import gguf_tokenizer  # imports transformers
+        from jaxrl.formats import gguf  # needs hf
 
-        gguf_tokenizer.save(source, folder)
+        gguf.save_tokenizer(source, folder)
         return
     for pattern in TOKENIZER_FILES:
         for file in filter(Path.is_file, Path(source).glob(pattern)):
@@ -324,16 +338,23 @@ def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dic
     """
     if (folder / single).is_file() or not (folder / index).is_file():
         return [folder / single], {}
-    weight_map = read_json(folder / index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / index}: `weight_map` names no file of weights")
-    file_of = {name: str(file) for name, file in weight_map.items()}
+    file_of = read_index(folder / index)
     files = sorted(set(file_of.values()))
-    check_inside(str(folder / index), files)
     for file in files:
         if not os.path.isfile(folder / file):  # also of names that no file can have
             raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
     return [folder / file for file in files], {name: folder / file_of[name] for name in file_of}
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Returns name of a tensor -> the file that an index says should hold it. Raises UserError for
+    an index that names no file, or one outside of its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: `weight_map` names no file of weights")
+    file_of = {name: str(file) for name, file in weight_map.items()}
+    check_inside(str(index), [*file_of.values()])
+    return file_of
 
 
 def check_inside(place: str, paths: Sequence[str]) -> None:
@@ -372,21 +393,31 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     }
 
 
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: JsonObject | None = None
+) -> bytes:
+    """Returns what stands in a file before the tensors, each given as name, dtype by the name that
+    it has there, shape and bytes."""
+    header, at = dict(metadata or {}), 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
     """Writes the header from the shapes alone, then one tensor after the other."""
     stored = STORED[WRITTEN[dtype]]
-    header: JsonObject = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        end = at + math.prod(shape) * stored.itemsize
-        header[name] = {"dtype": WRITTEN[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = (
+        (name, WRITTEN[dtype], shape, math.prod(shape) * stored.itemsize)
+        for name, shape in shapes.items()
+    )
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(safetensors_header(tensors, {"__metadata__": {"format": "pt"}}))
         for name, shape in shapes.items():
             value = read(name)
             assert value.shape == shape, (name, value.shape, shape)
@@ -514,5 +545,130 @@ def _remove(place: Path) -> None:
         place.unlink(missing_ok=True)
 
 
-def _write_json(file: Path, value: JsonObject) -> None:
+def write_json(file: Path, value: JsonObject) -> None:
+    """Writes a value as the files of a model folder have it."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class TorchBinFolder:
+    """The tensors of a folder's `pytorch_model.bin`, or of the files that its index names: plain
+    ones only, which torch reads (extra `torch`) with `weights_only=True`, so that nothing that a
+    file holds is run. The numbers stay on disk until a box of them is read."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """
+        Raises:
+            UserError: torch is not installed, or a file holds something else than plain tensors.
+        """
+        self.path = Path(path)
+        self._tensors: dict[str, tuple[Path, Any]] = {}
+        self._files, file_of = weight_files(self.path, TORCH_SINGLE, TORCH_INDEX)
+        for file in self._files:
+            tensors = _load_torch(file)
+            self._tensors |= {
+                name: (file, tensor)
+                for name, tensor in tensors.items()
+                if file_of.get(name, file) == file
+            }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self._tensors[name][1].shape) if name in self._tensors else None
+
+    def file(self, name: str) -> Path:
+        if name in self._tensors:
+            return self._tensors[name][0]
+        return self._files[0] if len(self._files) == 1 else self.path
+
+    def read(self, name: str, index: weights.Index) -> np.ndarray:
+        import torch
+
+        file, tensor = self._tensors[name]
+        try:
+            if tensor.dtype == torch.bfloat16:  # which numpy does not know
+                return tensor.view(torch.int16).numpy()[index].view(ml_dtypes.bfloat16)
+            return tensor.numpy()[index]
+        except TypeError as error:
+            raise UserError(
+                f"{file}: tensor {short(name)} is stored as {tensor.dtype}, which is not read"
+                f" ({error}); save the weights as safetensors in float32, float16 or bfloat16"
+            ) from None
+
+
+def open_weights(folder: str | os.PathLike[str]) -> SafetensorsFolder | TorchBinFolder:
+    """Opens the weights of a model folder: its safetensors, or else its `.bin` files."""
+    folder = Path(folder)
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return SafetensorsFolder(folder)
+    if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
+        return TorchBinFolder(folder)
+    raise UserError(f"{folder}: no weights here: neither {SINGLE} nor {TORCH_SINGLE} is there")
+
+
+def _load_torch(file: Path) -> dict[str, Any]:
+    """Returns name -> torch tensor, mapped from the file."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    try:
+        import torch
+    except ImportError:
+        raise UserError(
+            f"{file}: weights of torch need the extra `torch`: pip install 'jaxrl[torch]'; or save"
+            " them as safetensors: model.save_pretrained(FOLDER) of transformers does"
+        ) from None
+    try:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # torch raises nearly every kind
+        # the text of an UnpicklingError advises to run what the file holds; its context does not
+        cause = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+        reason = " ".join(str(cause or error).split()).split(". ")[0].rstrip(".")
+        raise UserError(
+            f"{file}: torch reads no plain tensors here, and ran nothing of it"
+            f" ({short(reason, 200)}); fetch the file again, or save the weights as safetensors"
+        ) from error
+    if not isinstance(state, dict):
+        raise UserError(f"{file}: holds no names with tensors, but {type(state).__name__}")
+    return {
+        str(name): value.detach()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape of the tensor that bytes of these shapes stand for, or None."""
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != MXFP4_BLOCK // 2:
+        return None
+    experts, n_out, groups, _ = blocks
+    return experts, groups * MXFP4_BLOCK, n_out
+
+
+def read_mxfp4(blocks: np.ndarray, scales: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns the box `index` of a tensor [E, in, out] in bfloat16, which has all its values.
+
+    In MXFP4 the experts of gpt-oss are published: 32 numbers of 4 bits share a scale (OCP
+    Microscaling Formats v1.0, arXiv 2310.10537). A number is its e2m1 value times 2^(scale - 127).
+    Beside the result the host holds one expert's part of it, in float32.
+
+    Args:
+        blocks: [E, out, in / 32, 16] bytes, of which each has an even number of a block in its
+            lower half and the odd one after it in its upper half.
+        scales: [E, out, in / 32] bytes.
+    """
+    experts, rows, columns = index
+    start, stop, _ = rows.indices(blocks.shape[2] * MXFP4_BLOCK)
+    first = start // MXFP4_BLOCK
+    groups = slice(first, -(-stop // MXFP4_BLOCK))
+    blocks, scales = (part[experts, columns, groups] for part in (blocks, scales))
+    inside = slice(start - first * MXFP4_BLOCK, stop - first * MXFP4_BLOCK)
+    out = np.empty((len(blocks), stop - start, blocks.shape[1]), ml_dtypes.bfloat16)
+    for target, codes, powers in zip(out, blocks, scales, strict=True):
+        values = _PAIRS[codes].view(np.float32)
+        values *= _POWERS[powers][..., None]
+        target[...] = values.reshape(len(values), -1)[:, inside].astype(target.dtype).T
+    return out

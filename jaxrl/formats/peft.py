@@ -6,7 +6,6 @@ A pair is (A [in, r], B [r, out]); PEFT stores both transposed, as `lora_A` and 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -316,7 +315,7 @@ def describe(folder: Path, model: DecoderConfig, base: str) -> None:
     }
     if model.quantised is not None:
         raw[QUANTISED] = model.quantised
-    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    hf.write_json(folder / CONFIG, raw)
 
 
 def _adapted(model: DecoderConfig) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:

@@ -16,8 +16,8 @@ from jaxrl.checkpoint.model_source import lora_of, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, counted, user_path
 from jaxrl.formats import hf, peft
+from jaxrl.formats.hub import WEIGHTS, find_folder
 from jaxrl.formats.hub_names import gguf_parts
-from jaxrl.formats.places import WEIGHTS, find_folder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import (

@@ -10,34 +10,78 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, partial
 from importlib import resources
+from itertools import groupby
+from math import ceil
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from jaxrl.config.keys import keys
+from jaxrl.config.schema import Config
+from jaxrl.errors import counted
 from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
-from jaxrl.report.curves import charts, evaluated_steps
 from jaxrl.report.read import RunFiles
-from jaxrl.report.summary import (
-    HEADLINED,
-    about,
-    changed_keys,
-    differing_keys,
-    facts,
-    headline,
-    memory_pools,
-    sample_columns,
-    samples,
-)
-from jaxrl.report.timeline_lanes import lanes, reason, understand, waited
+from jaxrl.report.timeline_lanes import Activity, evenly, lanes, reason, understand, waited
+from jaxrl.run.run_dir import meshes
+from jaxrl.telemetry.metrics import Metric, describe
 from jaxrl.telemetry.plot import labels
+from jaxrl.types import Row
 
 SCRIPTS = ("base.js", "curves.js", "timeline.js", "samples.js", "start.js")
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+ENDS = 5
+"""Steps whose mean stands for the beginning and for the end of a noisy metric."""
+RATES = ("eval/accuracy", "distill/top1_agreement")
+"""Metrics shown as per cent, as the console does."""
+NOISY = ("reward/mean", "distill/divergence", "distill/top1_agreement", "sft/loss")
+PLACES = ("run_dir", "name", "resume")
+"""Keys that say where a run is, not what it is."""
+SAMPLES = 600
+"""Most samples on a page."""
+TEXT = 2000
+"""Most characters of a prompt or a completion: its beginning and its end."""
+HEADLINED = ("state", "wall time", "held-out accuracy")
+"""Facts that the headline of a run has."""
+FIELDS = ("step", "prompt", "completion", "answer", "score", "reward", "tokens", "finish_reason")
+FIRST = (
+    "distill/divergence",
+    "distill/reverse_kl_k1",
+    "sft/loss",
+    "reward/mean",
+    "distill/top1_agreement",
+    "eval/accuracy",
+    "policy/entropy",
+    "policy/kl_k3",
+    "policy/clip_fraction",
+    "policy/mismatch_k3",
+    "rollout/completion_tokens_mean",
+    "actor/grad_norm",
+    "tokens/per_second",
+    "time/step_s",
+)
+"""What a reader looks at first; a run has those of them that its algorithm measures."""
+GROUPS = (
+    *("main", "eval", "distill", "sft", "reward", "policy", "similarity", "actor", "rollout"),
+    *("tokens", "time", "weights", "memory", "offload", "checkpoint", "data", "run"),
+)
+"""Titles in the order of the page, prefixes of metrics' names but for the first and the last;
+others follow.
+"""
+POINTS = 800
+"""Most points of a curve, where one run is drawn; several share them."""
+FEWEST_POINTS = 200
+MARKS = 100
+"""Most steps at which a value that was not finite is marked."""
+UNKNOWN = Metric("", "not in the table of metrics")
 
 
 def page(
@@ -50,10 +94,14 @@ def page(
     """
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]
+    evaluated = [
+        [row["step"] for row in run.rows if any(name.startswith("eval/") for name in row)]
+        for run in runs
+    ]
     data: JsonObject = {
         "runs": labels([str(run.path) for run in runs]),
         "groups": charts(runs),
-        "evaluated": [evaluated_steps(run.rows) for run in runs],
+        "evaluated": [evenly(steps, POINTS) for steps in evaluated],
     }
     series = (line for g in data["groups"] for chart in g["charts"] for line in chart["series"])
     script = "\n" + "\n".join(map(_asset, SCRIPTS))
@@ -153,3 +201,361 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     if axes is None:
         return "none"
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the numbers that a reader wants first."""
+
+    label: str
+    value: str
+    note: str = ""
+    alarm: bool = False
+    """Whether the note is about something that went wrong."""
+
+
+def about(run: RunFiles) -> tuple[list[str], str]:
+    """Returns when and where the run began, with which jaxrl, and how often it was resumed, without
+    what its files do not tell; and the newest command, or an empty text."""
+    first, newest = (*run.sessions[:1], {})[0], (*run.sessions[-1:], {})[0]
+    at, host, version, command = (
+        str(one[key]) if isinstance(one.get(key), str) else ""
+        for one, key in ((first, "at"), *((newest, key) for key in ("host", "version", "command")))
+    )
+    resumed = len(run.sessions) - 1
+    times = f"resumed {counted(resumed, 'time')}" if resumed > 0 else ""
+    texts = at[:16].replace("T", " "), host, f"jaxrl {version}" if version else "", times
+    return [text for text in texts if text], command
+
+
+def headline(run: RunFiles, activity: Activity) -> list[Figure]:
+    """Returns what the run reached, what it was trained on, and its time."""
+    evaluated = [row for row in run.rows if row.get("eval/accuracy") is not None]
+    ends = evaluated[:1] + evaluated[1:][-1:]
+    figures = []
+    if ends:
+        value = " → ".join(f"{row['eval/accuracy']:.1%}" for row in ends)
+        teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
+        intervals = " and ".join(filter(None, map(_interval, ends)))
+        at = f"step {' and '.join(str(row['step']) for row in ends)}"
+        note = "; ".join((*teacher, at, *([f"95% interval {intervals}"] if intervals else [])))
+        figures.append(Figure("accuracy on held-out prompts", value, note))
+    else:
+        measured = next((name for name in NOISY if _values(run.rows, name)), None)
+        if measured is not None:
+            value, _, note = _first_and_last(run.rows, measured).partition(", ")
+            figures.append(Figure(measured, value, note))
+    if tokens := _values(run.rows, "actor/tokens"):
+        rates = _values(run.rows, "tokens/per_second")
+        speed = f"{median(rates):,.0f} a second (median)" if rates else ""
+        figures.append(Figure("tokens trained on", f"{sum(tokens):,.0f}", speed))
+    state = _state(run)
+    cut = not run.running and (not run.rows or run.wanted not in (None, run.steps))
+    return [*figures, Figure("time", _wall_time(run, activity) or "–", state, alarm=cut)]
+
+
+def _wall_time(run: RunFiles, activity: Activity) -> str:
+    """Returns the time from the first call to the last, by the timeline; else of the steps
+    alone."""
+    if activity.pools:
+        parts = len(activity.sessions)
+        return _clock(activity.pools[0].window / 1e6) + (
+            "" if parts < 2 else f" in {parts} sessions"
+        )
+    steps = _values(run.rows, "time/step_s")
+    return f"{_clock(sum(steps))} of steps" if steps else ""
+
+
+def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
+    """Maps headings to text; what nothing is known of is left out."""
+    config = run.config
+    sources = config.get("data.train")
+    batch = tuple(map(config.get, ("batch_size", "group_size", "max_new_tokens")))
+    steps, tokens = (_values(run.rows, name) for name in ("time/step_s", "tokens/per_second"))
+    texts = {
+        "state": _state(run),
+        "wall time": _wall_time(run, activity),
+        "algorithm": config.get("algorithm"),
+        "schedule": config.get("schedule"),
+        "mesh": meshes(run.sessions) or config.get("mesh"),
+        "models": _models(run),
+        "data": ", ".join(map(str, sources)) if isinstance(sources, list) else sources,
+        "batch": "" if None in batch else "{} prompts x {}, up to {} new tokens".format(*batch),
+        "held-out accuracy": _accuracy(run.rows),
+        **{name: _first_and_last(run.rows, name) for name in NOISY},
+        "speed": f"{median(tokens):,.0f} tokens/s, {median(steps):.3g} s a step (medians);"
+        f" the first step {steps[0]:.3g} s"
+        if steps and tokens
+        else "",
+    }
+    return {heading: str(text) for heading, text in texts.items() if text}
+
+
+def _state(run: RunFiles) -> str:
+    """Says whether the run has ended, is going on, or was cut."""
+    of = "" if run.wanted is None else f" of {run.wanted}"
+    if run.running:
+        return f"going on: step {run.steps}{of} at {datetime.now():%Y-%m-%d %H:%M}"
+    if not run.rows:
+        return "no step was recorded"
+    if run.steps == run.wanted:
+        return f"ended: all of its {run.steps} steps"
+    if run.wanted is None:
+        return f"ends at step {run.steps}"
+    return f"cut at step {run.steps}{of}"
+
+
+def _clock(seconds: float) -> str:
+    """Formats seconds as `12.3 s` or `1:02:03`."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _models(run: RunFiles) -> str:
+    """Lists the student's model, and those of the other roles that the plan places."""
+    placed = [role["role"] for role in run.plan["roles"]] if run.plan else []
+    models = {role: run.config.get(f"{role}.model") for role in ("student", *placed)}
+    models |= {
+        key.removeprefix("teachers.").rpartition(".")[0]: model
+        for key, model in run.config.items()
+        if model is not None and re.fullmatch(r"teachers\..+\.(model|address)", key)
+    }
+    if models.get("teacher") is None and "teacher" in placed:
+        models["teacher"] = run.config.get("teacher.address") or run.config.get("teacher.cache")
+    return ", ".join(f"{role} {model}" for role, model in models.items() if model)
+
+
+def _accuracy(rows: Sequence[Row]) -> str:
+    """Returns the first and the last accuracy, with their 95% intervals, and the teacher's."""
+    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
+    texts = []
+    for row in evaluated[:1] + evaluated[1:][-1:]:
+        interval = f" ({text})" if (text := _interval(row)) else ""
+        texts.append(f"{row['eval/accuracy']:.1%}{interval} at step {row['step']}")
+    teacher = "".join(f"; the teacher {v:.1%}" for v in _values(rows, "teacher/accuracy")[:1])
+    return " → ".join(texts) + teacher
+
+
+def _interval(row: Row) -> str:
+    """Returns the 95% interval of a row's accuracy, `7.0% to 15.0%`; "" where it has none."""
+    low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+
+
+def _first_and_last(rows: Sequence[Row], name: str) -> str:
+    values = _values(rows, name)
+    if len(values) < 2 * ENDS:
+        ends, means = list(dict.fromkeys(values[:1] + values[-1:])), ""
+    else:
+        ends = [fmean(values[:ENDS]), fmean(values[-ENDS:])]
+        means = f", means of the first and last {ENDS} steps"
+    return " → ".join(f"{v:.1%}" if name in RATES else f"{v:.4g}" for v in ends) + means
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def changed_keys(run: RunFiles) -> dict[str, tuple[object, object]]:
+    """Maps each key to (the run's value, the default), where they differ; the default is None where
+    no key has that name."""
+    # As a default is read back from YAML.
+    defaults = {
+        key.path: list(key.default) if isinstance(key.default, tuple) else key.default
+        for key in keys(Config)
+    }
+    return {
+        key: (value, defaults.get(key))
+        for key, value in run.config.items()
+        if key not in PLACES and value != defaults.get(key)
+    }
+
+
+def differing_keys(runs: Sequence[RunFiles]) -> dict[str, list[object]]:
+    """Maps each key to the value of each run, where they differ."""
+    names = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
+    values = {name: [run.config.get(name) for run in runs] for name in names}
+    if "mesh" in values:  # a resumed run's config has the last one only
+        last = values["mesh"]
+        values["mesh"] = [meshes(run.sessions) or last[i] for i, run in enumerate(runs)]
+    return {name: each for name, each in values.items() if any(v != each[0] for v in each)}
+
+
+def memory_pools(run: RunFiles) -> list[JsonObject]:
+    """Returns the pools of the run's plan as in `plan.json`, none without a plan. Each also has:
+    `device_text`; `parts`, those of its roles at its peak, with their `role`, whose `bytes` add up
+    to `peak`; `measured`, bytes of its fullest device, None where nothing was measured."""
+    if run.plan is None:
+        return []
+    pools = []
+    for number, pool in enumerate(run.plan["pools"]):
+        devices = f"{len(pool['devices'])} {pool['device'] or 'device'}"
+        parts = [
+            {"role": role["role"], **part}
+            for role in run.plan["roles"]
+            if role["pool"] == number
+            for part in role["parts"]
+            if _present(role["role"], part, pool["moment"])
+        ]
+        # The planned figure, which a row holds where a device tells none, is no measurement.
+        peaks = [
+            row.get(f"memory/{role}/peak_bytes")
+            for row in run.rows
+            for role in pool["roles"]
+            if pool["peak"] and row.get(f"memory/{role}/planned") == 0
+        ]
+        pools.append(
+            pool
+            | {
+                "device_text": devices if pool["devices"] else "no device",
+                "parts": parts,
+                "measured": max((peak for peak in peaks if peak is not None), default=None),
+            }
+        )
+    return pools
+
+
+def _present(role: str, part: JsonObject, moment: str) -> bool:
+    """Returns whether a part of a role is on the device at a moment."""
+    if part["phase"] is not None:
+        return f"{role}: {part['phase']}" == moment
+    return not {moment, moment.partition(":")[0]} & set(part.get("away", ()))
+
+
+def samples(run: RunFiles) -> list[JsonObject]:
+    """Returns the samples of the first step, of the last, and of as many steps evenly between them
+    as there is room for.
+
+    `agreement` is the sample's own, or that of all completions of its step (`of_step`).
+    """
+    ordered = sorted(run.samples, key=lambda sample: sample["step"])
+    by_step = {step: list(same) for step, same in groupby(ordered, lambda sample: sample["step"])}
+    most = max(map(len, by_step.values()), default=1)
+    of_step = {row["step"]: row.get("distill/top1_agreement") for row in run.rows}
+    shown = []
+    for step in evenly(list(by_step), max(2, SAMPLES // most)):
+        for sample in by_step[step]:
+            agreement = sample.get("agreement")
+            (rounded,) = short([of_step.get(step) if agreement is None else agreement])
+            texts = {name: _cut(str(sample.get(name) or "")) for name in ("prompt", "completion")}
+            fields = {name: sample.get(name) for name in FIELDS} | texts
+            shown.append(fields | {"agreement": rounded, "of_step": agreement is None})
+    return shown
+
+
+def sample_columns(run: RunFiles) -> list[str]:
+    """Returns the columns of the table of samples: those in which any sample has something."""
+    of_step = any(row.get("distill/top1_agreement") is not None for row in run.rows)
+    optional = [
+        name
+        for name in ("answer", "score", "reward", "agreement")
+        if any(sample.get(name) is not None for sample in run.samples)
+        or (name == "agreement" and of_step)
+    ]
+    return ["step", "prompt", "completion", *optional, "tokens"]
+
+
+def _cut(text: str) -> str:
+    """Cuts the middle out of a long text."""
+    left_out = len(text) - TEXT
+    if left_out <= 0:
+        return text
+    return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
+
+
+def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
+    """Returns groups of charts for the page's script, most important first.
+
+    A metric that has one value in each run is no chart: it stands in the group's `constants`.
+    """
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    for name in names:
+        base, _, end = name.rpartition("_")
+        if name == "step" or (end in ("low", "high") and base in names):  # end of an interval
+            continue
+        title = name.partition("/")[0] if "/" in name else "run"
+        groups.setdefault("main" if name in FIRST else title, []).append(name)
+    groups["main"].sort(key=FIRST.index)
+    return [_group(title, members, runs) for title, members in groups.items() if members]
+
+
+def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> JsonObject:
+    group: JsonObject = {"title": title, "charts": [], "constants": []}
+    for name in names:
+        metric = describe(name) or UNKNOWN
+        described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
+        each = [{row[name] for row in run.rows if name in row} for run in runs]
+        if all(len(values) <= 1 for values in each):
+            values = [next(iter(values), None) for values in each]
+            group["constants"].append(described | {"values": values})
+        else:
+            limit = max(FEWEST_POINTS, POINTS // len(runs))
+            series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
+            chart = described | {"series": [line for line in series if line["x"] or line["lost"]]}
+            if name == "eval/accuracy":
+                chart["levels"] = [
+                    {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
+                    for number, run in enumerate(runs)
+                    for row in [row for row in run.rows if "teacher/accuracy" in row][:1]
+                    if row["teacher/accuracy"] is not None
+                ]
+            group["charts"].append(chart)
+    return group
+
+
+def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:
+    """Returns a series: x, y are points; mx, my are means to smooth, where they differ; low, high
+    are the 95% interval; lost are steps without a finite value."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    lost = [row["step"] for row in rows if name in row and row[name] is None]
+    series: JsonObject = {"run": number, "lost": evenly(lost, MARKS)}
+    if name.startswith("eval/"):
+        kept = evenly(found, limit)
+        ends = {row["step"]: [row.get(f"{name}_{end}") for end in ("low", "high")] for row in rows}
+        series |= {"x": [x for x, _ in kept], "y": short([y for _, y in kept])}
+        return series | {
+            end: short([ends[x][i] for x, _ in kept]) for i, end in enumerate(("low", "high"))
+        }
+    curve = thin([step for step, _ in found], [value for _, value in found], limit)
+    series |= {"x": curve.steps, "y": short(curve.values)}
+    if len(curve.steps) < len(found):
+        series |= {"mx": short(curve.mean_steps), "my": short(curve.means)}
+    return series
+
+
+def short(values: Sequence[float | None]) -> list[float | None]:
+    """Rounds each value to six digits: more than a screen shows, in half the bytes."""
+    return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps, as they are drawn."""
+
+    steps: list[int]
+    values: list[float]
+    mean_steps: list[float]
+    """Where the means belong: the middle of the steps that each is over."""
+    means: list[float]
+    """What is smoothed; the values themselves where nothing was thinned."""
+
+
+def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
+    """Thins values to at most `limit` (4 at the least): the first, the last, and the lowest and the
+    highest of each stretch of equally many values; also returns the mean of each stretch."""
+    n = len(steps)
+    if n <= limit:
+        return Curve(list(steps), list(values), [float(s) for s in steps], list(values))
+    size = ceil(n / max(1, (limit - 2) // 2))
+    stretches = [range(start, min(start + size, n)) for start in range(0, n, size)]
+    extremes = {pick(here, key=values.__getitem__) for here in stretches for pick in (min, max)}
+    kept = sorted({0, n - 1} | extremes)
+    return Curve(
+        [steps[i] for i in kept],
+        [values[i] for i in kept],
+        [fmean(steps[i] for i in here) for here in stretches],
+        [fmean(values[i] for i in here) for here in stretches],
+    )

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.waits import OTHER, TOUCH_S, Gap, Span, begins_run, gaps, span_of, union
-from jaxrl.report.curves import evenly
 from jaxrl.sharding.placement import ROLES
 
 SPANS = 40_000
@@ -29,6 +29,7 @@ STEPS = 20_000
 LEAST_GAP_US = 1000
 """Shorter gaps count in the idle share, and are not counted one by one."""
 WORKER = "worker "
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -257,3 +258,12 @@ def reason(gap: Gap) -> str:
     share = f" ({part:.0%})" if part < 0.995 else ""
     before = "the end" if gap.then is None else ".".join(gap.then.stage)
     return f"waited for {most}{share} before {before}"
+
+
+def evenly(items: Sequence[T], limit: int) -> list[T]:
+    """Picks at most `limit` (2 at the least) of the items: the first, the last, and those that lie
+    as evenly between them as possible."""
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(i * last / (limit - 1))] for i in range(limit)]

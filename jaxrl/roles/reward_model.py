@@ -31,8 +31,8 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
-from jaxrl.formats.places import find_folder, open_tensors
-from jaxrl.formats.torch_bin import open_weights
+from jaxrl.formats.hf import open_weights
+from jaxrl.formats.hub import find_folder, open_tensors
 from jaxrl.models import decoder
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.config import DecoderConfig

@@ -24,11 +24,11 @@ from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer, decode
-from jaxrl.environments import environment_source as environments
+from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import about, user_input
+from jaxrl.formats.hub import find_folder
 from jaxrl.formats.hub_names import data_name
-from jaxrl.formats.places import find_folder
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target

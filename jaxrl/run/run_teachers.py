@@ -21,7 +21,7 @@ from jaxrl.data.tokenizer import (
     check_same_vocabulary,
     same_prompts,
 )
-from jaxrl.environments.environment_source import EnvironmentFacts
+from jaxrl.environments.environment_process import EnvironmentFacts
 from jaxrl.errors import UserError
 from jaxrl.run.check_inputs import check_positions, end_ids, longest_sequence, tokenizer_of
 from jaxrl.teacher.cache import ScoreCache, check_cache

@@ -11,7 +11,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -76,22 +76,6 @@ Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Remaining:
-    """What is still to be scored."""
-
-    batches: tuple[int, ...]
-    """Those of the run that hold something without scores."""
-    keys: set[bytes]
-    """Of what has no scores (`ScoreManifest.key`)."""
-    rows: int
-    """Completions to score, the teacher's own included."""
-    tokens: int
-    """Their tokens; of the teacher's own completions the most there can be."""
-    stored: int
-    """Completions that have scores already."""
-
-
-@dataclass(frozen=True)
 class Scoring:
     """A teacher on its devices, and the data that it scores."""
 
@@ -121,33 +105,10 @@ class Scoring:
             samples=self.samples,
         )
 
-    @property
+    @cached_property
     def setup(self) -> Setup:
         """Returns what the teacher is made from."""
         return self.job.for_workers({"teacher": self.axes}, self.folder)
-
-    def remaining(self, cache: ScoreCache | None) -> Remaining:
-        """Lists what has no scores in the cache, of an epoch; where a task makes the rows, of the
-        run."""
-        train = self.job.train
-        indices = range(self.config.steps) if train.procedural else itertools.count()
-        batches: dict[int, None] = {}
-        keys: set[bytes] = set()
-        stored: set[bytes] = set()
-        tokens, each = 0, self.samples or 1
-        for index, prompt in train.rows(indices):
-            prompt = prompt.to_sample if self.samples else prompt
-            key = self.manifest.key(prompt.tokens, prompt.completion)
-            if key in keys or key in stored:
-                continue
-            if cache is not None and cache.has([key])[0]:
-                stored.add(key)
-                continue
-            keys.add(key)
-            batches[index] = None
-            longest = self.config.max_new_tokens
-            tokens += each * longest if self.samples else len(prompt.completion or ())
-        return Remaining(tuple(batches), keys, each * len(keys), tokens, each * len(stored))
 
     def scored(self, teacher: SamplingTeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
         """Scores a batch; returns its completions, and their scores on the host."""
@@ -259,41 +220,81 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
     """
     log, began = Output(sys.stdout).line, time.monotonic()
     scoring, notes = prepare(config, user_path(out), dtype)
-    folder = scoring.folder
+    folder, manifest = scoring.folder, scoring.manifest
     for note in (*notes, *scoring.job.data_notes()):
         log(note)
-    open_folder(folder, scoring.manifest)
+    open_folder(folder, manifest)
     try:
         lock = Lock(folder)
     except UserError as error:
         raise UserError(str(error).replace("run_dir=", "--out ", 1)) from None
     with closing(lock):
         cache = ScoreCache(folder) if (folder / MANIFEST).exists() else None
-        remaining = scoring.remaining(cache)
-        log(size_of(scoring, remaining, cache is None))
-        try:
-            if remaining.keys:
-                _score_all(scoring, remaining, cache is None, log)
-        except OSError as error:
-            free = shutil.disk_usage(folder).free
-            raise RunError(
-                f"--out {folder} cannot be written to: {error.strerror or error} ({free / GB:.3g}"
-                " GB are free there); the rows of complete shards are stored, and the same command"
-                " resumes once there is space"
-            ) from error
+        # What has no scores in the folder, of an epoch; where a task makes the rows, of the run.
+        train, each = scoring.job.train, scoring.samples or 1
+        indices = range(scoring.config.steps) if train.procedural else itertools.count()
+        batches, left, stored, tokens = dict[int, None](), set[bytes](), set[bytes](), 0
+        for index, prompt in train.rows(indices):
+            prompt = prompt.to_sample if scoring.samples else prompt
+            key = manifest.key(prompt.tokens, prompt.completion)
+            if key in left or key in stored:
+                continue
+            if cache is not None and cache.has([key])[0]:
+                stored.add(key)
+                continue
+            left.add(key)
+            batches[index] = None
+            longest = scoring.config.max_new_tokens
+            tokens += each * longest if scoring.samples else len(prompt.completion or ())
+
+        d, model = scoring.config.distill, scoring.source.config
+        free = shutil.disk_usage(folder).free
+        shapes = shapes_of(manifest, model.d_model).values()
+        token_bytes = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
+        size = tokens * token_bytes
+        if cache is None and d.signal == "hidden":
+            size += model.vocab_size * model.d_model * jnp.dtype(manifest.dtype).itemsize
+        most = "at most " if scoring.samples else ""
+        text = (
+            f"{each * len(left)} rows to score, {each * len(stored)} stored already;"
+            f" {most}{tokens:,} tokens of {token_bytes:,} bytes, {most}{size / GB:.3g} GB to write,"
+            f" {free / GB:.3g} GB free"
+        )
+        if size > free and not scoring.samples:
+            smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
+            raise UserError(
+                f"--out {folder}: {text}: make room, name a folder on another disk, or take"
+                f" {smaller}"
+            )
+        log(text)
+        if left:
+            try:
+                _score_all(scoring, [*batches], left, each * len(stored), cache is None, log)
+            except OSError as error:
+                free = shutil.disk_usage(folder).free
+                raise RunError(
+                    f"--out {folder} cannot be written to: {error.strerror or error}"
+                    f" ({free / GB:.3g} GB are free there); the rows of complete shards are stored,"
+                    " and the same command resumes once there is space"
+                ) from error
         done = ScoreCache(folder)
     log(f"{len(done)} rows in {folder}, after {format_seconds(time.monotonic() - began)}")
     return done
 
 
-def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) -> None:
+def _score_all(
+    scoring: Scoring, batches: Sequence[int], left: set[bytes], stored: int, first: bool, log: Log
+) -> None:
+    """Scores what is `left` of the batches, by its keys; `first`: the folder is empty yet."""
     teacher = cast(SamplingTeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
-    config, manifest, head = scoring.config, scoring.manifest, None
-    if first and config.distill.signal == "hidden":
-        head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
-        if scoring.stored not in (manifest.dtype, "float32"):
+    config, manifest, each = scoring.config, scoring.manifest, scoring.samples or 1
+    if first:
+        head = None
+        if config.distill.signal == "hidden":
+            head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
+        if head is not None and scoring.stored not in (manifest.dtype, "float32"):
             parts = []
-            for index in remaining.batches[:MEASURED]:
+            for index in batches[:MEASURED]:
                 rollout, signal = scoring.scored(teacher, index)
                 assert isinstance(signal, HiddenSignal)
                 parts.append(np.asarray(signal.hidden)[np.asarray(rollout.sequences.loss_mask)])
@@ -303,16 +304,15 @@ def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) ->
             error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
             log(f"hidden states in {scoring.stored}: {error}")
             manifest = manifest.model_copy(update={"error": error})
-    if first:
         tokenizer = scoring.source.tokenizer_path
         assert tokenizer is not None, "make_job has compared its tokens"
         write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
-    writer, left = ScoreWriter(scoring.folder), set(remaining.keys)
+    writer, rows = ScoreWriter(scoring.folder), each * len(left)
     try:
-        with _progress(remaining.rows, log) as advance:
-            for index in remaining.batches:
+        with _progress(rows, log) as advance:
+            for index in batches:
                 for group in scoring.rows(*scoring.scored(teacher, index)):
-                    key = scoring.manifest.key(group[0].prompt, group[0].completion)
+                    key = manifest.key(group[0].prompt, group[0].completion)
                     if key in left:
                         writer.add(group)
                         left.remove(key)
@@ -320,11 +320,9 @@ def _score_all(scoring: Scoring, remaining: Remaining, first: bool, log: Log) ->
         writer.flush()
     except KeyboardInterrupt:
         writer.flush()
-        rows = remaining.stored + remaining.rows
-        done = rows - len(left) * (scoring.samples or 1)
         raise KeyboardInterrupt(
-            f"interrupted: {done} of {rows} rows are stored in {scoring.folder}; the same command"
-            " resumes"
+            f"interrupted: {stored + rows - each * len(left)} of {stored + rows} rows are stored in"
+            f" {scoring.folder}; the same command resumes"
         ) from None
 
 
@@ -391,35 +389,3 @@ def open_folder(folder: Path, manifest: ScoreManifest) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
-
-
-def size_of(scoring: Scoring, remaining: Remaining, first: bool) -> str:
-    """Says how much is about to be written.
-
-    Args:
-        first: the teacher's LM head is still to be written too.
-
-    Raises:
-        UserError: the disk has less room than that.
-    """
-    config, d = scoring.source.config, scoring.config.distill
-    shapes = shapes_of(scoring.manifest, config.d_model).values()
-    each = sum(jnp.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in shapes)
-    size = remaining.tokens * each
-    if first and d.signal == "hidden":
-        itemsize = jnp.dtype(scoring.config.teacher.compute_dtype).itemsize
-        size += config.vocab_size * config.d_model * itemsize
-    free = shutil.disk_usage(scoring.folder).free
-    most = "at most " if scoring.samples else ""
-    text = (
-        f"{remaining.rows} rows to score, {remaining.stored} stored already;"
-        f" {most}{remaining.tokens:,} tokens of {each:,} bytes, {most}{size / GB:.3g} GB to write,"
-        f" {free / GB:.3g} GB free"
-    )
-    if size > free and not scoring.samples:
-        smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
-        raise UserError(
-            f"--out {scoring.folder}: {text}: make room, name a folder on another disk, or take"
-            f" {smaller}"
-        )
-    return text

@@ -155,7 +155,10 @@ class LocalTeacher:
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
     ) -> TeacherSignal | None:
         """Scores as `Scorer.score` does; `rewards` are for a teacher that gets feedback."""
-        return self._scorer.score(informed(rollout, rewards, self._add_feedback), part, parts)
+        if self._add_feedback is not None:
+            assert rewards is not None, "the loop gives them to a teacher that gets feedback"
+            rollout, _ = self._add_feedback(rollout, rewards.messages)
+        return self._scorer.score(rollout, part, parts)
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Samples completions of each prompt, to train on."""
@@ -228,17 +231,31 @@ class RoutedTeachers:
         """Scores as `LocalTeacher` does. A row gets its teacher's signal, or that of the
         mixture."""
         longest = self._config.teacher_prompt_tokens
-        rollout = informed(rollout, rewards, self._add_feedback)
+        if self._add_feedback is not None:
+            assert rewards is not None, "the loop gives them to a teacher that gets feedback"
+            rollout, _ = self._add_feedback(rollout, rewards.messages)
         rollout = as_the_teacher_reads(rollout, longest, self._devices.multiple)
         given = scored_part(rollout, part, parts, self._devices)
         if given is None:
             return None
         weights = teacher_weights(self._config, rollout)
         assert weights is not None
+        weights = weights[given.rows]
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):
-            if self._projection.mixture is None:
-                return self._routed(given, weights[given.rows])
-            return self._mixed(given, weights[given.rows])
+            if self._projection.mixture is not None:
+                return self._mixed(given, weights)
+            merged: TeacherSignal | None = None
+            scorers = list(self._scorers.items())
+            for k, its_rows in own_parts(given, weights, self._devices, mixed=False).items():
+                name, scorer = scorers[k]
+                with self._turn("score", name):
+                    signal, rows = scorer.run(its_rows), put(weights[:, k] > 0, self._rows)
+                    with current().running(self._merge, merged, signal, rows):
+                        merged = jax.block_until_ready(self._merge(merged, signal, rows))
+                    current().put("teacher.signal", merged)
+        current().drop("teacher.signal")
+        assert merged is not None, "one teacher runs at least"
+        return merged
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Samples completions of each prompt by its own teacher, to train on."""
@@ -267,21 +284,6 @@ class RoutedTeachers:
         current().enter(f"teacher.{method}.{name}")
         return phase(name)
 
-    def _routed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
-        """Computes each row by its own teacher alone."""
-        merged: TeacherSignal | None = None
-        scorers = list(self._scorers.items())
-        for k, its_rows in own_parts(given, weights, self._devices, mixed=False).items():
-            name, scorer = scorers[k]
-            with self._turn("score", name):
-                signal, rows = scorer.run(its_rows), put(weights[:, k] > 0, self._rows)
-                with current().running(self._merge, merged, signal, rows):
-                    merged = jax.block_until_ready(self._merge(merged, signal, rows))
-                current().put("teacher.signal", merged)
-        current().drop("teacher.signal")
-        assert merged is not None, "one teacher runs at least"
-        return merged
-
     def _mixed(self, given: ScoredPart, weights: np.ndarray) -> TeacherSignal:
         """Computes by every teacher the rows in which it has a share, and mixes."""
         hidden: list[jax.Array] = []
@@ -306,16 +308,6 @@ class RoutedTeachers:
             found = jax.block_until_ready(self._mix(*arguments))
         current().drop("teacher.signal")
         return found
-
-
-def informed(
-    rollout: Rollout, rewards: RewardReport | None, add_feedback: AddFeedback | None
-) -> Rollout:
-    """Puts the messages of its rewards into the teacher's prompts, where it gets any."""
-    if add_feedback is None:
-        return rollout
-    assert rewards is not None, "the loop gives them to a teacher that gets feedback"
-    return add_feedback(rollout, rewards.messages)[0]
 
 
 def keep_weights(

@@ -22,8 +22,7 @@ from safetensors.numpy import save
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.formats.hf import STORED
-from jaxrl.process.json_types import JsonObject
+from jaxrl.formats.hf import STORED, safetensors_header
 from jaxrl.types import Sequences, TeacherSignal
 
 PROTOCOL = 2
@@ -52,7 +51,6 @@ _DTYPES = STORED | {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-Piece = bytes | memoryview
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 """Name of a tensor -> name of its dtype, and its dims after those of the tokens."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -332,21 +330,12 @@ def present(signal: TeacherSignal) -> dict[str, np.ndarray]:
     return {name: tensor for name, tensor in vars(signal).items() if tensor is not None}
 
 
-def frame(tensors: Mapping[str, np.ndarray]) -> list[Piece]:
+def frame(tensors: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
     """Writes safetensors in pieces, to be sent one after the other: unlike `safetensors.serialize`,
     it does not copy the tensors."""
-    header: JsonObject = {}
-    pieces: list[Piece] = []
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        shape, dtype = list(tensor.shape), _NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-        pieces.append(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *pieces]
+    rows = ((name, _NAMES[x.dtype], x.shape, x.nbytes) for name, x in tensors.items())
+    bodies = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in tensors.values())
+    return [safetensors_header(rows), *bodies]
 
 
 def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -373,7 +362,7 @@ def check_answer(
     give.
 
     Args:
-        tensors: fields of a `TeacherSignal`.
+        tensors: fields of a `TeacherSignal`; or the head, with a mask [V] of all its rows.
         mask: [B, C] True where a completion token trains; elsewhere values are not read.
         v: tokens that student and teacher share.
 
@@ -385,7 +374,11 @@ def check_answer(
         raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
     for name, (dtype, dims) in shapes.items():
         x = tensors[name]
-        _check_tensor(name, x, dtype, (*mask.shape, *dims))
+        shape = [*mask.shape, *dims]
+        if x.dtype.name != dtype or [*x.shape] != shape:
+            raise ValueError(
+                f"{name} is {x.dtype.name} {[*x.shape]}, {dtype} {shape} was asked for"
+            )
         if name.endswith("ids"):
             check_ids(name, x, v)
             again = np.zeros(x.shape, bool)  # among the best of a position it would count twice
@@ -393,7 +386,7 @@ def check_answer(
             ranked = np.take_along_axis(x, order, -1)
             np.put_along_axis(again, order[..., 1:], ranked[..., 1:] == ranked[..., :-1], -1)
             _refuse(name, x, again & mask[..., None], "each of the best tokens is there once")
-        elif name == "hidden":
+        elif name in ("hidden", HEAD):
             _refuse(name, x, ~np.isfinite(x) & mask[..., None], "a finite number is expected")
         elif name == "entropy":
             most = float(np.log(v)) + ROUNDING
@@ -404,13 +397,6 @@ def check_answer(
     for best, tail in (("topk_logprobs", "tail_logprob"), ("best_logprobs", "best_tail")):
         if best in tensors:
             check_sum(best, tensors[best], tensors[tail], mask)
-
-
-def _check_tensor(name: str, x: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
-    if x.dtype.name != dtype or x.shape != shape:
-        raise ValueError(
-            f"{name} is {x.dtype.name} {list(x.shape)}, {dtype} {list(shape)} was asked for"
-        )
 
 
 def check_ids(name: str, ids: np.ndarray, v: int) -> None:
@@ -433,11 +419,6 @@ def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -
     total = np.exp(best.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
     wrong = mask & (np.abs(total - 1) > ROUNDING)
     _refuse(f"the sum of {name}", total, wrong, "probabilities and their tail add up to 1")
-
-
-def check_head(head: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
-    _check_tensor("head", head, dtype, shape)
-    _refuse("head", head, ~np.isfinite(head), "a finite number is expected")
 
 
 def _refuse(name: str, x: np.ndarray, wrong: np.ndarray, allowed: str) -> None:

@@ -42,8 +42,8 @@ def written(command):
         if words[:1] == ["--config"]:
             config, words = words[1], words[2:]
         return str(Config.load(config, [word for word in words if word[0] != "-"]).run_path)
-    script = FOLDER.parent / "scripts" / f"{module.removeprefix('jaxrl.scripts.')}.py"
-    return words[0] if words else re.findall(r'default="(runs/\w+)"', script.read_text())[0]
+    assert (FOLDER.parent / "scripts" / f"{module.removeprefix('jaxrl.scripts.')}.py").is_file()
+    return words[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

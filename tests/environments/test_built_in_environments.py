@@ -6,13 +6,13 @@ import pytest
 
 from jaxrl.environments import Answer
 from jaxrl.environments.built_in import Calculator, GuessNumber, TextWorld, value_of
-from jaxrl.environments.environment_source import BUILT_IN, PACKAGES, facts_of, find, load
+from jaxrl.environments.environment_process import BUILT_IN, PACKAGES, facts_of, find, load_class
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - PACKAGES.keys()))
 def test_each_is_there(name: str) -> None:
     source = find(name)
-    facts = facts_of(source, load(source), describe=True)
+    facts = facts_of(source, load_class(source), describe=True)
     assert facts.resets == (name != "calculator") and not facts.tools
 
 

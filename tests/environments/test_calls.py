@@ -23,8 +23,7 @@ import pytest
 from jaxrl.data.thoughts import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.environment_process import observed
-from jaxrl.environments.tool_calls import parse_calls
-from jaxrl.environments.tools import SchemaTool, as_text
+from jaxrl.environments.tool_calls import SchemaTool, as_text, parse_calls
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")
 TEXTS = {

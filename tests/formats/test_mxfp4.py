@@ -16,7 +16,7 @@ from references.tiny import PACKED, batch, packed_tensors
 from tiny_models import RAW_CONFIGS, REFERENCES, Memory, make_mesh
 
 from jaxrl.errors import UserError
-from jaxrl.formats import hf, mxfp4, weights
+from jaxrl.formats import hf, weights
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 
@@ -38,13 +38,13 @@ def test_bytes_are_the_numbers_that_transformers_reads() -> None:
     """And a box of them is that box, whatever blocks it cuts."""
     given = np.load(REFERENCES / "mxfp4.npz")
     whole = (slice(0, 2), slice(0, 96), slice(0, 5))
-    found = mxfp4.read(given["blocks"], given["scales"], whole)
+    found = hf.read_mxfp4(given["blocks"], given["scales"], whole)
     assert found.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found.astype(np.float32), given["values"])
     for box in ((1, 2), (0, 96), (1, 5, 2)), ((0, 2), (31, 65), (0, 4, 2)), ((0, 1), (7, 9), (4,)):
         index = tuple(slice(*span) for span in box)
         np.testing.assert_array_equal(
-            mxfp4.read(given["blocks"], given["scales"], index), found[index]
+            hf.read_mxfp4(given["blocks"], given["scales"], index), found[index]
         )
 
 
@@ -87,10 +87,10 @@ def test_the_host_holds_one_expert_in_float32() -> None:
     experts, n_out, groups = 16, 256, 16
     blocks = np.ones((experts, n_out, groups, 16), np.uint8)
     scales = np.full((experts, n_out, groups), 127, np.uint8)
-    shape = mxfp4.shape_of(blocks.shape, scales.shape)
+    shape = hf.mxfp4_shape(blocks.shape, scales.shape)
     assert shape == (experts, groups * 32, n_out)
     tracemalloc.start()
-    found = mxfp4.read(blocks, scales, tuple(map(slice, shape)))
+    found = hf.read_mxfp4(blocks, scales, tuple(map(slice, shape)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     one = 4 * found[0].size

@@ -21,7 +21,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.export import export
 from jaxrl.formats import hf, peft, weights
-from jaxrl.formats.gguf_tokenizer import save
+from jaxrl.formats.gguf import save_tokenizer
 from jaxrl.models.lora import Lora
 from jaxrl.teacher.protocol import Info
 
@@ -139,7 +139,7 @@ def test_templates_of_a_gguf_file_are_read(names: tuple[str, ...], tmp_path: Pat
     right = {name: BOTH[name] for name in names}
     assert tokenizer.chat_template == (CHATML if names == ("default",) else right)
     (tmp_path / "hf").mkdir()
-    save(tmp_path / "m.gguf", tmp_path / "hf")
+    save_tokenizer(tmp_path / "m.gguf", tmp_path / "hf")
     again = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert again.chat_template == tokenizer.chat_template
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.formats.torch_bin import TorchBinFolder, open_weights
+from jaxrl.formats.hf import TorchBinFolder, open_weights
 from jaxrl.roles.grouper import embed
 
 REFERENCES = Path(__file__).parent.parent / "references"

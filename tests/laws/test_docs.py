@@ -20,7 +20,7 @@ from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
 from jaxrl.data.tasks import TASKS
-from jaxrl.formats.gguf_tokenizer import PRE
+from jaxrl.formats.gguf import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
 from jaxrl.models.families import FAMILIES
@@ -96,26 +96,21 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
 def test_the_scripts_that_pages_name_write_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, hints, teachers, students = (
-        script(f"make_{name}") for name in ("calls", "hints", "two_teachers", "byte_students")
-    )
-    for module in (calls, hints):
-        monkeypatch.setattr(module, "COUNT", 3)
-    monkeypatch.setattr(hints, "KNOWN", 2)
-    monkeypatch.setattr(teachers, "ROWS", {"train": 3, "eval": 2})
+    sums, models = script("make_sums"), script("make_small_models")
+    monkeypatch.setattr(sums, "NUMBERS", sums.NUMBERS[:3])
+    monkeypatch.setattr(sums, "KNOWN", 2)
+    monkeypatch.setattr(models, "ROWS", {"train": 3, "eval": 2})
     trained: list[Config] = []
 
     def train(config: Config) -> SimpleNamespace:
         trained.append(config)
         return SimpleNamespace(final_eval=1.0)
 
-    for module in (teachers, students):
-        monkeypatch.setattr(module, "train", train)
-    calls.main([str(tmp_path / "calls.jsonl")])
-    hints.main([str(tmp_path / "hints.jsonl")])
-    hints.main([str(tmp_path / "feedback.jsonl"), "feedback"])
-    teachers.main([str(tmp_path)])
-    students.main([str(tmp_path)])
+    monkeypatch.setattr(models, "train", train)
+    for kind in sums.KINDS:
+        sums.main([str(tmp_path / f"{kind}.jsonl"), kind])
+    for kind in models.KINDS:
+        models.main([str(tmp_path), kind])
     names = ["plus", "minus", "bytes", "pairs"]
     assert [Path(config.run_dir or "").name for config in trained] == names
     sizes = [resolve_model(config.student.model).config.vocab_size for config in trained[2:]]

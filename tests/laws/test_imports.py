@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "errors"),
 )
 FORBIDDEN = ("tensorflow",)
-TORCH_HOME = "formats.torch_bin"
+TORCH_HOME = "formats.hf"
 SLOW = ("flax", "jax", "matplotlib", "optax", "orbax", "pandas", "pyarrow", "ray", "transformers")
 """Packages that take part of a second or more to import."""
 ANSWERS = """
@@ -294,7 +294,7 @@ def test_help_and_refusals_load_no_slow_package() -> None:
     command = [sys.executable, "-c", ANSWERS, *scripts]
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) > 3 * (9 + 8)
+    assert len(answers) > 3 * (9 + 5)
     for module, argv, code, loaded in answers:
         assert code == (0 if argv in (["--help"], ["--version"]) else 2), (module, argv)
         assert set(SLOW).isdisjoint(loaded), (module, argv)

@@ -37,8 +37,8 @@ from jaxrl.config import cli
 from jaxrl.data.chat_template import render
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.interrupt import Interrupted
+from jaxrl.report.html_page import facts
 from jaxrl.report.read import read_run
-from jaxrl.report.summary import facts
 from jaxrl.report.timeline_lanes import understand
 from jaxrl.run.held_out import prepare
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions

@@ -66,7 +66,7 @@ BOUNDED = {
     ): "its loop ends with the socket that it listens to",
     ("teacher/server.py", "self._turns.acquire()"): "inside asyncio.timeout(limits.wait_s)",
     (
-        "teacher/service.py",
+        "teacher/server.py",
         "self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()",
     ): ("weights are read before the server listens"),
     ("telemetry/trackers.py", "self._waiting.get()"): QUEUE,

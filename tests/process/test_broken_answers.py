@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxrl.environments.environment_pool import EnvironmentPool, Session
-from jaxrl.environments.environment_process import Observation
-from jaxrl.environments.environment_source import find as find_environment
+from jaxrl.environments.environment_pool import EnvironmentPool
+from jaxrl.environments.environment_process import Observation, Session
+from jaxrl.environments.environment_process import find as find_environment
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
 from jaxrl.rewards.functions import find

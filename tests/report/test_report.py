@@ -31,20 +31,25 @@ from jaxrl.profile.stages import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
 from jaxrl.report import timeline_lanes
-from jaxrl.report.curves import charts, evenly, thin
-from jaxrl.report.html_page import _asset, bytes_text, environment, page
-from jaxrl.report.read import read_run
-from jaxrl.report.summary import (
+from jaxrl.report.html_page import (
     SAMPLES,
+    _asset,
     about,
+    bytes_text,
     changed_keys,
+    charts,
     differing_keys,
+    environment,
+    evenly,
     facts,
     headline,
     memory_pools,
+    page,
     sample_columns,
     samples,
+    thin,
 )
+from jaxrl.report.read import read_run
 from jaxrl.report.timeline_lanes import PoolUse, understand, waited
 from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE

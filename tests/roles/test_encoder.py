@@ -26,7 +26,7 @@ from references.tiny_encoders import (
 from tiny_models import Memory, make_mesh
 
 from jaxrl.errors import UserError
-from jaxrl.formats.places import find_folder
+from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of

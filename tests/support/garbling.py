@@ -110,7 +110,7 @@ class ManyTools(Environment):
     """10,000 tools."""
 
     def __init__(self, long=False):
-        from jaxrl.environments.tools import SchemaTool
+        from jaxrl.environments.tool_calls import SchemaTool
 
         words, many = ("y" * 5_000_000, 1) if long else ("Does something with an item.", 10_000)
         parameters = {"type": "object", "properties": {"item": {"type": "string"}}}

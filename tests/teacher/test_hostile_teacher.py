@@ -20,9 +20,9 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError, UserError
-from jaxrl.teacher import client, remote
-from jaxrl.teacher.client import Endpoint, TeacherError
+from jaxrl.teacher import remote
 from jaxrl.teacher.protocol import PROTOCOL, SIGNALS, Info, check_answer, vocab_hash
+from jaxrl.teacher.remote import Endpoint, TeacherError
 from jaxrl.types import Prompt
 
 K, C, T = 3, 4, 8
@@ -62,7 +62,7 @@ INFO = Info(
 
 @pytest.fixture(autouse=True)
 def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MOST_WRONG", 1)
+    monkeypatch.setattr(remote, "MOST_WRONG", 1)
 
 
 def config(**teacher: Any) -> Config:
@@ -123,7 +123,7 @@ def meet(made: Config) -> None:
     remote.check_together(made, {remote.ONLY: info})
     remote.check_remote_prompts(made, info, TOKENIZER, prompts, v)
     teacher = remote.RemoteTeachers(made, v, {remote.ONLY: info})
-    teacher._ask(teacher._clients[0], (sequences(), None))
+    teacher._clients[0].score(sequences(), None, made.distill, v)
     if made.teacher.api == "jaxrl":
         remote.remote_head(made, v, info)
 

@@ -19,10 +19,9 @@ from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import pack
-from jaxrl.teacher import service as service_module
+from jaxrl.teacher import server as server_module
 from jaxrl.teacher.protocol import Options, Request, read_request, write_request
-from jaxrl.teacher.server import Limits, TeacherServer
-from jaxrl.teacher.service import ScoringService
+from jaxrl.teacher.server import Limits, ScoringService, TeacherServer
 from jaxrl.types import Sequences, TeacherSignal
 
 V = 64
@@ -125,8 +124,8 @@ def test_what_changes_no_answer_changes_no_program(
 def test_the_programs_of_an_address_take_the_place_of_its_own(
     fresh: ScoringService, sequences: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "PROGRAMS_OF_ONE", 3)
-    monkeypatch.setattr(service_module, "MOST_PROGRAMS", 5)
+    monkeypatch.setattr(server_module, "PROGRAMS_OF_ONE", 3)
+    monkeypatch.setattr(server_module, "MOST_PROGRAMS", 5)
     compiled: list[int] = []
     fresh.__dict__["_compile"] = lambda asked, inputs: compiled.append(asked.top_k)
     mine = [request(fresh, sequences, top_k=k) for k in (1, 2)]

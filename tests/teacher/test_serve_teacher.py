@@ -40,13 +40,6 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import pack
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
-from jaxrl.teacher.client import (
-    TAIL_FLOOR,
-    Endpoint,
-    TeacherClient,
-    TeacherError,
-    tail_logprob,
-)
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import (
     TOKEN,
@@ -60,14 +53,18 @@ from jaxrl.teacher.protocol import (
     write_request,
 )
 from jaxrl.teacher.remote import (
+    TAIL_FLOOR,
+    Endpoint,
     RemoteTeachers,
+    TeacherClient,
+    TeacherError,
     check_remote,
     check_remote_prompts,
     remote_head,
     remote_info,
+    tail_logprob,
 )
-from jaxrl.teacher.server import Limits, TeacherServer
-from jaxrl.teacher.service import ScoringService, rows_of
+from jaxrl.teacher.server import Limits, ScoringService, TeacherServer, rows_of
 from jaxrl.types import (
     HiddenSignal,
     Prompt,
@@ -1264,7 +1261,7 @@ def test_another_version_of_the_protocol_is_refused_at_once(
     service: ScoringService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(service) as server:
-        monkeypatch.setattr("jaxrl.teacher.client.PROTOCOL", 3)
+        monkeypatch.setattr("jaxrl.teacher.protocol.PROTOCOL", 3)
         with pytest.raises(UserError, match="speaks version 2 .*, this jaxrl version 3: install"):
             remote_info(config(server.address, PLAIN))
         eventually(lambda: server.counts["served"] == 1)

@@ -33,12 +33,10 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.run.check_inputs import tokenizer_of
 from jaxrl.sharding.reshard import to_host
-from jaxrl.teacher.client import TeacherError
 from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import TOKEN
-from jaxrl.teacher.remote import RemoteTeachers, check_together, remote_info
-from jaxrl.teacher.server import Limits, TeacherServer, server_tls
-from jaxrl.teacher.service import ScoringService
+from jaxrl.teacher.remote import RemoteTeachers, TeacherError, check_together, remote_info
+from jaxrl.teacher.server import Limits, ScoringService, TeacherServer, server_tls
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt, Rollout, SampledSignal, TeacherSignal
 

@@ -11,7 +11,7 @@ import gymnasium
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment
 from jaxrl.environments.packages import seed_of
-from jaxrl.environments.tools import as_text
+from jaxrl.environments.tool_calls import as_text
 from jaxrl.errors import UserError
 
 NUMBER = re.compile(r"(?<!\d)-?\d+")

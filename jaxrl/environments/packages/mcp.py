@@ -15,7 +15,7 @@ from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
 from jaxrl.environments.environment import Environment, Unavailable
-from jaxrl.environments.tools import Arguments, SchemaTool
+from jaxrl.environments.tool_calls import Arguments, SchemaTool
 from jaxrl.errors import UserError, near, short
 
 MOST_NAMES = 1000

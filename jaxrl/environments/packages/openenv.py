@@ -14,7 +14,7 @@ from openenv.core.generic_client import GenericEnvClient
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages import seed_of
-from jaxrl.environments.tools import as_text
+from jaxrl.environments.tool_calls import as_text
 from jaxrl.errors import UserError, near
 
 T = TypeVar("T")

@@ -27,8 +27,7 @@ from verifiers.v1.utils import loaders
 from jaxrl.data.example import Columns, JsonObject, Message
 from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages import seed_of
-from jaxrl.environments.tool_calls import parse_calls
-from jaxrl.environments.tools import Arguments, SchemaTool, as_text
+from jaxrl.environments.tool_calls import Arguments, SchemaTool, as_text, parse_calls
 from jaxrl.errors import UserError
 
 __all__ = ["Turns", "Verifiers"]
