@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.profile.work import Work, adamw_work, decode_work, divergence_work, forward_work
-from jaxrl.sharding.device_peaks import best_seconds, product_flops, read_bandwidth
+from jaxrl.sharding.targets import best_seconds, product_flops, read_bandwidth
 
 BIG = 2**28
 """Bytes of the array that is read for the bandwidth: far above every cache."""

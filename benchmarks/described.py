@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.aot.abstract import Program
 from jaxrl.aot.compile_report import compile_program
 from jaxrl.aot.hlo import Graphs, read
-from jaxrl.aot.programs import RunPrograms
+from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of

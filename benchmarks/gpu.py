@@ -32,7 +32,7 @@ from described import SIZES
 from gpu_sections import GB, PREALLOCATE, SECTIONS, Bench, Row
 
 from jaxrl.process.gpu_memory import take_share
-from jaxrl.sharding.device_peaks import Ceilings
+from jaxrl.sharding.targets import Ceilings
 
 HERE = Path(__file__).parent
 WIDTH, MOST_LINES = 120, 40

@@ -37,8 +37,8 @@ from described import (
 )
 
 import jaxrl
-from jaxrl.aot.abstract import Program
-from jaxrl.aot.costs import Links, launch_seconds, part_seconds, stage_costs
+from jaxrl.aot.programs import Program
+from jaxrl.aot.suggest import Links, launch_seconds, part_seconds, stage_costs
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models import split_k
@@ -46,7 +46,10 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
 from jaxrl.profile.work import Work, decode_work, divergence_work, forward_work
 from jaxrl.sampling.decode import GRAPHED, launch_with
-from jaxrl.sharding.device_peaks import (
+from jaxrl.sharding.ledger import HOST
+from jaxrl.sharding.reshard import checksums, nbytes, reshard
+from jaxrl.sharding.targets import (
+    GPUS,
     PUBLISHED,
     Ceilings,
     best_seconds,
@@ -54,9 +57,6 @@ from jaxrl.sharding.device_peaks import (
     product_flops,
     read_bandwidth,
 )
-from jaxrl.sharding.ledger import HOST
-from jaxrl.sharding.reshard import checksums, nbytes, reshard
-from jaxrl.sharding.targets import GPUS
 
 GB, TERA = 1e9, 1e12
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -97,9 +97,10 @@ class Bench:
 
         value, unit: the result. seconds: of one call. floor_seconds: the least that the work takes
         at the measured ceilings. share: of the ceiling that `share_of` names. predicted: seconds by
-        `jaxrl.aot.costs`, from the `measured` and from the `published` ceilings. planned, compiled,
-        device: bytes on a device by the plan, the compiled program and the device's statistics.
-        attention, graphs, collectives: as the program's text says. error: why there is no result.
+        `jaxrl.aot.suggest`, from the `measured` and from the `published` ceilings. planned,
+        compiled, device: bytes on a device by the plan, the compiled program and the device's
+        statistics. attention, graphs, collectives: as the program's text says. error: why there is
+        no result.
         """
         row: Row = {"section": section, "name": name}
         if time.time() > self.limit:

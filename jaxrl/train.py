@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxrl.data.source import Rows
-    from jaxrl.plan import Plan
+    from jaxrl.plan.table import Plan
     from jaxrl.process.json_types import JsonObject
     from jaxrl.run.python_objects import GivenConfig, GivenEnvironment, GivenModel
 
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int | None:
             if any(program.error for program in report.programs):
                 raise UserError("\n".join(report.failures))
             return _leave(report.failures)
-        from jaxrl.plan.record import plan_json
+        from jaxrl.plan.table import plan_json
         from jaxrl.run.attempt import checks, plan_run, run_config
         from jaxrl.run.python_objects import NOTHING
 

@@ -22,21 +22,27 @@ from rich import box
 from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.aot.abstract import Program
-from jaxrl.aot.costs import Traffic, counted_bytes
 from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
 from jaxrl.aot.machine import Machine, machine, prepare
-from jaxrl.aot.programs import RunPrograms
+from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.subprocess_compile import Died, apart
-from jaxrl.aot.suggest import SHOWN, WORTH, Candidate, Search, candidate_lines
+from jaxrl.aot.suggest import (
+    SHOWN,
+    WORTH,
+    Candidate,
+    Search,
+    Traffic,
+    candidate_lines,
+    counted_bytes,
+)
 from jaxrl.config.schema import Config
 from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
-from jaxrl.plan import Plan, target_plan
+from jaxrl.plan import target_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.plan_inputs import GB
-from jaxrl.plan.table import MB
+from jaxrl.plan.table import MB, Plan
 from jaxrl.process.streams import silenced
 from jaxrl.process.text_tables import table_lines
 from jaxrl.run.names import with_commits
@@ -128,10 +134,9 @@ class Report:
         """Returns a message for each program that does not compile, and for each pool that does not
         fit."""
         found = [
-            f"{program.role}: {program.name} does not compile for {self.target.name}:"
-            f" {program.error}"
-            for program in self.programs
-            if program.error is not None
+            f"{one.role}: {one.name} does not compile for {self.target.name}: {one.error}"
+            for one in self.programs
+            if one.error is not None
         ]
         for name, size in self.peaks.items():
             if size > self.limit:
@@ -145,7 +150,13 @@ class Report:
         """Returns the plan, the table of programs and the notes below it, as they are printed."""
         lines = [*table_lines(_table(self)), *_notes(self)]
         if self.search:
-            lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", _suggestion(self)]
+            if self.suggested is not None:
+                words = (f"{key}={shown(value)}" for key, value in self.suggested.changes)
+                result = f"suggested, and compiled below: {' '.join(words)}"
+            else:
+                nothing = "suggested: nothing; no candidate compiles and fits"
+                result = nothing if self.failures else "suggested: the run as configured"
+            lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", result]
         parts = [self.plan.text(), "\n".join(lines) + "\n"]
         if self.suggested is not None:
             parts.append(self.suggested.text())
@@ -154,26 +165,22 @@ class Report:
     def json(self) -> str:
         """Returns one JSON object (docs/accelerators.md lists its keys); sizes are bytes on one
         device."""
-        programs = []
-        for program in self.programs:
-            found = program.found
-            programs.append(
-                {
-                    "role": program.role,
-                    "name": program.name,
-                    "devices": program.devices,
-                    "planned_bytes": program.planned,
-                    "compiled_bytes": program.compiled,
-                    "calls_a_step": program.calls,
-                    "seconds_to_compile": round(program.seconds, 1),
-                    "error": program.error,
-                    "collectives": {}
-                    if found is None
-                    else {kind: asdict(c) for kind, c in found.collectives.items()},
-                    "attention": None if found is None else found.attention,
-                    "graphs": program.graphs and asdict(program.graphs),
-                }
-            )
+        programs = [
+            {
+                "role": program.role,
+                "name": program.name,
+                "devices": program.devices,
+                "planned_bytes": program.planned,
+                "compiled_bytes": program.compiled,
+                "calls_a_step": program.calls,
+                "seconds_to_compile": round(program.seconds, 1),
+                "error": program.error,
+                "collectives": program.found and asdict(program.found)["collectives"] or {},
+                "attention": program.found and program.found.attention,
+                "graphs": program.graphs and asdict(program.graphs),
+            }
+            for program in self.programs
+        ]
         record = {
             "target": self.target.name,
             "mesh": self.plan.placement.spec,
@@ -314,58 +321,38 @@ def _rows(
 
 def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iterator[Checked]:
     """Yields, in turn 0, the longest programs of a run, in turn 1 the others, but for those that
-    are done; each twice: before and after its compilation."""
+    are done; each twice: before its compilation, with what the plan says of it, and after."""
     prepare()
     there = machine(target)
     plan = plan_for(config, there)
+    where = plan.placement.roles
     with compiling_for(plan.inputs.target):
         programs = RunPrograms(plan.config, plan.inputs, plan.axes, there.devices)
         mine = (program for program in programs if (program.name not in LONGEST) == turn)
         for program in islice(mine, done, None):
-            expected = _expected(program, plan)
-            yield expected
-            yield _compiled(program, expected, plan)
-
-
-def _expected(program: Program, plan: Plan) -> Checked:
-    """Returns what the plan says of a program."""
-    account, where = plan.accounts[program.role], plan.placement.roles
-    devices = where[program.role].devices
-    moment = f"{program.role}: {(*program.phases, program.name)[0]}"
-    others = sum(
-        entry.bytes
-        for role, other in plan.accounts.items()
-        if role != program.role and not set(where[role].devices).isdisjoint(devices)
-        for entry in other.entries
-        if entry.phase is None and entry.there(moment)
-    )
-    return Checked(
-        program.role,
-        program.name,
-        len(devices),
-        program.planned(account),
-        None,
-        others,
-        0.0,
-        program.calls,
-        otherwise=program.otherwise,
-    )
-
-
-def _compiled(program: Program, expected: Checked, plan: Plan) -> Checked:
-    begin = time.monotonic()
-    try:
-        compiled, graphs, held = compile_program(program, plan.inputs.target)
-    except Exception as error:  # of whatever the target's compiler does not take
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        return replace(expected, seconds=time.monotonic() - begin, error=reason)
-    return replace(
-        expected,
-        compiled=held,
-        seconds=time.monotonic() - begin,
-        found=read(compiled.as_text()),
-        graphs=graphs,
-    )
+            name, devices = program.role, where[program.role].devices
+            moment = f"{name}: {(*program.phases, program.name)[0]}"
+            others = sum(
+                entry.bytes
+                for role, other in plan.accounts.items()
+                if role != name and not set(where[role].devices).isdisjoint(devices)
+                for entry in other.entries
+                if entry.phase is None and entry.there(moment)
+            )
+            planned, calls = program.planned(plan.accounts[name]), program.calls
+            row = Checked(name, program.name, len(devices), planned, None, others, 0.0, calls)
+            row = replace(row, otherwise=program.otherwise)
+            yield row
+            begin = time.monotonic()
+            try:
+                compiled, graphs, held = compile_program(program, plan.inputs.target)
+            except Exception as error:  # of whatever the target's compiler does not take
+                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+                row = replace(row, error=reason)
+            else:
+                found = read(compiled.as_text())
+                row = replace(row, compiled=held, found=found, graphs=graphs)
+            yield replace(row, seconds=time.monotonic() - begin)
 
 
 def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None, int]:
@@ -426,11 +413,15 @@ def _table(report: Report) -> Table:
 
 def _notes(report: Report) -> Iterator[str]:
     yield LEGEND
-    sent = [
-        f"  {program.role} {program.name}: {text}"
-        for program in report.programs
-        if program.found is not None and (text := _collectives(program.found))
-    ]
+    sent = []  # as in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those below 0.1 MB
+    for program in report.programs:
+        parts = []
+        for kind, each in (program.found.collectives if program.found else {}).items():
+            if each.bytes >= MB / 10:
+                share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
+                parts.append(f"{kind} {_size(each.bytes)}{share}")
+        if parts:
+            sent.append(f"  {program.role} {program.name}: {', '.join(parts)}")
     if sent:
         yield "collectives of a call, each device (share that runs in parallel with computation):"
         yield from sent
@@ -454,27 +445,5 @@ def _notes(report: Report) -> Iterator[str]:
         yield f"verdict: compiles and fits on {report.target.name}"
 
 
-def _collectives(found: Compiled) -> str:
-    """Describes collectives, as in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those
-    below 0.1 MB."""
-    parts = []
-    for kind, each in found.collectives.items():
-        if each.bytes < MB / 10:
-            continue
-        share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
-        parts.append(f"{kind} {_size(each.bytes)}{share}")
-    return ", ".join(parts)
-
-
 def _size(n: int) -> str:
     return f"{n / GB:,.1f} GB" if n >= GB else f"{n / MB:.1f} MB"
-
-
-def _suggestion(report: Report) -> str:
-    """Returns the line below the candidates."""
-    if (best := report.suggested) is not None:
-        words = " ".join(f"{key}={shown(value)}" for key, value in best.changes)
-        return f"suggested, and compiled below: {words}"
-    if report.failures:
-        return "suggested: nothing; no candidate compiles and fits"
-    return "suggested: the run as configured"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
@@ -74,24 +73,51 @@ class Compiled:
 def read(text: str) -> Compiled:
     """Parses an optimized program's `as_text()`."""
     lines_of = computations(text)
-    trips = _trips(lines_of)
+    # How often each computation runs in a call of the program; a loop of unknown length once.
+    trips: dict[str, int] = defaultdict(int)
+
+    def visit(name: str, n: int) -> None:
+        trips[name] += n
+        for line in lines_of.get(name, ()):
+            known = TRIPS.search(line.rest)
+            inside = n * (int(known[1]) if known and line.kind == "while" else 1)
+            for called in CALLED.findall(line.rest):
+                if called in lines_of and line.kind != "fusion":
+                    visit(called, inside)
+            for called in re.findall(r"branch_computations=\{([^}]*)\}", line.rest):
+                for branch in called.replace("%", "").split(", "):
+                    visit(branch, inside)
+
+    visit("ENTRY", 1)
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     gathers: dict[str, int] = {}
     for name, lines in lines_of.items():
-        held = {line.name: sum(_arrays(line.result)) for line in lines}
+        held = {
+            line.name: sum(
+                int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
+                for bits, dims in ARRAY.findall(line.result)
+            )
+            for line in lines
+        }
         for at, line in enumerate(lines):
             kind = line.kind.removesuffix("-start")
             if kind not in KINDS or trips.get(name, 0) == 0:
                 continue
-            size = _larger(line, held)
-            times = trips[name]
-            each = found[kind]
+            # The larger of operands and results: XLA combines several collectives into one, and the
+            # result of one that starts may have its operands too.
+            operands = sum(held.get(x, 0) for x in OPERAND.findall(line.rest.partition(")")[0]))
+            starts = line.kind.endswith("-start")
+            size = max(operands, held[line.name] - operands * starts)
+            times, each = trips[name], found[kind]
             each[0] += times
             each[1] += times * size
-            if line.kind.endswith("-start"):
-                beside = _beside(line, lines[at + 1 :])
-                if sum(_work(one, lines_of, held) for one in beside) >= size:
-                    each[2] += times * size
+            if starts:  # what stands between it and its end runs beside it
+                work, end = 0.0, re.compile(rf"%?{re.escape(line.name)}\b")
+                for one in lines[at + 1 :]:
+                    if one.kind.endswith("-done") and end.search(one.rest):
+                        break
+                    work += _work(one, lines_of, held)
+                each[2] += times * size * (work >= size)
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
     kernels = set(TARGET.findall(text))
@@ -113,35 +139,6 @@ def computations(text: str) -> dict[str, list[Instruction]]:
     return found
 
 
-def _trips(lines_of: dict[str, list[Instruction]]) -> dict[str, int]:
-    """Returns how often each computation runs in a call of the program; a loop of unknown length
-    once."""
-    times: dict[str, int] = defaultdict(int)
-
-    def visit(name: str, n: int) -> None:
-        times[name] += n
-        for line in lines_of.get(name, ()):
-            known = TRIPS.search(line.rest)
-            inside = n * (int(known[1]) if known and line.kind == "while" else 1)
-            for called in CALLED.findall(line.rest):
-                if called in lines_of and line.kind != "fusion":
-                    visit(called, inside)
-            for called in re.findall(r"branch_computations=\{([^}]*)\}", line.rest):
-                for branch in called.replace("%", "").split(", "):
-                    visit(branch, inside)
-
-    visit("ENTRY", 1)
-    return times
-
-
-def _beside(start: Instruction, after: list[Instruction]) -> Iterator[Instruction]:
-    """Yields what stands between the start of a collective and its end."""
-    for line in after:
-        if line.kind.endswith("-done") and re.search(rf"%?{re.escape(start.name)}\b", line.rest):
-            return
-        yield line
-
-
 def _work(line: Instruction, lines_of: dict[str, list[Instruction]], held: dict[str, int]) -> float:
     """Returns the bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion
     that holds one; 0 for what writes a slice of its result in place, and for what is no work."""
@@ -149,24 +146,6 @@ def _work(line: Instruction, lines_of: dict[str, list[Instruction]], held: dict[
     if line.kind in PRODUCTS or line.kind == "fusion" and any(kind in PRODUCTS for kind in inside):
         return math.inf
     return held[line.name] if line.kind == "fusion" and UPDATE not in inside else 0.0
-
-
-def _larger(line: Instruction, held: dict[str, int]) -> int:
-    """Returns the bytes of the larger of operands and results of a collective; XLA combines several
-    into one, and the result of one that starts may have its operands too.
-
-    Args:
-        held: name of an instruction of the same computation -> bytes of its result.
-    """
-    operands = sum(held.get(name, 0) for name in OPERAND.findall(line.rest.partition(")")[0]))
-    results = held[line.name]
-    return max(operands, results - operands if line.kind.endswith("-start") else results)
-
-
-def _arrays(shapes: str) -> Iterator[int]:
-    """Yields the bytes of each array in the text of a shape."""
-    for bits, dims in ARRAY.findall(shapes):
-        yield int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
 
 
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
@@ -58,17 +57,26 @@ def machine(name: str) -> Machine:
     Raises:
         UserError: no such target; or its compiler is not installed, or jax has started.
     """
-    target = target_machine(name, OPTION)
+    from jax.experimental import topologies  # starts nothing, but takes time to import
+
+    target, platform = target_machine(name, OPTION), "tpu"
     if isinstance(target.chip, Gpu):
         topology = f"1x{target.hosts}x{target.count // target.hosts}"  # slices, hosts, GPUs of each
-        config = _target_config(target.chip)
-        return Machine(target, _described(name, "cuda", target_config=config, topology=topology))
-    shape = "x".join(map(str, target.shape))
-    # Of one or two chips libtpu takes whole hosts by default.
-    bounds = (*target.shape, 1)[:3]
-    more: Keywords = {"chips_per_host_bounds": bounds} if target.count < 4 else {}
-    chip = name.removeprefix("tpu-").partition(":")[0]
-    return Machine(target, _described(name, "tpu", topology_name=f"{chip}:{shape}", **more))
+        platform = "cuda"
+        described: Keywords = {"target_config": _target_config(target.chip), "topology": topology}
+    else:
+        chip, shape = name.removeprefix("tpu-").partition(":")[0], "x".join(map(str, target.shape))
+        described = {"topology_name": f"{chip}:{shape}"}
+        if target.count < 4:  # of which libtpu takes whole hosts by default
+            described["chips_per_host_bounds"] = (*target.shape, 1)[:3]
+    try:
+        devices = topologies.get_topology_desc(platform=platform, **described).devices
+    except Exception as error:  # which one depends on the platform, and on what is missing
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        if platform not in compilers():
+            reason = f"its compiler is not installed; the extra aot has it: {INSTALL}"
+        raise UserError(f"{OPTION} {name}: {reason}") from error
+    return Machine(target, tuple(devices))
 
 
 def _target_config(chip: Gpu) -> str:
@@ -106,21 +114,6 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 device_description_str: "{chip.kind}"
 """
-
-
-def _described(name: str, platform: str, **description: Any) -> tuple[jax.Device, ...]:
-    from jax.experimental import topologies  # starts nothing, but takes time to import
-
-    try:
-        found = topologies.get_topology_desc(platform=platform, **description).devices
-    except Exception as error:  # which one depends on the platform, and on what is missing
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        missing = platform not in compilers()
-        wanted = (
-            f"its compiler is not installed; the extra aot has it: {INSTALL}" if missing else reason
-        )
-        raise UserError(f"--compile {name}: {wanted}") from error
-    return tuple(found)
 
 
 def compilers() -> set[str]:

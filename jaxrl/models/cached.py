@@ -32,7 +32,7 @@ from jaxrl.models.stack import (
     report,
     through,
 )
-from jaxrl.sharding.device_peaks import ridge
+from jaxrl.sharding.targets import ridge
 from jaxrl.types import Array
 
 Pair = tuple[Float[Array, "... _ _ _ _"], Float[Array, "... _ _ _ _"]]

@@ -418,7 +418,7 @@ def step_rows(rows: int, chosen: int, count: int, d: int, f: int, ridge: float) 
         rows: tokens that meet on a device.
         count: experts of the device.
         d: width of the model; f: of an expert.
-        ridge: FLOPs of the device for each byte that its memory moves (`device_peaks.ridge`).
+        ridge: FLOPs of the device for each byte that its memory moves (`targets.ridge`).
     """
 
     def cost(size: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,13 +34,11 @@ from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices, with_loss_chunk
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
-from jaxrl.plan.plan_context import Setting
-from jaxrl.plan.plan_inputs import GB, Account, HostMemory, PlanInputs, PoolPeak
-from jaxrl.plan.table import role_lines
+from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
+from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
-from jaxrl.process.text_tables import WIDTH
 from jaxrl.roles.reward_model import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
@@ -51,109 +49,11 @@ from jaxrl.teacher.cache import ScoreCache
 
 GPU_SIZES = (8, 12, 16, 24, 40, 80, 141)
 """GB of the GPUs that a plan made without one is judged for."""
-BRIEF_LINES = 10
-"""Most lines that a run on a CPU prints of its plan."""
 PROCESS_BYTES = 600_000_000
 """What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
 compiled programs, buffers of the allocator. Measured on the quickstart."""
-SLACK = 1.25
-"""How much too high a plan is allowed to be before it refuses a run."""
 HAVE_MODELS = ("student", "teacher", "reward", "grouper")
 """Sections with a key `model`."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where everything goes, what it takes, and what would help."""
-
-    config: Config
-    """With the dtypes that these devices compute in."""
-    placement: Placement
-    axes: Mapping[str, Axes]
-    """For each role of the run."""
-    devices: tuple[DeviceFacts, ...]
-    """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
-    machine."""
-    launcher: str
-    """`local` or `ray`."""
-    accounts: Mapping[str, Account]
-    pools: tuple[PoolPeak, ...]
-    inputs: PlanInputs
-    """The models, and what the devices are and have."""
-    notes: tuple[str, ...]
-    verdict: tuple[str, ...]
-    advice: tuple[str, ...]
-    relief: Callable[[str], list[str]]
-    """Role -> keys to change where it runs out of memory though the plan says otherwise."""
-    refusals: tuple[str, ...] = ()
-    """What the run would refuse before it reads a weight; `dry_run` looks for it."""
-    planning: bool = False
-    """No device is here that such a model is trained on: GPUs elsewhere decide, not this host."""
-    fits_elsewhere: bool = False
-    """One of those sizes of GPUs is large enough."""
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """Returns every role of the run, those without devices too."""
-        placed = self.placement.roles.items()
-        return tuple(r for r, where in placed if r in self.axes or not where.devices)
-
-    @property
-    def fits(self) -> bool:
-        """Returns True where no device is known to be too small."""
-        return all(pool.fits for pool in self.pools)
-
-    @property
-    def misfit(self) -> tuple[str, ...]:
-        """Returns the verdict and what to change, where a device is known to be too small: of the
-        target, of this host, or of the GPUs that a plan on a host without any is made for."""
-        if self.fits_elsewhere if self.planning else self.fits:
-            return ()
-        verdict = self.verdict[-1] if self.planning else self.verdict[0]
-        return (verdict, *(self.advice[:3] or ("see the table above",)))
-
-    @property
-    def hopeless(self) -> bool:
-        """Returns True where it would not fit even if the figures were `SLACK` times too high."""
-        sizes = [pool.bytes for pool in self.pools]
-        if self.inputs.hosts:
-            return any(host.needed(sizes) > SLACK * host.limit for host in self.inputs.hosts)
-        known = [(pool.bytes, pool.limit) for pool in self.pools if pool.limit is not None]
-        return any(peak > SLACK * limit for peak, limit in known)
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """Maps each role to the peak bytes of the fullest device that it is on, all roles there
-        counted: what a device's own statistics would say."""
-        accounted = self.accounts
-        return {r: p.bytes for p in self.pools for r in p.pool.roles if r in accounted}
-
-    def text(self, width: int = WIDTH) -> str:
-        """Returns the table, notes, verdict and advice, for the console and for `plan.txt`.
-
-        Args:
-            width: columns; where they are too few for a table, each role has a block of lines.
-        """
-        refused = (f"the run would be refused: {line}" for line in self.refusals)
-        lines = (*self.notes, *self.verdict, *self.advice, *refused)
-        if self.planning:  # the last word is about GPUs
-            lines = (*self.notes, *self.verdict[:-1], *self.advice, *refused, self.verdict[-1])
-        return "\n".join((*self._roles(width), *lines)) + "\n"
-
-    def console_text(self, width: int = WIDTH) -> str:
-        """Returns what a run prints of its plan: all of it on accelerators. On a CPU the roles and
-        the verdict, and notes up to `BRIEF_LINES`; `plan.txt` has the others."""
-        if not self.inputs.on_cpu:
-            return self.text(width)
-        roles, verdict = self._roles(width, brief=True), self.verdict[0]
-        notes = self.notes[: max(BRIEF_LINES - len(roles) - 1, 0)]
-        if hidden := len(self.notes) - len(notes):
-            verdict += f" ({counted(hidden, 'more note')} in plan.txt)"
-        return "\n".join((*roles, *notes, verdict)) + "\n"
-
-    def _roles(self, width: int, brief: bool = False) -> list[str]:
-        facts = self.placement, self.axes, self.devices, self.accounts, self.pools
-        return role_lines(*facts, width, brief)
 
 
 def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> Plan:
@@ -219,7 +119,13 @@ def make_plan(
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
     if student.lora is not None and not (Path(config.student.model) / "config.json").is_file():
         frozen["adapted"] = resolve_model(config.student.model).adapter is not None
-    mapped = mapped_bytes(config) if seen.emulated else 0
+    mapped = 0
+    if seen.emulated:  # the files of GGUF models stay mapped once they are read
+        names = {config.student.model, *config.teacher_models.values()}
+        described = (name for name in names if not (user_path(name) / "config.json").is_file())
+        for path in {resolve_model(name).path for name in described}:
+            files = (path.with_name(name) for name in gguf_parts(path.name))
+            mapped += sum(file.stat().st_size for file in files if file.is_file())
     return build(config, roles, placement, student, teacher, seen, limit_gb, frozen, mapped)
 
 
@@ -275,18 +181,39 @@ def build(
         mapped: bytes of the files that stay mapped on each host.
     """
     target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
-    platform = target.platform
     asked, config = config, config.with_dtypes(default_dtype(target))
-    hosts = _hosts(mapped, placement, seen) if platform == "cpu" and limit_gb is None else ()
+    # A process of another launcher than Ray's has a host alone.
+    names = [getattr(device, "host", device.process_index) for device in seen.devices]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    # Emulated devices share the free memory of their host, where that is known, with each process.
+    by_host: dict[str, list[tuple[int, DeviceFacts]]] = {}
+    for item in enumerate(seen.devices if target.platform == "cpu" and limit_gb is None else ()):
+        host = item[1].host if isinstance(item[1], ClusterDevice) else "this host"
+        by_host.setdefault(host, []).append(item)
+    hosts = []
+    for host, devices in by_host.items():
+        if (free := bytes_limit(devices[0][1])) is not None:
+            own = {number for number, _ in devices}
+            beside = len({device.process_index for _, device in devices}) * PROCESS_BYTES + mapped
+            counts = tuple(len(own.intersection(pool.devices)) for pool in placement.pools)
+            hosts.append(HostMemory(host, free, beside, counts))
+    # The smallest device of each pool counts; of accelerators that all know their own.
+    limits: list[int | None] = []
+    for pool in placement.pools:
+        sizes = [None if limit_gb is None else round(limit_gb * GB)]
+        if limit_gb is None and seen.devices and not hosts:
+            sizes = [bytes_limit(seen.devices[i]) for i in pool.devices]
+        known = [size for size in sizes if size is not None]
+        limits.append(min(known) if known and len(known) == len(sizes) else None)
     inputs = PlanInputs(
         placement,
         tuple(roles),
         student,
         teacher,
-        (None,) * len(placement.pools) if hosts else _limits(placement, seen, limit_gb),
+        tuple(limits),
         target,
-        host_of=_host_numbers(seen.devices),
-        hosts=hosts,
+        host_of=tuple(numbers[name] for name in names) if len(numbers) > 1 else (),
+        hosts=tuple(hosts),
         **(frozen or {}),
     )
     try_kernels(seen.devices, inputs.kernel_uses(config, inputs.roles))  # the plan counts them
@@ -301,19 +228,25 @@ def build(
         chosen = (*chosen, what)
     accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)
+    shares = []  # of the GPUs, for each kind that there is
+    for device in seen.devices:
+        limit = bytes_limit(device) if device.platform in GPU else None
+        if limit is not None:
+            share = getattr(device, "share", None) or taken_share()  # a cluster's says its own
+            whole = f"of each GPU's {limit / share / GB:.0f} GB"
+            shares.append(f"{whole} jax takes {share:.0%}: {SHARE_VARIABLE} changes that")
     notes = (
         f"launcher: {seen.launcher} ({seen.why})" if seen.why else None,
         seen.note,
-        *_share_notes(seen),
+        *dict.fromkeys(shares),
         *placement.notes,
         *chosen,
         *_mesh_notes(config, inputs, axes),
         *_checkpoint_notes(config, student, here=limit_gb is None),
-        *_dtype_notes(asked, run, inputs),
-        *_kernel_notes(config, inputs),
-        *_sharing_notes(config, inputs),
+        *_compute_notes(asked, run, inputs),
+        *_sampling_notes(config, inputs),
         *_transfer_notes(config, inputs),
-        *(_host_note(host, pools) for host in hosts),
+        *(host.note([pool.bytes for pool in pools]) for host in hosts),
     )
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
     verdict += filter(None, [room(config, inputs)])
@@ -341,6 +274,7 @@ def build(
         seen.launcher,
         accounts,
         pools,
+        {r: p.bytes for p in pools for r in p.pool.roles if r in accounts},
         inputs,
         tuple(filter(None, notes)),
         tuple(verdict),
@@ -351,80 +285,9 @@ def build(
     )
 
 
-def _host_numbers(devices: Sequence[DeviceFacts]) -> tuple[int, ...]:
-    """Returns `PlanInputs.host_of`. A process of another launcher than Ray's has a host alone."""
-    names = [getattr(device, "host", device.process_index) for device in devices]
-    order = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    return tuple(order[name] for name in names) if len(order) > 1 else ()
-
-
-def _limits(placement: Placement, seen: Visible, limit_gb: float | None) -> tuple[int | None, ...]:
-    """Returns the bytes of the smallest device of each pool; None where one of them does not know
-    its own."""
-    if limit_gb is not None:
-        return (round(limit_gb * GB),) * len(placement.pools)
-    limits = [bytes_limit(device) for device in seen.devices]
-    found: list[int | None] = []
-    for pool in placement.pools:
-        known = [n for i in pool.devices if limits and (n := limits[i]) is not None]
-        found.append(min(known) if known and len(known) == len(pool.devices) else None)
-    return tuple(found)
-
-
-def _hosts(mapped: int, placement: Placement, seen: Visible) -> tuple[HostMemory, ...]:
-    """Returns the hosts of emulated devices whose free memory is known; each process counts, and
-    what is left mapped of each GGUF file."""
-    mine: dict[str, list[tuple[int, DeviceFacts]]] = {}
-    for number, device in enumerate(seen.devices):
-        host = device.host if isinstance(device, ClusterDevice) else "this host"
-        mine.setdefault(host, []).append((number, device))
-    found = []
-    for name, numbered in mine.items():
-        limit = bytes_limit(numbered[0][1])
-        if limit is None:
-            continue
-        here = {number for number, _ in numbered}
-        processes = len({device.process_index for _, device in numbered})
-        counts = tuple(len(here.intersection(pool.devices)) for pool in placement.pools)
-        beside = processes * PROCESS_BYTES + mapped
-        found.append(HostMemory(name, limit, beside, counts))
-    return tuple(found)
-
-
-def mapped_bytes(config: Config) -> int:
-    """Returns the bytes of the GGUF files of a run, which stay mapped once they are read."""
-    places = {
-        resolve_model(name).path
-        for name in {config.student.model, *config.teacher_models.values()}
-        if not (user_path(name) / "config.json").is_file()
-    }
-    files = (place.with_name(name) for place in places for name in gguf_parts(place.name))
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _host_note(host: HostMemory, pools: Sequence[PoolPeak]) -> str:
-    needed, devices = host.needed([pool.bytes for pool in pools]), sum(host.devices)
-    return (
-        f"{host.name}: {counted(devices, 'emulated device')} share{'s' if devices == 1 else ''} its"
-        f" free memory of {host.limit / GB:.1f} GB; the run needs {needed / GB:.1f} GB of it,"
-        f" {host.beside / GB:.1f} GB of that for processes and mapped files. A limit in the table"
-        " is what the others leave"
-    )
-
-
-def _share_notes(seen: Visible) -> list[str]:
-    """Returns what jax takes of the GPUs, for each kind that there is."""
-    found: dict[str, None] = {}
-    for device in seen.devices:
-        limit = bytes_limit(device) if device.platform in GPU else None
-        if limit is not None:
-            share = getattr(device, "share", None) or taken_share()  # a cluster's says its own
-            found[f"of each GPU's {limit / share / GB:.0f} GB jax takes {share:.0%}"] = None
-    return [f"{text}: {SHARE_VARIABLE} changes that" for text in found]
-
-
-def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Yields what was chosen for the roles of the run, and what is slower than it looks."""
+def _compute_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[str]:
+    """Yields the dtypes that were chosen for the roles, what is slower than it looks, and the roles
+    of an accelerator that compute in a dtype of its kernels and have none for their attention."""
     wanted = {r: asked.roles[r].dtype for r in inputs.roles}
     chosen = [role for role, dtype in wanted.items() if dtype is None]
     if chosen:
@@ -443,11 +306,6 @@ def _dtype_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterator[
             f"dtype=bfloat16 of {', '.join(slow)}: a CPU computes it in float32 from copies of the"
             " weights, slower than float32 and with additional memory for the copies"
         )
-
-
-def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Yields the roles of an accelerator that compute in a dtype of its kernels and have none for
-    their attention."""
     if inputs.on_cpu:
         return
     dtypes = ("bfloat16", "float32") if inputs.target.platform == TPU else ("bfloat16",)
@@ -475,18 +333,37 @@ def _kernel_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         )
 
 
-def _sharing_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
-    """Says that the samples of a prompt share its keys and values, where there are several, and
-    what a pool of pages saves."""
-    paged = config.rollout.cache_tokens is not None
-    if "rollout" not in inputs.roles or (config.group_size == 1 and not paged):
+def _sampling_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
+    """Yields what a pool of pages saves, and that the samples of a prompt share its keys and
+    values, where there are several.
+
+    Raises:
+        UserError: the cache cannot be in pages, and why.
+    """
+    if "rollout" not in inputs.roles:
         return
-    model = inputs.model("rollout")
-    assert isinstance(model, DecoderConfig)
-    if paged:
-        episodes, dtype = config.environment.name is not None, config.rollout.compute_dtype
-        why = why_not_paged(model, inputs.target, dtype, episodes=episodes)
-        yield pool_note(Setting(config, inputs, inputs.axes(config)), model, why)
+    if config.rollout.cache_tokens is not None:
+        model, dtype = inputs.model("rollout"), config.rollout.compute_dtype
+        assert isinstance(model, DecoderConfig)
+        key = f"rollout.cache_tokens={config.rollout.cache_tokens}"
+        episodes = config.environment.name is not None
+        if (why := why_not_paged(model, inputs.target, dtype, episodes=episodes)) is not None:
+            raise UserError(
+                f"{key} needs prompts apart from completions, and here a cache holds both: {why};"
+                " set it to null"
+            )
+        m = Setting(config, inputs, inputs.axes(config))
+        of, sizes = m.slots("rollout"), []
+        for size in (of.own, (of.slots, of.positions)):
+            sizes.append(cache_bytes(model, m.axes["rollout"], *size, dtype) / 1e9)
+        room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
+        if of.pages < of.slots:
+            room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
+        yield (
+            f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {sizes[0]:.2f} GB;"
+            f" its {of.slots} slots with {of.positions} tokens each would take {sizes[1]:.2f} GB."
+            f" {room}; where pages run out, the youngest sample waits"
+        )
     if config.group_size > 1:
         yield (
             f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
@@ -508,35 +385,6 @@ def _transfer_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             )
 
 
-def pool_note(m: Setting, model: DecoderConfig, why: str | None) -> str:
-    """Says what `rollout.cache_tokens` saves.
-
-    Args:
-        why: the cache cannot be in pages.
-
-    Raises:
-        UserError: the cache cannot be in pages, and why.
-    """
-    key = f"rollout.cache_tokens={m.config.rollout.cache_tokens}"
-    if why is not None:
-        raise UserError(
-            f"{key} needs prompts apart from completions, and here a cache holds both: {why}; set"
-            " it to null"
-        )
-    axes, dtype = m.axes["rollout"], m.config.roles["rollout"].compute_dtype
-    of = m.slots("rollout")
-    sizes = (of.own, (of.slots, of.positions))
-    pool, slots = (cache_bytes(model, axes, *size, dtype) / 1e9 for size in sizes)
-    room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
-    if of.pages < of.slots:
-        room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
-    return (
-        f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {pool:.2f} GB; its"
-        f" {of.slots} slots with {of.positions} tokens each would take {slots:.2f} GB. {room};"
-        " where pages run out, the youngest sample waits"
-    )
-
-
 def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
     """Yields what the mesh does to the models and to the batch without being asked."""
     for key in without_weights(config):
@@ -554,10 +402,9 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
         yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
         model = inputs.model(role)
-        numbers = [model.n_heads]
-        if isinstance(model, DecoderConfig):
-            numbers = list(dict.fromkeys(one.n_kv_heads for one in model.shapes))
-        for heads in numbers:
+        decoder = model if isinstance(model, DecoderConfig) else None
+        shapes = () if decoder is None else decoder.shapes
+        for heads in dict.fromkeys([one.n_kv_heads for one in shapes] or [model.n_heads]):
             if heads % sizes.tensor:
                 yield (
                     f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
@@ -568,8 +415,7 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                     f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide"
                     f" the {heads} KV heads: for attention each device gathers all"
                 )
-        delta = model.delta if isinstance(model, DecoderConfig) else None
-        states = 0 if delta is None else delta.k_heads
+        states = decoder.delta.k_heads if decoder is not None and decoder.delta is not None else 0
         width = "fsdp times context" if sizes.context > 1 else "fsdp"
         for axis, size, name, dim in (
             (width, sizes.weights, "d_model", model.d_model),

@@ -9,7 +9,7 @@ resident and not away then, and the phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -19,25 +19,26 @@ from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import GPU, TPU, fuses
+from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
 from jaxrl.plan.array_bytes import (
     F32,
     ITEMSIZE,
+    Pass,
     cache_bytes,
     layer_bytes,
+    logits,
     optimizer_bytes,
     optimizer_scratch,
     shards,
     split,
+    table_bytes,
     trained_bytes,
     weight_bytes,
 )
-from jaxrl.plan.plan_context import Setting
-from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak
-from jaxrl.plan.temporaries import Pass, logits, table_bytes
+from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
-from jaxrl.sharding.device_peaks import ridge
+from jaxrl.sharding.targets import ridge
 
 LOSS_ARRAYS = 3
 """Float32 arrays [chunk, V] alive at once in a loss over the whole vocabulary, and in a score that
@@ -96,7 +97,15 @@ def actor(m: Setting) -> Iterable[Entry]:
     head_gradient = head * F32 // run.itemsize if m.loss_fused and not lora else 0
     sent = m.rows("actor", m.sequences) * m.new_tokens * (m.signal_bytes + F32 * len(c.teachers))
     taken = sent * rows // max(m.rows("actor", m.sequences), 1)
-    loss = logits(m.chunk(rows), m.vocab, axes.tensor, loss_arrays(m)) + 2 * run.residual
+    d, softcap = c.distill, student.final_softcap is not None
+    arrays = TILE_ARRAYS + 2 * softcap  # float32 [chunk, V], alive at once in the loss
+    if m.signal not in (None, "sampled"):
+        arrays = LOSS_ARRAYS + softcap
+    if m.signal == "hidden":
+        arrays += UNFUSED_ARRAYS * m.inputs.on_cpu + len(c.teachers)
+        arrays += ENTROPY_ARRAYS * d.entropy_aware + (d.lean and axes.tensor > 1)
+        arrays += (ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)) * m.aligned
+    loss = logits(m.chunk(rows), m.vocab, axes.tensor, arrays) + 2 * run.residual
     loss += head + theirs * gathers + head_gradient + taken
     block = run.backward() + computed - layers
     state = optimizer_bytes(student, axes, c.optimizer, a.param_dtype, a.moment_dtype)
@@ -144,7 +153,7 @@ def _published(m: Setting, role: str) -> int:
     conversion are not copied."""
     dtype = m.config.roles[role].compute_dtype
     same = dtype == m.published_dtype(role)
-    if m.on_actors_mesh(role) or (same and m.stacked(role)):
+    if m.on_actors_mesh(role) or (same and m.layout(role) == "stacked"):
         return 0
     if m.student.lora is not None:
         return trained_bytes(m.student, m.axes["actor"], dtype)
@@ -152,21 +161,6 @@ def _published(m: Setting, role: str) -> int:
         return layer_bytes(m.student, m.axes["actor"], dtype)
     lanes = 1.5 if m.inputs.target.platform == TPU else 1  # which pads what it converts
     return round(lanes * weight_bytes(m.student, m.axes["actor"], dtype))
-
-
-def loss_arrays(m: Setting) -> int:
-    """Returns how many float32 arrays [chunk, V] are alive at once in the actor's loss."""
-    d = m.config.distill
-    if m.signal in (None, "sampled"):
-        return TILE_ARRAYS + 2 * (m.student.final_softcap is not None)
-    arrays = LOSS_ARRAYS + (m.student.final_softcap is not None)
-    if m.signal != "hidden":
-        return arrays
-    arrays += UNFUSED_ARRAYS * m.inputs.on_cpu + len(m.config.teachers)
-    arrays += ENTROPY_ARRAYS if d.entropy_aware else 0
-    if m.aligned:
-        arrays += ALIGNED_ARRAYS + -(-2 * m.teacher_rows // m.vocab)
-    return arrays + (d.lean and m.axes["actor"].tensor > 1)
 
 
 def rollout(m: Setting) -> Iterable[Entry]:
@@ -203,7 +197,8 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
     run = m.run(role, model, prompts, width)
     heads, seats = split(model.n_heads, axes.tensor), of.rows * of.seats
     scores = 2 * heads * (of.slots * of.positions + seats * width) * F32
-    if all(m.step_kernel(role, dim) for dim in model.head_dims):  # a part of each row at a time
+    kernels = (step_kernel_of(m.inputs.target, dim, dtype) for dim in model.head_dims)
+    if all(kernels):  # a part of each row at a time
         windows = any(kind.window is not None for kind in model.kinds)
         scores = 2 * heads * seats * width * F32 * windows  # the prompts' keys, by products
         scores += 2 * heads * (of.slots + seats) * max(model.head_dims) * F32 * 8
@@ -293,7 +288,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
         yield Entry("activations", "signals of the teachers", 2 * one, "combine")
     yield Entry("activations", "signal", signal * (2 if parts > 1 else 1), "score")
     yield Entry("activations", "forward pass", work, "score")
-    if m.teacher_samples:
+    if generates(c, "teacher"):
         yield from sampling(m, "teacher")
 
 
@@ -373,45 +368,36 @@ ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
     "reward": reward,
     "grouper": grouper,
 }
-"""Role -> the function that yields its entries; entries of 0 bytes are dropped."""
+"""Role -> the function that yields its entries."""
 
 
 def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
     """Returns the account of each role of the run; each entry says when it is offloaded or
     freed (`away`)."""
-    setting, found = Setting(config, inputs, inputs.axes(config)), {}
+    setting, accounts = Setting(config, inputs, inputs.axes(config)), {}
     for pool in inputs.placement.pools:
         for role in (r for r in pool.roles if r in inputs.roles and r in ACCOUNTS):
-            others = {*pool.roles} - {role}
-            entries = [_raised(entry) for entry in ACCOUNTS[role](setting) if entry.bytes]
+            entries = []
+            for e in (e for e in ACCOUNTS[role](setting) if e.bytes):
+                # What stays, caches, weights on their way are exact; nearly what the layers save.
+                exact = e.phase in (None, "weight sync", "publish", TO_TEACHER) or e.name == SAVED
+                if not exact and e.column != "cache":
+                    e = replace(e, bytes=round(SAFETY * e.bytes))
+                entries.append(replace(e, away=_away(role, e, {*pool.roles} - {role}, config)))
             if inputs.on_cpu and config.roles[role].dtype == "bfloat16":
-                entries += _upcast(setting, role, entries)
-            away = (replace(e, away=_away(role, e, others, config)) for e in entries)
+                # A CPU computes it in float32 copies: of the weights of the layers, the head and
+                # the activations.
+                model, axes, weights = inputs.model(role), setting.axes[role], 0
+                if isinstance(model, DecoderConfig) and role != "actor":
+                    weights = layer_bytes(model, axes, "float32")
+                    weights += table_bytes(model.vocab_size, model.d_model, axes, F32)
+                for phase in dict.fromkeys(e.phase for e in entries if e.phase is not None):
+                    mine = (e for e in entries if e.phase == phase and e.column == "activations")
+                    size = weights + sum(e.bytes for e in mine)
+                    entries.append(Entry("activations", "computed in float32", size, phase))
             if entries:
-                found[role] = Account(role, tuple(away))
-    return found
-
-
-def _raised(entry: Entry) -> Entry:
-    """Returns the entry with an estimate raised by `SAFETY`: arrays that stay, caches and weights
-    on their way are exact, and what the layers save nearly is."""
-    moves = entry.phase in ("weight sync", "publish", TO_TEACHER)
-    if entry.phase is None or entry.column == "cache" or entry.name == SAVED or moves:
-        return entry
-    return replace(entry, bytes=round(SAFETY * entry.bytes))
-
-
-def _upcast(m: Setting, role: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Returns, for each phase, the float32 copies in which a CPU computes bfloat16: of the weights
-    of the layers, the head and the activations."""
-    model, axes, found = m.inputs.model(role), m.axes[role], []
-    for phase in dict.fromkeys(e.phase for e in entries if e.phase is not None):
-        size = sum(e.bytes for e in entries if e.phase == phase and e.column == "activations")
-        if isinstance(model, DecoderConfig) and role != "actor":
-            size += layer_bytes(model, axes, "float32")
-            size += table_bytes(model.vocab_size, model.d_model, axes, F32)
-        found.append(Entry("activations", "computed in float32", size, phase))
-    return found
+                accounts[role] = Account(role, tuple(entries))
+    return accounts
 
 
 def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozenset[str]:

@@ -4,7 +4,7 @@ named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,7 @@ from jaxrl.config.yaml_text import shown
 from jaxrl.errors import UserError, counted
 from jaxrl.models.kernels import GPU
 from jaxrl.plan.accounts import pool_peaks
-from jaxrl.plan.plan_context import Setting
-from jaxrl.plan.plan_inputs import GB, PlanInputs
+from jaxrl.plan.plan_inputs import GB, PlanInputs, Setting
 from jaxrl.roles.optimizer import average_dtype
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import Pool
@@ -52,8 +51,18 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
         for (key, value), size in helpful[:LINES]:
             fits = ", which fits" if size <= peak.limit else ""
             lines.append(f"{peak.pool.name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
-        if not any(size <= peak.limit for _, size in helpful):
-            lines.append(_all_of_them(config, inputs, index, [change for change, _ in helpful]))
+        if any(size <= peak.limit for _, size in helpful):
+            continue
+        changes, name = [change for change, _ in helpful], peak.pool.name
+        together = _peak(config, inputs, index, changes) if changes else None
+        more = f"give {name} more than its {counted(len(peak.pool.devices), 'device')} in the mesh"
+        if together is None:
+            lines.append(f"{name}: {more}")
+        elif together <= peak.limit:
+            lines.append(f"{name}: all of them together take {together / 1e9:.1f} GB, which fits")
+        else:
+            takes = f"even all of them together take {together / 1e9:.1f} GB"
+            lines.append(f"{name}: {takes}: {more}")
     return lines
 
 
@@ -72,7 +81,14 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
     found = []
     for key, limit in most.items():
         now: int = getattr(config, key)
-        largest = _largest(config, inputs, key, now, limit)
+        high = now  # by bisection, exact up to 5%
+        while high < limit and _fits(set_key(config, key, min(2 * high, limit)), inputs):
+            high = min(2 * high, limit)
+        largest, high = high, min(2 * high, limit)
+        while high - largest > max(1, largest // 20):
+            middle = (largest + high) // 2
+            fits = _fits(set_key(config, key, middle), inputs)
+            largest, high = (middle, high) if fits else (largest, middle)
         more = " or more" if largest == MOST else ""
         found.append(f"{key}={largest}{more} (now {now})")
     return f"largest that fits, one changed at a time: {', or '.join(found)}"
@@ -84,8 +100,27 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
     """
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
+    m = Setting(config, inputs, inputs.axes(config))
+    slots, count = config.rollout.slots or m.sequences, m.micro_batches()[0]
+    budgets: list[int | None] = [None] * (count > 1)  # that cut an update in fewer; null in one
+    for fewer in range(2, count):
+        rows = -(-m.update_rows // fewer)
+        rows = -(-rows // m.shared_group) * m.shared_group
+        apart = rows // m.shared_group * (m.shared_group - 1) * m.prompt_tokens
+        # A group has its prompt once, and devices of `context` share the tokens.
+        budgets.append(-(-(rows * m.width - apart) // m.axes["actor"].context))
+    merges = config.trains_adapters and config.quantised is None and not config.rollout.merge
+    every = (m.sequences, *fractions(m.sequences))
+    # Role, key, and the values that are faster than its own, the fastest first.
+    keys: list[tuple[str, str, Sequence[int | str | bool | None]]] = [
+        ("rollout", "rollout.slots", [n for n in every if n > slots]),
+        ("rollout", "rollout.merge", [True] * merges),
+        ("actor", "actor.remat", REMATS[: REMATS.index(config.actor.remat)]),
+        ("actor", "actor.micro_batch_tokens", budgets),
+        ("teacher", "teacher.num_microbatches", range(1, config.teacher.num_microbatches)),
+    ]
     lines = []
-    for role, key, values in _quickest_first(config, inputs):
+    for role, key, values in (item for item in keys if item[0] in inputs.roles):
         section, _, name = key.partition(".")
         now = getattr(getattr(config, section), name)
         for value in values:
@@ -102,58 +137,8 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
     return lines
 
 
-def _quickest_first(
-    config: Config, inputs: PlanInputs
-) -> Iterator[tuple[str, str, Iterator[int | str | bool | None]]]:
-    """Yields a role, a key, and the values of the key that are faster than its own, the fastest
-    first."""
-    setting = Setting(config, inputs, inputs.axes(config))
-    if "rollout" in inputs.roles:
-        slots = config.rollout.slots or setting.sequences
-        more = (setting.sequences, *fractions(setting.sequences))
-        yield "rollout", "rollout.slots", (n for n in more if n > slots)
-        if config.trains_adapters and config.quantised is None and not config.rollout.merge:
-            yield "rollout", "rollout.merge", iter([True])
-    if "actor" in inputs.roles:
-        remat = config.actor.remat
-        yield "actor", "actor.remat", iter(REMATS[: REMATS.index(remat)])
-        yield "actor", "actor.micro_batch_tokens", _larger_micro_batches(setting)
-    if "teacher" in inputs.roles:
-        yield "teacher", "teacher.num_microbatches", iter(range(1, config.teacher.num_microbatches))
-
-
-def _larger_micro_batches(m: Setting) -> Iterator[int | None]:
-    """Budgets that cut an update in fewer micro-batches; null for one."""
-    count, _ = m.micro_batches()
-    if count > 1:
-        yield None
-    for fewer in range(2, count):
-        rows = -(-m.update_rows // fewer)
-        rows = -(-rows // m.shared_group) * m.shared_group
-        apart = rows // m.shared_group * (m.shared_group - 1) * m.prompt_tokens
-        # A group has its prompt once, and devices of `context` share the tokens.
-        yield -(-(rows * m.width - apart) // m.axes["actor"].context)
-
-
 def _fits(config: Config, inputs: PlanInputs) -> bool:
     return all(pool.fits for pool in pool_peaks(inputs, config))
-
-
-def _largest(config: Config, inputs: PlanInputs, key: str, low: int, most: int) -> int:
-    """Finds the largest value of a key, from `low`, which fits, to `most`, that fits; exact up to
-    5%."""
-
-    def fits(n: int) -> bool:
-        return _fits(set_key(config, key, n), inputs)
-
-    high = low
-    while high < most and fits(min(2 * high, most)):
-        high = min(2 * high, most)
-    low, high = high, min(2 * high, most)
-    while high - low > max(1, low // 20):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def relief(config: Config, inputs: PlanInputs, role: str) -> list[str]:
@@ -188,18 +173,6 @@ def _helpful(config: Config, inputs: PlanInputs, index: int) -> list[tuple[Chang
     return sorted(found, key=lambda item: (item[1] > limit, item[1]))
 
 
-def _all_of_them(config: Config, inputs: PlanInputs, index: int, changes: list[Change]) -> str:
-    pool, limit = inputs.placement.pools[index], inputs.limits[index]
-    size = _peak(config, inputs, index, changes) if changes else None
-    n = len(pool.devices)
-    more = f"give {pool.name} more than its {counted(n, 'device')} in the mesh"
-    if size is None or limit is None:
-        return f"{pool.name}: {more}"
-    if size <= limit:
-        return f"{pool.name}: all of them together take {size / 1e9:.1f} GB, which fits"
-    return f"{pool.name}: even all of them together take {size / 1e9:.1f} GB: {more}"
-
-
 def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change]) -> int | None:
     """Returns the pool's peak under the changes; None where the mesh does not allow them."""
     try:
@@ -212,13 +185,26 @@ def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change])
 
 def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Change]]:
     """Yields, for each key that may help the pool, values to try, the mildest first."""
+    m = Setting(config, inputs, inputs.axes(config))
     roles = [role for role in pool.roles if role in inputs.roles]
     if "actor" in roles:
-        yield from _actor_ladders(config, inputs)
+        width, (_, rows) = -(-m.width // m.axes["actor"].context), m.micro_batches()
+        fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
+        yield [("actor.micro_batch_tokens", width * n) for n in fewer]
+        yield [("actor.remat", "full")]
+        if config.distill.loss_chunk > SMALL_CHUNK:
+            yield [("distill.chunk_tokens", SMALL_CHUNK)]
+        yield [("distill.lean", True)]
+        kept = average_dtype(config.optimizer, "bfloat16")
+        if kept != "float32" and config.optimizer.name != "adafactor":  # else nothing is smaller
+            yield [("actor.moment_dtype", "bfloat16")]
+        yield [("actor.param_dtype", "bfloat16")]
+        if not inputs.on_cpu:
+            yield [("actor.dtype", "bfloat16")]
     if "rollout" in roles:
-        slots = config.rollout.slots or config.batch_size * config.group_size
+        slots = config.rollout.slots or m.sequences
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-        each = longest * (slots // inputs.axes(config)["rollout"].rows)
+        each = longest * (slots // m.axes["rollout"].rows)
         if config.rollout.cache_tokens is None:
             pools = (each // n for n in (2, 4))
             yield [("rollout.cache_tokens", tokens) for tokens in pools if tokens >= longest]
@@ -230,45 +216,21 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Ch
         asked = config.offload.model_dump()
         yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
     for role in roles:
-        now, given = inputs.axes(config)[role], config.roles[role].parallel
+        now, given = m.axes[role], config.roles[role].parallel
         whole_vocabulary = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
         if given.tensor is None and not whole_vocabulary:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
             yield [(f"{role}.parallel.tensor", t) for t in sizes]
         if isinstance(given, LongParallelConfig) and given.context is None:
+            # Where one sequence is all that a device computes at once: fewer cannot help.
+            at_once = m.micro_batches()[1]
+            if role != "actor":
+                section = config.teacher if role == "teacher" else config.reference
+                at_once = -(-m.rows(role, m.sequences) // section.num_microbatches)
             sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0]
-            yield [(f"{role}.parallel.context", c) for c in sizes if _is_long(config, inputs, role)]
+            yield [(f"{role}.parallel.context", c) for c in sizes if at_once == 1]
         if role != "actor" and not inputs.on_cpu:
             yield [(f"{role}.dtype", "bfloat16")]
-
-
-def _is_long(config: Config, inputs: PlanInputs, role: str) -> bool:
-    """Returns whether one sequence is all that a device computes at once: fewer of them cannot
-    help."""
-    setting = Setting(config, inputs, inputs.axes(config))
-    if role == "actor":
-        return setting.micro_batches()[1] == 1
-    section = config.teacher if role == "teacher" else config.reference
-    parts = section.num_microbatches
-    return -(-setting.rows(role, setting.sequences) // parts) == 1
-
-
-def _actor_ladders(config: Config, inputs: PlanInputs) -> Iterator[list[Change]]:
-    setting = Setting(config, inputs, inputs.axes(config))
-    width, (_, rows) = -(-setting.width // setting.axes["actor"].context), setting.micro_batches()
-    fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
-    yield [("actor.micro_batch_tokens", width * n) for n in fewer]
-    yield [("actor.remat", "full")]
-    yield (
-        [("distill.chunk_tokens", SMALL_CHUNK)] if config.distill.loss_chunk > SMALL_CHUNK else []
-    )
-    yield [("distill.lean", True)]
-    kept = average_dtype(config.optimizer, "bfloat16")
-    if kept != "float32" and config.optimizer.name != "adafactor":  # else nothing is smaller
-        yield [("actor.moment_dtype", "bfloat16")]
-    yield [("actor.param_dtype", "bfloat16")]
-    if not inputs.on_cpu:
-        yield [("actor.dtype", "bfloat16")]
 
 
 def fractions(sequences: int) -> list[int]:
@@ -304,14 +266,84 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     ones where its device's limit is unknown; `rollout.slots` stays null where all sequences fit, or
     where fewer slots alone do not make the rollout fit."""
     notes: list[str] = []
+    where = inputs.placement.roles
     for role in ("rollout", *FROZEN):
-        given = config.roles[role].parallel.model_dump(exclude_none=True)
-        if role in inputs.roles and inputs.placement.roles[role].devices and not given:
-            config = _with_own_axes(config, inputs, role, notes)
-    config = _with_copy_in_each_host(config, inputs, notes)
-    if "rollout" in inputs.roles and config.rollout.slots is None:
-        config = _with_slots(config, inputs, notes)
+        if role not in inputs.roles or _given(config, role):
+            continue
+        pool, before = where[role].pool, inputs.axes(config)[role]
+        limit, n = inputs.limits[pool], before.size
+        if limit is None or n == 1:
+            continue
+        heads, tried = inputs.model(role).n_heads, []
+        whole_vocabulary = config.teacher.tokenizer == "own" and role == "teacher"
+        # Whole copies first, then ever smaller pieces.
+        for tensor in range(1, 2 if whole_vocabulary else n + 1):
+            if n % tensor == 0 and heads % tensor == 0:
+                choice = set_key(config, f"{role}.parallel.data", n // tensor)
+                choice = set_key(choice, f"{role}.parallel.tensor", tensor)
+                size = pool_peaks(inputs, choice)[pool].bytes
+                tried.append((size, Axes(n // tensor, 1, tensor), choice))
+        fitting = [item for item in tried if item[0] <= limit]
+        if not fitting and role in FROZEN:  # as it is, and the advice names what would help
+            continue
+        size, axes, choice = fitting[0] if fitting else min(tried, key=lambda item: item[0])
+        if axes.tensor > 1:
+            notes.append(
+                f"{role}.parallel.tensor={axes.tensor}: with a copy of the weights on each device"
+                f" its pool would take {tried[0][0] / GB:.1f} GB"
+            )
+        elif axes != before:
+            notes.append(
+                f"{role}.parallel.data={axes.data}: a copy of the weights fits on each device, so"
+                f" that it runs without collectives; its pool takes {size / GB:.1f} GB"
+            )
+        config = choice if axes != before else config
+
+    # The actor's weights are divided among the GPUs of each host, and copied across hosts, where
+    # that fits (hybrid sharding): gradients travel between hosts then, and no weights. On one host,
+    # and on TPUs, whose links are as fast between hosts, `fsdp` divides them among all devices; so
+    # it does where it is not known whether a copy fits.
+    actor = inputs.axes(config).get("actor")
+    gpus = actor is not None and inputs.target.platform in GPU
+    hosts = inputs.spanned("actor") if gpus and not _given(config, "actor") else 1
+    known = hosts > 1 and inputs.limits[where["actor"].pool] is not None
+    if actor is not None and known and hosts != actor.size:
+        choice = set_key(config, "actor.parallel.data", hosts)
+        choice = set_key(choice, "actor.parallel.fsdp", actor.size // hosts)
+        peak = pool_peaks(inputs, choice)[where["actor"].pool]
+        takes = f"its pool takes {peak.bytes / GB:.1f} GB"
+        if peak.fits:
+            config = choice
+            notes.append(
+                f"actor.parallel.data={hosts} fsdp={actor.size // hosts}: each host has a copy"
+                f" of the weights, so that only gradients travel between hosts; {takes}"
+            )
+        else:
+            notes.append(
+                f"actor.parallel.fsdp={actor.fsdp} divides the weights among all hosts: with a"
+                f" copy in each host {takes}"
+            )
+
+    if "rollout" not in inputs.roles or config.rollout.slots is not None:
+        return config, tuple(notes)
+    pool = where["rollout"].pool
+    whole = pool_peaks(inputs, config)[pool]
+    sequences = config.batch_size * config.group_size
+    for slots in () if whole.fits else fractions(sequences):
+        choice = set_key(config, "rollout.slots", slots)
+        if pool_peaks(inputs, choice)[pool].fits:
+            notes.append(
+                f"rollout.slots={slots}: with all {sequences} sequences of a batch at once"
+                f" {whole.pool.name} would take {whole.bytes / GB:.1f} GB; a slot whose sequence"
+                " has ended takes the next one"
+            )
+            return choice, tuple(notes)
     return config, tuple(notes)
+
+
+def _given(config: Config, role: str) -> bool:
+    """Returns whether the config sets axes of a role."""
+    return bool(config.roles[role].parallel.model_dump(exclude_none=True))
 
 
 def with_loss_chunk(config: Config, inputs: PlanInputs) -> Config:
@@ -322,82 +354,3 @@ def with_loss_chunk(config: Config, inputs: PlanInputs) -> Config:
         return config
     choices = (set_key(config, "distill.chunk_tokens", chunk) for chunk in GPU_CHUNKS)
     return next((choice for choice in choices if _fits(choice, inputs)), config)
-
-
-def _with_copy_in_each_host(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
-    """Divides the actor's weights among the GPUs of each host, and copies them across hosts, where
-    that fits (hybrid sharding): gradients travel between hosts then, and no weights. On one host,
-    and on TPUs, whose links are as fast between hosts, `fsdp` divides them among all devices."""
-    axes = inputs.axes(config).get("actor")
-    given = config.actor.parallel.model_dump(exclude_none=True)
-    hosts = inputs.spanned("actor") if axes is not None else 1
-    if axes is None or given or hosts in (1, axes.size) or inputs.target.platform not in GPU:
-        return config
-    pool = inputs.placement.roles["actor"].pool
-    if inputs.limits[pool] is None:  # whether a copy fits is not known
-        return config
-    choice = set_key(config, "actor.parallel.data", hosts)
-    choice = set_key(choice, "actor.parallel.fsdp", axes.size // hosts)
-    peak = pool_peaks(inputs, choice)[pool]
-    takes = f"its pool takes {peak.bytes / GB:.1f} GB"
-    if not peak.fits:
-        notes.append(
-            f"actor.parallel.fsdp={axes.fsdp} divides the weights among all hosts: with a copy in"
-            f" each host {takes}"
-        )
-        return config
-    notes.append(
-        f"actor.parallel.data={hosts} fsdp={axes.size // hosts}: each host has a copy of the"
-        f" weights, so that only gradients travel between hosts; {takes}"
-    )
-    return choice
-
-
-def _with_own_axes(config: Config, inputs: PlanInputs, role: str, notes: list[str]) -> Config:
-    pool = inputs.placement.roles[role].pool
-    limit, before = inputs.limits[pool], inputs.axes(config)[role]
-    if limit is None or before.size == 1:
-        return config
-    n, heads, tried = before.size, inputs.model(role).n_heads, []
-    whole_vocabulary = config.teacher.tokenizer == "own" and role == "teacher"
-    # Whole copies first, then ever smaller pieces.
-    for tensor in range(1, 2 if whole_vocabulary else n + 1):
-        if n % tensor == 0 and heads % tensor == 0:
-            choice = set_key(config, f"{role}.parallel.data", n // tensor)
-            choice = set_key(choice, f"{role}.parallel.tensor", tensor)
-            size = pool_peaks(inputs, choice)[pool].bytes
-            tried.append((size, Axes(n // tensor, 1, tensor), choice))
-    whole = tried[0][0]
-    fitting = [item for item in tried if item[0] <= limit]
-    if not fitting and role in FROZEN:  # as it is, and the advice names what would help
-        return config
-    size, axes, choice = fitting[0] if fitting else min(tried, key=lambda item: item[0])
-    if axes.tensor > 1:
-        notes.append(
-            f"{role}.parallel.tensor={axes.tensor}: with a copy of the weights on each device"
-            f" its pool would take {whole / GB:.1f} GB"
-        )
-    elif axes != before:
-        notes.append(
-            f"{role}.parallel.data={axes.data}: a copy of the weights fits on each device, so that"
-            f" it runs without collectives; its pool takes {size / GB:.1f} GB"
-        )
-    return choice if axes != before else config
-
-
-def _with_slots(config: Config, inputs: PlanInputs, notes: list[str]) -> Config:
-    pool = inputs.placement.roles["rollout"].pool
-    whole = pool_peaks(inputs, config)[pool]
-    if whole.fits:
-        return config
-    sequences = config.batch_size * config.group_size
-    for slots in fractions(sequences):
-        choice = set_key(config, "rollout.slots", slots)
-        if pool_peaks(inputs, choice)[pool].fits:
-            notes.append(
-                f"rollout.slots={slots}: with all {sequences} sequences of a batch at once"
-                f" {whole.pool.name} would take {whole.bytes / GB:.1f} GB; a slot whose sequence"
-                " has ended takes the next one"
-            )
-            return choice
-    return config

@@ -1,21 +1,40 @@
-"""What a plan starts from: the models, where the roles are placed and what a device has."""
+"""A run as the plan sees it: models, placement and what a device has, its config with mesh axes and
+widths, and what follows from them of how roles cut and share their work."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
+import numpy as np
+
+from jaxrl.algorithms.methods import sampled_share
+from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
-from jaxrl.errors import UserError
+from jaxrl.config.section import DType
+from jaxrl.errors import UserError, counted
 from jaxrl.models.buckets import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
-from jaxrl.models.kernels import Target, Use
+from jaxrl.models.kernels import Target, Use, fuses
+from jaxrl.models.parameters import Layout
+from jaxrl.models.shared_prompts import PAGE
+from jaxrl.plan.array_bytes import F32, Pass, layer_bytes, trained_bytes, weight_bytes
+from jaxrl.roles.microbatch import scored_group, shares
+from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
+from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
+from jaxrl.sampling.slots import pool_pages
 from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.placement import Placement, Pool
+from jaxrl.teacher.protocol import Options
 
 GB = 1e9
+STORE = 1.1e9
+"""Bytes per second from a process to another through Ray's object store, packed and loaded: the
+least of docs/cluster.md's best rounds, of hosts without GPUs."""
 Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
 
 
@@ -59,8 +78,7 @@ class Account:
 
     def column(self, column: Column) -> int:
         """Returns what is resident of a column, and the most that one phase adds to it."""
-        mine = Account(self.role, tuple(e for e in self.entries if e.column == column))
-        return mine.peak
+        return Account(self.role, tuple(e for e in self.entries if e.column == column)).peak
 
     @property
     def peak(self) -> int:
@@ -139,6 +157,16 @@ class HostMemory:
             f" {(needed - self.limit) / GB:.1f} too much"
         )
 
+    def note(self, sizes: Sequence[int]) -> str:
+        """Says what the run takes of the host, given the bytes of one device of each pool."""
+        devices = sum(self.devices)
+        return (
+            f"{self.name}: {counted(devices, 'emulated device')} share{'s' if devices == 1 else ''}"
+            f" its free memory of {self.limit / GB:.1f} GB; the run needs"
+            f" {self.needed(sizes) / GB:.1f} GB of it, {self.beside / GB:.1f} GB of that for"
+            " processes and mapped files. A limit in the table is what the others leave"
+        )
+
     def left(self, pool: int, sizes: Sequence[int]) -> int | None:
         """Returns the bytes that the other pools leave to a device of this one; None where it has
         none here."""
@@ -211,13 +239,34 @@ class PlanInputs:
             n = len(self.placement.roles[role].devices)
             given = config.roles[role].parallel
             sizes = {axis: getattr(given, axis) for axis in type(given).model_fields}
-            axes = resolve_axes(role, n, **sizes)
-            if config.teacher.tokenizer == "own" and role in ("actor", "teacher"):
-                _check_whole(role, axes)
+            axes = found[role] = resolve_axes(role, n, **sizes)
+            whole = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
+            if whole and axes.tensor > 1:
+                raise UserError(
+                    f"{role}.parallel.tensor={axes.tensor} splits the vocabulary, and a teacher"
+                    " with teacher.tokenizer=own needs all of it at once: set"
+                    f" {role}.parallel.tensor=1, and fsdp or data"
+                )
             for model in self.models(role):
-                _check_heads(role, model, axes)
-                _check_experts(role, model, axes)
-            found[role] = axes
+                heads = model.n_heads
+                if heads % axes.heads:
+                    allowed = [t for t in range(1, n + 1) if heads % t == 0 and n % t == 0]
+                    asked = {"tensor": axes.tensor, "context": axes.context}
+                    keys = [f"{role}.parallel.{axis}={k}" for axis, k in asked.items() if k > 1]
+                    product = f" times {keys[1]}, {axes.heads}," if len(keys) > 1 else ""
+                    raise UserError(
+                        f"{keys[0]}{product} does not divide its model's n_heads={heads}:"
+                        f" on {n} devices, use {' or '.join(map(str, allowed))}"
+                    )
+                experts = model.experts if isinstance(model, DecoderConfig) else None
+                count = 1 if experts is None else experts.count
+                if count % axes.expert:
+                    has = "has no experts" if experts is None else f"has num_experts={count}"
+                    use = "data or fsdp" if experts is None else f"a divisor of {count}"
+                    raise UserError(
+                        f"{role}.parallel.expert={axes.expert} does not divide the experts of its"
+                        f" model, which {has}: use {use}"
+                    )
         balances = config.student.router_aux_loss_coef
         if balances and self.student.experts is None:
             raise UserError(
@@ -277,38 +326,303 @@ class PlanInputs:
 def generates(config: Config, role: str) -> bool:
     """Returns whether a role generates: the teacher where the student learns from what it writes,
     or is evaluated beside it."""
-    evaluated = config.eval.teacher and config.data.eval is not None and config.mixture is None
-    return role == "rollout" or (role == "teacher" and (config.distill.seq_kd or evaluated))
+    if role != "teacher":
+        return role == "rollout"
+    return config.distill.seq_kd or (evaluated(config, role) and config.mixture is None)
 
 
-def _check_heads(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
-    if model.n_heads % axes.heads == 0:
-        return
-    allowed = [t for t in range(1, axes.size + 1) if model.n_heads % t == 0 and axes.size % t == 0]
-    asked = {"tensor": axes.tensor, "context": axes.context}
-    given = [f"{role}.parallel.{axis}={size}" for axis, size in asked.items() if size > 1]
-    product = f" times {given[1]}, {axes.heads}," if len(given) > 1 else ""
-    raise UserError(
-        f"{given[0]}{product} does not divide its model's n_heads={model.n_heads}:"
-        f" on {axes.size} devices, use {' or '.join(map(str, allowed))}"
-    )
+class Setting:
+    """A config with the mesh axes of its roles: all inputs from which the memory is computed."""
+
+    def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
+        self.config, self.inputs, self.axes = config, inputs, axes
+        self.student, self.teacher = inputs.student, inputs.teacher
+        self.sequences = config.batch_size * config.group_size  # B, the rows of a batch
+        self.prompt_tokens, self.new_tokens = inputs.widths(config)
+        self.width = self.prompt_tokens + self.new_tokens
+        self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
+        # Whether the teacher reads completions in its own tokens.
+        self.aligned = self.teacher is not None and config.teacher.tokenizer == "own"
+        self.teacher_widths = [model.d_model for model in inputs.teachers]
+        self.signal: str | None = None
+        self.signal_bytes = 0  # bytes that the teacher sends per completion token
+        self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
+        if self.teacher is not None:
+            self.signal = config.distill.signal
+            self.signal_bytes = signal_bytes(config, self.teacher_widths)
+            if not self.aligned:
+                self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
+        # Rows of a teacher's LM head on the actor.
+        self.teacher_rows = self.teacher.vocab_size if self.teacher and self.aligned else self.vocab
+        # Whether the loss sums the head's gradient in float32 during its forward pass.
+        self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+
+    @property
+    def sent(self) -> dict[tuple[str, str], int]:
+        """Maps (sender, receiver) to the bytes that all devices of a role send to those of another
+        in a step, 0 where both have the same: the policy's weights, and the teacher's signal."""
+        c, sent = self.config, {}
+        follow = {"rollout": sampled_share(c) > 0, "teacher": c.teacher_follows}
+        for role in (role for role, gets in follow.items() if gets and role in self.axes):
+            whole = trained_bytes(self.student, Axes(), c.roles[role].compute_dtype)
+            sent["actor", role] = 0 if self.on_actors_mesh(role) else whole
+        if "teacher" in self.axes:
+            whole = self.sequences * self.new_tokens * self.signal_bytes
+            sent["teacher", "actor"] = 0 if self.on_actors_mesh("teacher") else whole
+        return sent
+
+    def store_seconds(self, sender: str, receiver: str) -> float | None:
+        """Returns the seconds that this part of `sent` takes through the object store; None where
+        the run has one host, or the roles are in one process."""
+        inputs = self.inputs
+        if not inputs.host_of or inputs.together(sender, receiver):
+            return None
+        devices = (inputs.placement.roles[role].devices for role in (sender, receiver))
+        # Each host has a process of its own, which sends or takes its part.
+        processes = min(len({inputs.host_of[i] for i in numbers}) for numbers in devices)
+        return self.sent[sender, receiver] / (STORE * processes)
+
+    def on_actors_mesh(self, role: str) -> bool:
+        """Returns whether a role has the actor's devices and axes."""
+        where = self.inputs.placement.roles
+        same = where["actor"].devices == where[role].devices
+        return same and self.axes["actor"] == self.axes[role]
+
+    def sampled(self, role: str) -> DecoderConfig:
+        """Returns the model that a role samples from."""
+        if role == "teacher":
+            assert self.teacher is not None
+            return self.teacher
+        return self.student.plain if self.config.rollout.merge else self.student
+
+    @property
+    def reference(self) -> DecoderConfig:
+        """Returns the policy before training: with adapters that were trained before, merged
+        weights."""
+        return self.student.plain if self.inputs.adapted else self.student.base
+
+    def layout(self, role: str) -> Layout:
+        """Returns the layout of a role's weights: one array per layer where it samples."""
+        return "unstacked" if generates(self.config, role) else "stacked"
+
+    def published_dtype(self, role: str) -> DType:
+        """Returns the dtype in which the actor holds the weights that it publishes to a role."""
+        averaged = role == "teacher" and self.config.keeps_ema
+        return "float32" if averaged else self.config.actor.param_dtype
+
+    def shared_bytes(self, role: str) -> int:
+        """Returns the bytes on one device of the policy's trained weights in arrays that the
+        rollout, or a teacher that follows the policy, shares with the actor."""
+        c, dtype = self.config, self.config.roles[role].compute_dtype
+        own = c.rollout.merge  # or, of a teacher, where each gets arrays of its own from the host
+        if role == "teacher":
+            own = not c.teacher_follows or c.offloads_follower
+        if own or not self.on_actors_mesh(role) or dtype != self.published_dtype(role):
+            return 0
+        whole = trained_bytes(self.student, self.axes["actor"], dtype)
+        if self.layout(role) == "stacked":
+            return whole
+        if self.student.lora is not None:  # adapters are in the layers
+            return 0
+        return whole - layer_bytes(self.student, self.axes["actor"], dtype)
+
+    def base_bytes(self, role: str) -> int:
+        """Returns the bytes on one device of the frozen base weights, in arrays of the role's own:
+        what it shares with the actor is the actor's. 0 without adapters."""
+        if self.student.lora is None:
+            return 0
+        dtype = self.config.base_dtype
+        if role != "actor":
+            if self._shares_base(role):
+                return 0
+            dtype = self.config.roles[role].compute_dtype
+        model = self.reference if role == "reference" else self.student.base
+        return weight_bytes(model, self.axes[role], dtype)
+
+    def _shares_base(self, role: str) -> bool:
+        """Returns whether the frozen base weights are arrays of the actor's."""
+        if role == "reference" and self.inputs.adapted:
+            return False
+        c = self.config
+        stacked = c.rollout.merge or self.layout(role) == "stacked"
+        same = c.roles[role].compute_dtype == c.base_dtype and stacked and not c.offload.params
+        return same and self.on_actors_mesh(role)
+
+    def counted_as_the_actors(self, role: str) -> int:
+        """Returns the bytes of the arrays of a role on one device that are among the actor's
+        entries."""
+        shared = self.shared_bytes(role) if role in ("rollout", "teacher") else 0
+        reads = role == "reference" or (role == "rollout" and not self.config.rollout.merge)
+        if self.student.lora is not None and reads and self._shares_base(role):
+            shared += weight_bytes(self.student.base, self.axes[role], self.config.base_dtype)
+        return shared
+
+    def prompts(self, role: str) -> int:
+        """Returns the width of the longest prompts that a role reads."""
+        if role != "teacher" or (self.config.teacher.prompt is None and not self.aligned):
+            return self.prompt_tokens
+        return round_up(self.config.teacher_prompt_tokens, self.inputs.target.width_multiple)
+
+    def completions(self, role: str) -> int:
+        """Returns the width of the longest completions that a role reads."""
+        if role != "teacher" or not self.aligned:
+            return self.new_tokens
+        return round_up(self.config.teacher_new_tokens, self.inputs.target.width_multiple)
+
+    @property
+    def in_flight(self) -> int:
+        """Returns the bytes of a batch's signal that stay on a device of the teacher while
+        something else runs there."""
+        waits = SCHEDULES[self.config.schedule] > 0 or self.inputs.together("actor", "teacher")
+        if not waits or self.on_actors_mesh("teacher"):
+            return 0
+        return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
+
+    @property
+    def budget(self) -> int | None:
+        """Returns the most tokens of a micro-batch in one row shard
+        (`roles.update.ActorPrograms.budget`)."""
+        tokens = self.config.actor.micro_batch_tokens
+        return None if tokens is None else tokens * self.axes["actor"].context
+
+    @cached_property
+    def shared_group(self) -> int:
+        """Returns the number of completions that share a prompt in an update, if all prompts and
+        completions are as long as allowed; 1 if the actor would not share prompts then."""
+        c = self.config
+        return 1 if c.batch_size % c.minibatches else self._shared("actor", self.budget)
+
+    def _shared(self, role: str, budget: int | None) -> int:
+        """Returns the number of completions for which a role computes one prompt once.
+
+        Args:
+            budget: most tokens of a micro-batch on one device.
+        """
+        c = self.config
+        off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
+        if c.spec.learns_from == "data" or off_policy:
+            return 1
+        shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
+        return c.group_size if shared else 1
+
+    def scored(self, role: str, model: DecoderConfig, parts: int) -> Pass:
+        """Returns a role's forward pass over one of `parts` slices of the batch, as
+        `roles.microbatch.scored_part` cuts it."""
+        shards, prompts = self.axes[role].rows, self.prompts(role)
+        apart = role == "teacher" and self.config.teacher_gets_feedback  # each its own prompt
+        shared = 1 if apart else self._shared(role, None)
+        group = scored_group(self.sequences, parts, shards, shared)
+        rows = -(-self.sequences // (parts * shards * group)) * group
+        run = self.run(role, model, rows, prompts + self.completions(role), joined=group > 1)
+        return replace(run, shared=None if group == 1 else (group, prompts))
+
+    def rows(self, role: str, sequences: int) -> int:
+        """Returns how many of `sequences` are on one device of a role."""
+        return -(-sequences // self.axes[role].rows)
+
+    @property
+    def padded_rows(self) -> int:
+        """Returns the number of sequences of a batch with its padding, so that every mesh divides
+        it."""
+        multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
+        return -(-self.sequences // multiple) * multiple
+
+    def run(
+        self, role: str, model: DecoderConfig, rows: int, width: int, joined: bool = False
+    ) -> Pass:
+        dtype = self.config.roles[role].compute_dtype
+        fused = all(fuses(self.inputs.target, dim, dtype, joined) for dim in model.head_dims)
+        return Pass(model, self.axes[role], rows, width, dtype, fused)
+
+    def chunk(self, rows: int, role: str = "actor") -> int:
+        """Returns how many completion tokens of `rows` sequences are projected onto the vocabulary
+        at once."""
+        return min(self.config.distill.loss_chunk, rows * self.completions(role))
+
+    def micro_batches(self) -> tuple[int, int]:
+        """Returns the number of micro-batches of an update, and the rows of one on a device."""
+        rows, group = self.update_rows, self.shared_group
+        tokens = self.prompt_tokens + group * self.new_tokens  # of a group, its prompt once
+        groups = -(-rows // group)
+        most = groups if self.budget is None else max(1, self.budget // tokens)
+        count = -(-groups // most)
+        return count, -(-groups // count) * group
+
+    def prefill_rows(self, role: str) -> int:
+        """Returns the number of prompts of each data shard in the largest prefill of a role."""
+        width, slots = self.prompts(role), self.sampling_slots(role)
+        return max(prefill_batch(slots, *way, width) for way in asked(self.config, role))
+
+    def sampling_slots(self, role: str) -> int:
+        """Returns the number of slots of each data shard of a role that samples."""
+        slots, axes = self.config.rollout.slots or self.sequences, self.axes[role]
+        return -(-slots // axes.size) * axes.size // axes.rows
+
+    def slots(self, role: str) -> CacheSizes:
+        """Returns the slots of the sampling engine of a role: the larger of those of training and
+        of evaluations."""
+        c, axes = self.config, self.axes[role]
+        width, multiple = self.prompts(role), self.inputs.target.width_multiple
+        count = self.sampling_slots(role)
+        most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+        if c.data.eval is not None:
+            most = max(most, c.eval.max_new_tokens or 0)
+        episodes = role == "rollout" and c.environment.name is not None
+        tokens = c.rollout.cache_tokens if role == "rollout" else None
+        pages = 0 if tokens is None else pool_pages(tokens, count, most)
+        whole = round_up(width + most, multiple)
+        positions = round_up(most + ANSWER_TOKENS[1] * episodes, multiple)
+        found = []
+        for prompts, samples in asked(c, role):
+            rows = rows_at_most(count, axes.rows, samples, prompts)
+            seats = seats_of_row(count, samples)
+            found.append(CacheSizes(count, positions, rows, seats, pages, whole))
+        return max(found, key=lambda each: each.rows * (each.seats + 1))
 
 
-def _check_experts(role: str, model: DecoderConfig | EncoderConfig, axes: Axes) -> None:
-    experts = model.experts if isinstance(model, DecoderConfig) else None
-    count = 1 if experts is None else experts.count
-    if count % axes.expert:
-        has = "has no experts" if experts is None else f"has num_experts={count}"
-        raise UserError(
-            f"{role}.parallel.expert={axes.expert} does not divide the experts of its model, which"
-            f" {has}: use " + ("data or fsdp" if experts is None else f"a divisor of {count}")
-        )
+class CacheSizes(NamedTuple):
+    """The slots of a device that samples, and the prompts that they share, if any."""
+
+    slots: int
+    positions: int
+    """Of each slot's cache, or of the longest completion in a pool of pages."""
+    rows: int = 0
+    """Shared prompts, at most."""
+    seats: int = 0
+    """Slots that read one of them, at most."""
+    pages: int = 0
+    """Of the pool, where there is one in place of the slots' caches."""
+    whole: int = 0
+    """Positions of the longest sequence with its prompt."""
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Returns rows and positions of the cache."""
+        return (self.pages, PAGE) if self.pages else (self.slots, self.positions)
 
 
-def _check_whole(role: str, axes: Axes) -> None:
-    if axes.tensor > 1:
-        raise UserError(
-            f"{role}.parallel.tensor={axes.tensor} splits the vocabulary, and a teacher with"
-            f" teacher.tokenizer=own needs all of it at once: set {role}.parallel.tensor=1, and"
-            " fsdp or data"
-        )
+def asked(config: Config, role: str) -> list[tuple[int, int]]:
+    """Returns the prompts, and samples of each, for which a role is asked at once: those of
+    training batches, where it samples any, and of evaluations, where it does so for them."""
+    trains, evaluates = sampled_share(config) > 0, evaluated(config, role)
+    if role == "teacher":
+        trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
+    found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
+    return found + [(config.eval.prompts, config.eval.samples)] * evaluates
+
+
+def evaluated(config: Config, role: str) -> bool:
+    """Returns whether a role that samples is evaluated."""
+    return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
+
+
+def signal_bytes(config: Config, widths: Sequence[int]) -> int:
+    """Returns the bytes that the teacher sends for each completion token.
+
+    Args:
+        widths: of the hidden states of each teacher.
+    """
+    width = max(widths, default=0) if config.mixture is None else sum(widths)
+    tensors = Options.of(config.distill, 1).tensors(config.teacher.compute_dtype, width).values()
+    aligned = 3 * F32 if config.teacher.tokenizer == "own" else 0
+    return aligned + sum(np.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in tensors)

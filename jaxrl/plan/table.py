@@ -1,21 +1,30 @@
-"""The plan as a table."""
+"""The plan of a run: a table for people, and `plan.json`, which the report holds against what was
+measured."""
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, get_args
 
+from pydantic import BaseModel, Field
 from rich import box
 from rich.table import Table
 
-from jaxrl.plan.plan_inputs import GB, Account, Column, PoolPeak
-from jaxrl.process.text_tables import table_lines
+from jaxrl.config.schema import Config
+from jaxrl.errors import counted
+from jaxrl.plan.plan_inputs import GB, Account, Column, PlanInputs, PoolPeak
+from jaxrl.process.json_types import JsonObject, parse_json
+from jaxrl.process.text_tables import WIDTH, table_lines
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts
 from jaxrl.sharding.placement import Placement, device_list
 
+PLAN_FILE = "plan.txt"
+PLAN_DATA_FILE = "plan.json"
 MB = 1e6
 LINE = 18
 """Most characters of a worker's name on one line: a long one takes no room from the figures."""
@@ -25,80 +34,164 @@ HOLD = "\N{NO-BREAK SPACE}"
 ROLE = 10
 """Characters of a role's name in a block, and of what its lines are indented by."""
 TITLES = ("weights", "grads", "optim", "KV", "activ", "peak", "limit")
-
-Show = Callable[[int | None], str]
-
-
-def role_lines(
-    placement: Placement,
-    axes: Mapping[str, Axes],
-    devices: Sequence[DeviceFacts],
-    accounts: Mapping[str, Account],
-    pools: Sequence[PoolPeak],
-    width: int,
-    brief: bool = False,
-) -> list[str]:
-    """Returns the lines of a table with a row for each role, and one for each pool that several
-    roles share; in fewer than `TABLE_WIDTH` columns, a block of lines for each.
-
-    Args:
-        brief: each row is one line, and none is below the titles.
-    """
-    largest = max(pool.bytes for pool in pools)
-    unit, name = (GB, "GB") if largest >= GB else (MB, "MB")
-
-    def show(n: int | None) -> str:
-        if not n:
-            return "?" if n is None else "-"
-        return f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
-
-    title = f"{placement.spec}: {name} on each device"
-    rows = list(_rows(placement, axes, devices, accounts, pools, show))
-    if brief:
-        rows = [[cell.partition("\n")[0] for cell in row] for row in rows]
-    if width < TABLE_WIDTH:
-        return [
-            *textwrap.wrap(title, width),
-            *(line for row in rows for line in _block(row, width)),
-        ]
-    table = Table(
-        box=box.SIMPLE,
-        title=title,
-        title_justify="left",
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for title in ("pool", "worker", "role", "devices", "process", "mesh"):
-        table.add_column(title, no_wrap=True)
-    for title in TITLES:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    lines = table_lines(table)
-    return [*lines[:2], *lines[3:]] if brief else lines
+BRIEF_LINES = 10
+"""Most lines that a run on a CPU prints of its plan."""
+SLACK = 1.25
+"""How much too high a plan is allowed to be before it refuses a run."""
 
 
-def _rows(
-    placement: Placement,
-    axes: Mapping[str, Axes],
-    devices: Sequence[DeviceFacts],
-    accounts: Mapping[str, Account],
-    pools: Sequence[PoolPeak],
-    show: Show,
-) -> Iterator[list[str]]:
-    """Yields the cells of each row."""
-    for index, memory in enumerate(pools):
-        pool = memory.pool
-        for role in pool.roles:
-            head = (str(index), _folded(pool.name)) if role == pool.roles[0] else ("", "")
-            where = _where(role, placement, axes, devices)
-            yield [*head, *where, *_sizes(accounts.get(role), memory, show)]
-        if len(pool.roles) > 1:
-            sizes = [""] * 5 + [show(memory.bytes), show(_limit(memory))]
-            yield ["", "", "together", "", "", "", *sizes]
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes, what it takes, and what would help."""
+
+    config: Config
+    """With the dtypes that these devices compute in."""
+    placement: Placement
+    axes: Mapping[str, Axes]
+    """For each role of the run."""
+    devices: tuple[DeviceFacts, ...]
+    """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
+    machine."""
+    launcher: str
+    """`local` or `ray`."""
+    accounts: Mapping[str, Account]
+    pools: tuple[PoolPeak, ...]
+    peaks: Mapping[str, int]
+    """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
+    device's own statistics would say."""
+    inputs: PlanInputs
+    """The models, and what the devices are and have."""
+    notes: tuple[str, ...]
+    verdict: tuple[str, ...]
+    advice: tuple[str, ...]
+    relief: Callable[[str], list[str]]
+    """Role -> keys to change where it runs out of memory though the plan says otherwise."""
+    refusals: tuple[str, ...] = ()
+    """What the run would refuse before it reads a weight; `dry_run` looks for it."""
+    planning: bool = False
+    """No device is here that such a model is trained on: GPUs elsewhere decide, not this host."""
+    fits_elsewhere: bool = False
+    """One of those sizes of GPUs is large enough."""
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Returns every role of the run, those without devices too."""
+        placed = self.placement.roles.items()
+        return tuple(r for r, where in placed if r in self.axes or not where.devices)
+
+    @property
+    def fits(self) -> bool:
+        """Returns True where no device is known to be too small."""
+        return all(pool.fits for pool in self.pools)
+
+    @property
+    def misfit(self) -> tuple[str, ...]:
+        """Returns the verdict and what to change, where a device is known to be too small: of the
+        target, of this host, or of the GPUs that a plan on a host without any is made for."""
+        if self.fits_elsewhere if self.planning else self.fits:
+            return ()
+        verdict = self.verdict[-1] if self.planning else self.verdict[0]
+        return (verdict, *(self.advice[:3] or ("see the table above",)))
+
+    @property
+    def hopeless(self) -> bool:
+        """Returns True where it would not fit even if the figures were `SLACK` times too high."""
+        sizes = [pool.bytes for pool in self.pools]
+        if self.inputs.hosts:
+            return any(host.needed(sizes) > SLACK * host.limit for host in self.inputs.hosts)
+        return any(p.limit is not None and p.bytes > SLACK * p.limit for p in self.pools)
+
+    def text(self, width: int = WIDTH) -> str:
+        """Returns the table, notes, verdict and advice, for the console and for `plan.txt`.
+
+        Args:
+            width: columns; where they are too few for a table, each role has a block of lines.
+        """
+        refused = (f"the run would be refused: {line}" for line in self.refusals)
+        lines = (*self.notes, *self.verdict, *self.advice, *refused)
+        if self.planning:  # the last word is about GPUs
+            lines = (*self.notes, *self.verdict[:-1], *self.advice, *refused, self.verdict[-1])
+        return "\n".join((*self._role_lines(width), *lines)) + "\n"
+
+    def console_text(self, width: int = WIDTH) -> str:
+        """Returns what a run prints of its plan: all of it on accelerators. On a CPU the roles and
+        the verdict, and notes up to `BRIEF_LINES`; `plan.txt` has the others."""
+        if not self.inputs.on_cpu:
+            return self.text(width)
+        roles, verdict = self._role_lines(width, brief=True), self.verdict[0]
+        notes = self.notes[: max(BRIEF_LINES - len(roles) - 1, 0)]
+        if hidden := len(self.notes) - len(notes):
+            verdict += f" ({counted(hidden, 'more note')} in plan.txt)"
+        return "\n".join((*roles, *notes, verdict)) + "\n"
+
+    def _role_lines(self, width: int, brief: bool = False) -> list[str]:
+        """Returns the lines of a table with a row for each role, and one for each pool that several
+        roles share; in fewer than `TABLE_WIDTH` columns, a block of lines for each.
+
+        Args:
+            brief: each row is one line, and none is below the titles.
+        """
+        rows, largest = list(self._rows()), max(pool.bytes for pool in self.pools)
+        title = f"{self.placement.spec}: {'GB' if largest >= GB else 'MB'} on each device"
+        if brief:
+            rows = [[cell.partition("\n")[0] for cell in row] for row in rows]
+        if width < TABLE_WIDTH:
+            blocks = (line for row in rows for line in _block(row, width))
+            return [*textwrap.wrap(title, width), *blocks]
+        table = Table(
+            box=box.SIMPLE, title=title, title_justify="left", collapse_padding=True, pad_edge=False
+        )
+        for name in ("pool", "worker", "role", "devices", "process", "mesh"):
+            table.add_column(name, no_wrap=True)
+        for name in TITLES:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        lines = table_lines(table)
+        return [*lines[:2], *lines[3:]] if brief else lines
+
+    def _rows(self) -> Iterator[list[str]]:
+        """Yields the cells of each row."""
+        unit = GB if max(pool.bytes for pool in self.pools) >= GB else MB
+
+        def show(n: int | None) -> str:
+            if not n:
+                return "?" if n is None else "-"
+            return f"{n / unit:.2f}" if n < unit else f"{n / unit:.1f}"
+
+        for index, memory in enumerate(self.pools):
+            pool, name = memory.pool, memory.pool.name
+            if len(name) > LINE:  # in lines that end with a `+`
+                name = textwrap.fill(name.replace("+", "+ "), LINE).replace("+ ", "+")
+            # Never below 0, as what others leave of a shared memory may be.
+            limit = show(None if memory.limit is None else max(memory.limit, 0))
+            for role in pool.roles:
+                head = (str(index), name) if role == pool.roles[0] else ("", "")
+                sizes, account = ["-"] * 6, self.accounts.get(role)
+                if account is not None:
+                    columns = [account.column(column) for column in get_args(Column)]
+                    sizes = [show(n) for n in (*columns, account.peak)]
+                yield [*head, role, *self._where(role), *sizes, limit]
+            if len(pool.roles) > 1:
+                yield ["", "", "together", "", "", "", *[""] * 5, show(memory.bytes), limit]
+
+    def _where(self, role: str) -> tuple[str, str, str]:
+        """Returns the devices (platform, ids), processes and mesh of a role."""
+        numbers = self.placement.roles[role].devices
+        if not numbers:
+            return "none", "-", "-"
+        mesh = str(self.axes[role]) if role in self.axes else "not used"
+        if not self.devices:
+            return device_list(numbers), "?", mesh
+        mine = [self.devices[i] for i in numbers]
+        where = device_list({device.process_index for device in mine})
+        hosts = dict.fromkeys(d.host for d in mine if isinstance(d, ClusterDevice))
+        if hosts:
+            where = f"{where} ({', '.join(hosts)})"
+        return f"{mine[0].platform} {device_list(d.id for d in mine)}", where, mesh
 
 
-def _block(row: Sequence[str], width: int) -> list[str]:
+def _block(row: list[str], width: int) -> list[str]:
     """Returns the cells of a row in lines: the role and where it runs, its peak and the limit, and
     what the peak is made of, cells without a figure left out."""
     role, devices, process, mesh = row[2:6]
@@ -107,45 +200,94 @@ def _block(row: Sequence[str], width: int) -> list[str]:
     cells = [f"peak {peak} of {limit}"]
     cells += [f"{t} {x}" for t, x in zip(TITLES, parts, strict=False) if x not in ("", "-")]
     indent = " " * ROLE
-    first = f"{role:{ROLE}}{where}".rstrip()
-    lines = [first] if where else []
+    lines = [f"{role:{ROLE}}{where}".rstrip()] if where else []
     begin = indent if where else f"{role:{ROLE}}"
     text = ", ".join(cell.replace(" ", HOLD) for cell in cells)  # a name stays with its figure
     wrapped = textwrap.wrap(text, width, initial_indent=begin, subsequent_indent=indent)
     return lines + [line.replace(HOLD, " ") for line in wrapped]
 
 
-def _limit(memory: PoolPeak) -> int | None:
-    """Returns the limit, never below 0, as what others leave of a shared memory may be."""
-    return None if memory.limit is None else max(memory.limit, 0)
+def plan_json(plan: Plan) -> str:
+    """Writes one JSON object. All sizes are bytes on one device.
+
+    `pools`: name, roles, devices (numbers of the placement), device (`gpu`, or null in a plan for
+    another machine), peak, moment (role and phase then, as `actor: loss`), limit (null where nobody
+    knows). `roles`: role, pool (index), devices, axes (null without a mesh), peak (null where
+    nothing is counted), parts: column, name, bytes, phase (null: resident), away (moments and
+    roles at which a resident one is not there).
+    """
+    pools = [
+        {
+            "name": peak.pool.name,
+            "roles": peak.pool.roles,
+            "devices": list(peak.pool.devices),
+            "device": plan.devices[0].platform if plan.devices else None,
+            "peak": peak.bytes,
+            "moment": peak.moment,
+            "limit": peak.limit,
+        }
+        for peak in plan.pools
+    ]
+    roles = []
+    for role in plan.runs:
+        where, account, axes = plan.placement.roles[role], plan.accounts.get(role), plan.axes
+        entries = () if account is None else account.entries
+        roles.append(
+            {
+                "role": role,
+                "pool": where.pool,
+                "devices": list(where.devices),
+                "axes": axes[role]._asdict() if role in axes else None,
+                "peak": None if account is None else account.peak,
+                "parts": [{**asdict(e), "away": sorted(e.away)} for e in entries],
+            }
+        )
+    whole = {"mesh": plan.placement.spec, "launcher": plan.launcher, "pools": pools, "roles": roles}
+    return json.dumps(whole | {"notes": [*plan.notes, *plan.verdict]}, indent=1) + "\n"
 
 
-def _folded(name: str) -> str:
-    """Returns the name of a pool; a long one in lines that end with a `+`."""
-    if len(name) <= LINE:
-        return name
-    return textwrap.fill(name.replace("+", "+ "), LINE).replace("+ ", "+")
+Size = Annotated[int, Field(ge=0)]
 
 
-def _where(
-    role: str, placement: Placement, axes: Mapping[str, Axes], devices: Sequence[DeviceFacts]
-) -> tuple[str, str, str, str]:
-    """Returns role, devices (platform, ids), processes and mesh."""
-    numbers = placement.roles[role].devices
-    if not numbers:
-        return role, "none", "-", "-"
-    mesh = str(axes[role]) if role in axes else "not used"
-    if not devices:
-        return role, device_list(numbers), "?", mesh
-    mine = [devices[i] for i in numbers]
-    processes = device_list({device.process_index for device in mine})
-    hosts = dict.fromkeys(d.host for d in mine if isinstance(d, ClusterDevice))
-    where = f"{processes} ({', '.join(hosts)})" if hosts else processes
-    return role, f"{mine[0].platform} {device_list(d.id for d in mine)}", where, mesh
+class _Entry(BaseModel):
+    column: str
+    name: str
+    bytes: Size
+    phase: str | None
+    away: list[str] = []
 
 
-def _sizes(account: Account | None, memory: PoolPeak, show: Show) -> list[str]:
-    if account is None:
-        return ["-"] * 6 + [show(_limit(memory))]
-    columns = [account.column(column) for column in get_args(Column)]
-    return [show(n) for n in (*columns, account.peak, _limit(memory))]
+class _Role(BaseModel):
+    role: str
+    pool: int
+    devices: list[int]
+    axes: dict[str, int] | None
+    peak: Size | None
+    parts: list[_Entry]
+
+
+class _Pool(BaseModel):
+    name: str
+    roles: list[str]
+    devices: list[int]
+    device: str | None
+    peak: Size
+    moment: str
+    limit: Size | None
+
+
+class _Record(BaseModel):
+    mesh: str
+    launcher: str
+    pools: Annotated[list[_Pool], Field(min_length=1)]
+    roles: list[_Role]
+    notes: list[str]
+
+
+def read_plan(text: str | bytes) -> JsonObject:
+    """Reads the object that `plan_json` wrote. Raises ValueError for any other text."""
+    value: JsonObject = parse_json(text)
+    plan = _Record.model_validate(value, strict=True)
+    if any(not 0 <= role.pool < len(plan.pools) for role in plan.roles):
+        raise ValueError("a role is in no pool")
+    return value

@@ -8,29 +8,174 @@ batches, work on neighbouring ones is in it too, as it is in their time.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+from rich import box
+from rich.table import Table
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
-from jaxrl.plan import Plan
-from jaxrl.plan.plan_context import signal_bytes
-from jaxrl.profile.stages import RunModels, StageTable, StepBatch, stage_rows, step_work
-from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
+from jaxrl.plan.plan_inputs import signal_bytes
+from jaxrl.plan.table import Plan
+from jaxrl.process.json_types import JsonObject, parse_json
+from jaxrl.process.text_tables import table_lines
+from jaxrl.profile.waits import PoolWait, Span, Stage, Window, pool_waits, stage_seconds
+from jaxrl.profile.work import RunModels, StepBatch, Work, step_work
 from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup
+from jaxrl.sharding.targets import Ceilings
 from jaxrl.telemetry.timeline import Watched
 from jaxrl.types import Row
 
 PROFILE_DIR = "profile"
 STAGES_FILE = "stages.json"
+TEXTS = ("stage", "pool")
+COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
 BEFORE = 64
 """Calls that are remembered while nothing is profiled: the last update is among them."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, per step. None: not counted for this stage."""
+
+    stage: str
+    """Role and method, as in the trace: `rollout.generate`."""
+    pool: str
+    seconds: float
+    tokens_per_second: float | None = None
+    """Completion tokens of a step over `seconds`."""
+    flops: float | None = None
+    bytes: float | None = None
+    """To and from the memory of its devices."""
+    compute: float | None = None
+    """`flops` as a share of what its devices could do in `seconds`."""
+    memory: float | None = None
+    """`bytes` likewise."""
+    bound: str | None = None
+    """`compute` or `memory`: which of the two would take longer at its best."""
+    moved: float | None = None
+    """Bytes to the devices of another pool, and to the host and back (`offload`)."""
+
+
+class _Pool(BaseModel):
+    pool: str
+    busy: float
+    idle: float
+
+
+class _Record(BaseModel):
+    steps: Annotated[list[int], Field(min_length=2, max_length=2)]
+    step_seconds: Annotated[float, Field(gt=0)]
+    ceilings: dict[str, Ceilings]
+    stages: list[StageRow]
+    pools: list[_Pool]
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The profile of some steps; what `stages.json` holds."""
+
+    steps: tuple[int, int]
+    """First and last."""
+    step_seconds: float
+    ceilings: Mapping[str, Ceilings]
+    """Pool -> of one of its devices, where they are known."""
+    stages: tuple[StageRow, ...]
+    pools: tuple[PoolWait, ...]
+
+    def to_json(self) -> str:
+        """Returns one object: for each pool its name and the shares of the step in which it was
+        `busy` and `idle`; the rest as here."""
+        pools = [{"pool": p.pool, "busy": p.busy, "idle": p.idle} for p in self.pools]
+        return json.dumps(asdict(self) | {"pools": pools}, indent=1) + "\n"
+
+    @staticmethod
+    def read(text: str | bytes) -> JsonObject:
+        """Reads the object that `to_json` wrote. Raises ValueError for any other text."""
+        parse_json(text)  # which refuses what is no JSON, such as NaN
+        return _Record.model_validate_json(text, strict=True).model_dump(mode="json")
+
+    def text(self) -> str:
+        """Renders the table for the console and the log."""
+        first, last = self.steps
+        steps = f"step {first}" if first == last else f"steps {first}-{last}"
+        title = f"profile of {steps}: {_number(self.step_seconds)} s a step"
+        table = Table(box=box.SIMPLE, title=title, title_justify="left")
+        for name in COLUMNS:
+            table.add_column(name, no_wrap=True, justify="left" if name in TEXTS else "right")
+        units = {"tokens_per_second": 1.0, "flops": 1e9, "bytes": 1e9, "moved": 1e6}
+        for row in self.stages:
+            tokens, flops, nbytes, moved = (
+                "-" if (value := getattr(row, name)) is None else _number(value / unit)
+                for name, unit in units.items()
+            )
+            shares = [
+                "- " if share is None else f"{share:.1%}{'*' if row.bound == name else ' '}"
+                for name, share in (("compute", row.compute), ("memory", row.memory))
+            ]
+            took = _number(row.seconds), f"{row.seconds / self.step_seconds:.0%}"
+            table.add_row(row.stage, row.pool, *took, tokens, flops, nbytes, *shares, moved)
+        idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
+        lines = [*table_lines(table), f"idle: {idle}"]
+        if self.ceilings:
+            lines.append(
+                "compute, memory: shares of what the devices of the pool can do; * bounds the stage"
+            )
+        for ceiling in dict.fromkeys(self.ceilings.values()):
+            pools = ", ".join(pool for pool, other in self.ceilings.items() if other == ceiling)
+            unit, name = (1e12, "TFLOP/s") if ceiling.flops >= 1e12 else (1e9, "GFLOP/s")
+            lines.append(
+                f"{pools}: {_number(ceiling.flops / unit)} {name} and"
+                f" {_number(ceiling.bandwidth / 1e9)} GB/s"
+                f" {'all devices together' if ceiling.shared else 'each'}"
+                f" ({ceiling.device}, {'published' if ceiling.published else 'measured here'})"
+            )
+        return "\n".join(lines)
+
+
+def stage_rows(
+    seconds: Mapping[Stage, float],
+    work: Mapping[Stage, Sequence[Work]],
+    moved: Mapping[Stage, float],
+    tokens: float,
+    pool_of: Mapping[str, str],
+    devices: Mapping[str, int],
+    ceilings: Mapping[str, Ceilings],
+) -> tuple[StageRow, ...]:
+    """Returns the rows of the stages, the longest stage first.
+
+    Args:
+        seconds, work, moved: of each stage, a step.
+        tokens: completion tokens of a step.
+        pool_of, devices: of each role.
+        ceilings: pool -> what one of its devices reaches.
+    """
+    rows = []
+    for stage, took in sorted(seconds.items(), key=lambda item: -item[1]):
+        role, pool = stage[0], pool_of[stage[0]]
+        row = StageRow(".".join(stage), pool, took, moved=moved.get(stage))
+        if stage in work:
+            flops = sum(part.flops for part in work[stage])
+            nbytes = sum(part.bytes for part in work[stage])
+            row = replace(row, tokens_per_second=tokens / took, flops=flops, bytes=nbytes)
+            if (ceiling := ceilings.get(pool)) is not None and devices[role]:
+                n = 1 if ceiling.shared else devices[role]
+                compute = flops / (took * n * ceiling.flops)
+                memory = nbytes / (took * n * ceiling.bandwidth)
+                bound = "compute" if compute > memory else "memory"
+                row = replace(row, compute=compute, memory=memory, bound=bound)
+        rows.append(row)
+    return tuple(rows)
 
 
 @dataclass
@@ -206,3 +351,8 @@ def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]
             f"profile.steps={config.profile.steps}: the run resumes after step {trained}; {rest}"
         )
     return left if left else range(0)
+
+
+def _number(value: float) -> str:
+    """Formats a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

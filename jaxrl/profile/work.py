@@ -2,17 +2,24 @@
 
 `Work` is one part that happens in one go; parts that must follow one another add up. Padding,
 masks, softmax and everything else that is not a product counts as nothing: what remains is what no
-program can go below. `copies` is how many groups of devices read the weights, each for itself: the
+program can go below, and a share of a ceiling is never flattered by padding or recomputation.
+`copies` is how many groups of devices read the weights, each for itself: the
 product of a mesh's `data` and `fsdp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
+import jax.numpy as jnp
+
+from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.json_fields import given
+from jaxrl.profile.waits import Stage
+from jaxrl.sharding.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -132,3 +139,105 @@ def decode_work(
             flops += 4 * one.n_heads * dims * seen
             keys += 2 * one.n_kv_heads * dims * fetched
     return Work(flops, (copies * steps * held + keys) * itemsize + 2 * 4 * state * tokens)
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run, as far as its work depends on them."""
+
+    config: Config
+    student: DecoderConfig
+    teachers: Sequence[DecoderConfig]
+    """Those that score in the run."""
+    vocab_size: int
+    """Tokens that the losses are over."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The real sizes of the batch of a step."""
+
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    samples: int
+    """Completions of each."""
+    mean: float
+    """Tokens of a completion."""
+    decode_steps: int
+    teacher_prompts: tuple[int, ...] | None = None
+    """Tokens of each prompt that the teacher reads; None: the same."""
+
+    @property
+    def tokens(self) -> float:
+        """Returns the number of tokens of all completions."""
+        return len(self.prompts) * self.samples * self.mean
+
+
+def step_work(
+    models: RunModels, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
+) -> dict[Stage, list[Work]]:
+    """Computes the work of each stage whose model is known here, the mean over some steps."""
+    each = [_batch_work(models, axes, batch) for batch in batches]
+    return {
+        stage: [
+            Work(fmean(part.flops for part in same), fmean(part.bytes for part in same))
+            for same in zip(*(work[stage] for work in each), strict=True)
+        ]
+        for stage in each[0]
+    }
+
+
+def _batch_work(
+    models: RunModels, axes: Mapping[str, Axes], batch: StepBatch
+) -> dict[Stage, list[Work]]:
+    config, student, teachers = models.config, models.student, models.teachers
+    # Role -> bytes of a weight, and how often the weights are read.
+    reads = {
+        role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.rows)
+        for role, sizes in axes.items()
+    }
+    hidden = config.distill.signal == "hidden"
+    found: dict[Stage, list[Work]] = {}
+    if batch.decode_steps:
+        prompt, own = fmean(batch.prompts), batch.mean / 2
+        sizes = prompt + own, batch.tokens, batch.decode_steps, *reads["rollout"]
+        fetched = prompt / batch.samples + own  # a prompt's keys once for all of its completions
+        found["rollout", "generate"] = [
+            forward_work(student, batch.prompts, *reads["rollout"]),
+            decode_work(student, *sizes, read=fetched),
+        ]
+    # Where each row has one of several teachers, each is counted as scoring its share of them.
+    share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
+    if teachers:
+        vocab = None if hidden else models.vocab_size
+        theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
+        found["teacher", "score"] = [
+            work * share
+            for teacher in teachers
+            for work in _scoring(teacher, vocab, theirs, reads["teacher"])
+        ]
+    if "reference" in axes:
+        found["reference", "score"] = _scoring(
+            student, student.vocab_size, batch, reads["reference"]
+        )
+    # Forward and backward of each pass over the batch, and the optimizer at each update.
+    width = sum(teacher.d_model for teacher in teachers) if hidden else 0
+    passes, read = config.actor.epochs_per_batch, reads["actor"]
+    (forward,) = _scoring(student, None, batch, read)
+    loss = divergence_work(models.vocab_size, student.d_model, width, batch.tokens, *read)
+    backward = forward * (2 if student.lora is None else 1)  # frozen weights have no gradient
+    optimizer = adamw_work(student.n_trained) * (config.updates_per_batch * axes["actor"].data)
+    update = [forward * passes, loss * passes, backward * passes, optimizer]
+    if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
+        update += _scoring(student, student.vocab_size, batch, read)
+    found["actor", "update"] = update
+    return found
+
+
+def _scoring(
+    c: DecoderConfig, vocab: int | None, batch: StepBatch, reads: tuple[int, int]
+) -> list[Work]:
+    """Returns the work of one pass over the batch and, with a vocabulary, of the logits of its
+    completions."""
+    forward = forward_work(c, batch.prompts, *reads, samples=batch.samples, mean=batch.mean)
+    return [forward, *([head_work(vocab, c.d_model, batch.tokens, *reads)] if vocab else [])]

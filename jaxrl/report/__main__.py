@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
     if arguments.output is None and len(paths) > 1:
         raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
-    from jaxrl.profile.splits import run_advice
+    from jaxrl.profile.waits import run_advice
     from jaxrl.report.html_page import page
     from jaxrl.report.read import read_run
 

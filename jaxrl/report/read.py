@@ -17,10 +17,9 @@ from pydantic import BaseModel
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE
 from jaxrl.errors import UserError
-from jaxrl.plan.record import PLAN_DATA_FILE, read_plan
+from jaxrl.plan.table import PLAN_DATA_FILE, read_plan
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.profile.stages import StageTable
-from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE
+from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE, StageTable
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE

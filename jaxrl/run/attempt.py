@@ -26,8 +26,8 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.models.kernels import GPU
 from jaxrl.models.packing import RowDevices
-from jaxrl.plan import Plan, make_plan, target_plan
-from jaxrl.plan.record import PLAN_DATA_FILE, PLAN_FILE, plan_json
+from jaxrl.plan import make_plan, target_plan
+from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.text_tables import terminal_width
@@ -37,9 +37,9 @@ from jaxrl.process.xla_flags import (
     keep_autotuning,
     user_flag_notes,
 )
-from jaxrl.profile.splits import run_advice
-from jaxrl.profile.stages import RunModels
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
+from jaxrl.profile.waits import run_advice
+from jaxrl.profile.work import RunModels
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.run.job import Job, check_job, dependencies, make_job

@@ -32,8 +32,8 @@ from jaxrl.models.kernels import Use, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Layout, Params
-from jaxrl.plan import Plan
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
+from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.streams import to_stderr

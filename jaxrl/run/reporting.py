@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.checkpoint.writer import CheckpointWriter
-from jaxrl.plan import Plan
-from jaxrl.plan.table import MB
+from jaxrl.plan.table import MB, Plan
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.json_types import JsonObject

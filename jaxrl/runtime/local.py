@@ -40,8 +40,8 @@ from jaxrl.runtime.worker import (
     methods_of,
     phase,
 )
-from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.ledger import Ledger, use
+from jaxrl.sharding.targets import ceilings_of
 
 
 @runtime_checkable

@@ -20,8 +20,8 @@ from jax.profiler import TraceAnnotation
 
 from jaxrl.errors import RunError
 from jaxrl.process.compilations import Compilations
-from jaxrl.sharding.device_peaks import Ceilings
 from jaxrl.sharding.ledger import Move
+from jaxrl.sharding.targets import Ceilings
 
 POLL_S = 0.5
 """While waiting: seconds between two checks for failed or late calls."""

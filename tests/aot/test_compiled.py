@@ -34,8 +34,8 @@ from compiled_runs import (
 )
 from decode_step import passes, step
 
-from jaxrl.aot.abstract import local_bytes
 from jaxrl.aot.hlo import computations, read
+from jaxrl.aot.programs import local_bytes
 
 pytestmark = NEEDS_COMPILERS
 LAYERS = {28: ("update", "score"), 2: ("prefill", "decode")}

@@ -18,8 +18,8 @@ from compiled_runs import (
     programs,
 )
 
-from jaxrl.aot.abstract import local_bytes, shaped
 from jaxrl.aot.compile_report import check
+from jaxrl.aot.programs import local_bytes, shaped
 from jaxrl.roles.microbatch import micro_batch
 
 pytestmark = NEEDS_COMPILERS

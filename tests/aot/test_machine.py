@@ -5,8 +5,7 @@ import pytest
 from jaxrl.aot.machine import machine
 from jaxrl.config import cli
 from jaxrl.errors import UserError
-from jaxrl.sharding.device_peaks import PUBLISHED
-from jaxrl.sharding.targets import GPUS, TPUS, target_machine
+from jaxrl.sharding.targets import GPUS, PUBLISHED, TPUS, target_machine
 from jaxrl.train import main
 
 

@@ -15,10 +15,21 @@ from sleeping_run import sleeping_run
 
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.aot.compile_report import Checked, traffic
-from jaxrl.aot.costs import LINKS, Links, Traffic, _exchanged, counted_bytes, stage_costs
 from jaxrl.aot.hlo import Collective, Compiled
 from jaxrl.aot.machine import Machine
-from jaxrl.aot.suggest import Candidate, Search, _axes, _with_axes, candidate_lines
+from jaxrl.aot.suggest import (
+    LINKS,
+    Candidate,
+    Links,
+    Search,
+    Traffic,
+    _axes,
+    _exchanged,
+    _with_axes,
+    candidate_lines,
+    counted_bytes,
+    stage_costs,
+)
 from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -27,13 +38,11 @@ from jaxrl.models.kernels import target_of
 from jaxrl.plan import _transfer_notes
 from jaxrl.plan.advice import with_choices
 from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes
-from jaxrl.plan.plan_context import STORE, Setting
-from jaxrl.plan.plan_inputs import PlanInputs
-from jaxrl.profile.splits import RunSetup, StepTimes, measure, speedup
+from jaxrl.plan.plan_inputs import STORE, PlanInputs, Setting
+from jaxrl.profile.waits import RunSetup, StepTimes, measure, speedup
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.placement import place
-from jaxrl.sharding.targets import GPUS, TargetMachine
+from jaxrl.sharding.targets import GPUS, TargetMachine, ceilings_of
 
 STUDENT = DecoderConfig("qwen2", 151936, 1536, 28, 12, 2, 128, 8960)
 TEACHER = DecoderConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944)

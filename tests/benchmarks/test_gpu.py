@@ -15,7 +15,7 @@ import pytest
 from described import SIZES, arguments, describe, filled
 from gpu_sections import SECTIONS, Bench
 
-from jaxrl.aot.abstract import local_bytes
+from jaxrl.aot.programs import local_bytes
 from jaxrl.sampling import decode
 
 TINY = SIZES["tiny"]
@@ -28,7 +28,7 @@ def rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
         patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
-        patch.setattr("jaxrl.sharding.device_peaks.TRY_S", 0.0)  # how close they come is not asked
+        patch.setattr("jaxrl.sharding.targets.TRY_S", 0.0)  # how close they come is not asked
         return [row for section in SECTIONS.values() for row in section(bench)]
 
 

@@ -26,7 +26,6 @@ from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.plan import (
     PROCESS_BYTES,
-    Plan,
     array_bytes,
     build,
     checkpoint_bytes,
@@ -36,6 +35,7 @@ from jaxrl.plan import (
 from jaxrl.plan.advice import fractions, set_key
 from jaxrl.plan.array_bytes import optimizer_bytes
 from jaxrl.plan.plan_inputs import Account, Entry
+from jaxrl.plan.table import Plan
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sampling import decode

@@ -10,10 +10,10 @@ import pytest
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
-from jaxrl.plan import BRIEF_LINES, Plan, build, make_plan, target_plan
+from jaxrl.plan import build, make_plan, target_plan
 from jaxrl.plan.advice import with_choices
 from jaxrl.plan.plan_inputs import GB, PlanInputs
-from jaxrl.plan.table import TABLE_WIDTH, TITLES
+from jaxrl.plan.table import BRIEF_LINES, TABLE_WIDTH, TITLES, Plan
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place

@@ -25,8 +25,8 @@ from jaxrl.models.experts import Clamp, Experts
 from jaxrl.models.kernels import CPU
 from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
+from jaxrl.plan.array_bytes import Pass
 from jaxrl.plan.plan_inputs import PlanInputs
-from jaxrl.plan.temporaries import Pass
 from jaxrl.process import compile_cache
 from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.axes import Axes

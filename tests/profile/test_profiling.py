@@ -20,14 +20,20 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import Lora
-from jaxrl.profile.stages import RunModels, StepBatch, stage_rows, step_work
-from jaxrl.profile.traces import Profile, steps_to_profile
+from jaxrl.profile.traces import Profile, stage_rows, steps_to_profile
 from jaxrl.profile.waits import Span
-from jaxrl.profile.work import Work, adamw_work, block_params
+from jaxrl.profile.work import (
+    RunModels,
+    StepBatch,
+    Work,
+    adamw_work,
+    block_params,
+    step_work,
+)
 from jaxrl.runtime.local import LocalWorkerGroup, Tracer, done_future
 from jaxrl.runtime.worker import Traced
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.device_peaks import Ceilings
+from jaxrl.sharding.targets import Ceilings
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import train
 
@@ -40,7 +46,7 @@ STAGES = {"rollout.generate", "teacher.score", "actor.update", "actor.publish", 
 def ceilings_are_measured_shortly():
     """Each is of few calls: how close they come to what the machine does is another test's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrl.sharding.device_peaks.TRY_S", 0.0)
+        patch.setattr("jaxrl.sharding.targets.TRY_S", 0.0)
         yield
 
 

@@ -11,8 +11,8 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.plan import make_plan
-from jaxrl.plan.record import plan_json
-from jaxrl.profile import splits
+from jaxrl.plan.table import plan_json
+from jaxrl.profile import waits
 from jaxrl.profile.waits import (
     OTHER,
     Span,
@@ -38,7 +38,7 @@ def facts(mesh=HERE, schedule="serial", **more):
     placement = parse(mesh)
     pool_of = {role: placement.pool_of(role).name for role in placement.roles}
     devices = {role: len(where.devices) for role, where in placement.roles.items()}
-    return splits.RunSetup(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
+    return waits.RunSetup(config, pool_of, devices, **({"emulated": False, "limit": None} | more))
 
 
 def simulate(path, mesh, schedule):
@@ -47,7 +47,7 @@ def simulate(path, mesh, schedule):
     works = {("rollout", "generate"), ("teacher", "score"), ("actor", "update")}
     stages = {(role, method): COSTS[method] / run.devices[role] for role, method in works}
     stages |= {("actor", "publish"): SYNC_S, ("rollout", "load"): SYNC_S}
-    return splits.measure(sleeping_run(run.config, stages, path), run.pool_of, run.staleness)
+    return waits.measure(sleeping_run(run.config, stages, path), run.pool_of, run.staleness)
 
 
 def test_predictions_are_true_of_runs_and_the_best_split_is_the_fastest(tmp_path):
@@ -61,11 +61,11 @@ def test_predictions_are_true_of_runs_and_the_best_split_is_the_fastest(tmp_path
     here, measured = facts(), found[HERE, "serial"]
     for (mesh, schedule), there in found.items():
         devices, staleness = facts(mesh).devices, SCHEDULES[schedule]
-        predicted = measured.step / splits.speedup(here, measured, devices, staleness)
+        predicted = measured.step / waits.speedup(here, measured, devices, staleness)
         assert predicted == pytest.approx(there.step, rel=0.1), (mesh, schedule)
     for schedule, staleness in SCHEDULES.items():
         took = {mesh: found[mesh, schedule].step for mesh in MESHES}
-        best, faster = splits.best_split(here, measured, staleness)
+        best, faster = waits.best_split(here, measured, staleness)
         assert best == BEST == min(took, key=took.get)
         assert faster == pytest.approx(measured.step / took[best], rel=0.1)
 
@@ -139,16 +139,16 @@ def test_steps_that_are_long_in_turn_are_all_steady():
 def test_the_weight_sync_and_roles_without_devices_keep_their_seconds():
     stages = {("actor", "update"): 1.0, ("actor", "publish"): 0.5, ("reward", "score"): 0.25}
     before, after = {"actor": 2, "reward": 0}, {"actor": 4, "reward": 0}
-    assert splits.scaled(stages, before, after) == stages | {("actor", "update"): 0.5}
+    assert waits.scaled(stages, before, after) == stages | {("actor", "update"): 0.5}
 
 
 def test_every_other_split_is_tried_once():
-    found = list(splits.splits(parse("actor=1,rollout+teacher=3")))
+    found = list(waits.splits(parse("actor=1,rollout+teacher=3")))
     assert found == ["actor=2,rollout+teacher=2", "actor=3,rollout+teacher=1"]
-    assert len(list(splits.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
-    large = list(splits.splits(parse("actor=64,rollout=64,teacher=128")))
-    assert len(large) <= splits.MOST and "actor=64,rollout=128,teacher=64" in large
-    assert list(splits.splits(parse("actor=2,rollout=2,teacher=1009"))) == [], "1013 is prime"
+    assert len(list(waits.splits(parse(HERE)))) == 20  # 7 choose 2, less the present one
+    large = list(waits.splits(parse("actor=64,rollout=64,teacher=128")))
+    assert len(large) <= waits.MOST and "actor=64,rollout=128,teacher=64" in large
+    assert list(waits.splits(parse("actor=2,rollout=2,teacher=1009"))) == [], "1013 is prime"
 
 
 def measured(**seconds):
@@ -183,7 +183,7 @@ def write_run(folder, calls, *overrides, limit=None):
 def test_the_advice_of_a_run_in_words(tmp_path):
     """0.71 s of sampling, 0.1 of scoring, 0.19 of training, on 2, 4 and 2 devices."""
     calls = measured(rollout=0.71, teacher=0.1, actor=0.19)
-    told = splits.run_advice(write_run(tmp_path, calls))
+    told = waits.run_advice(write_run(tmp_path, calls))
     assert told.waits == (
         "actor: busy 0.19 s of 1.00 s a step; waited 0.71 s for rollout, 0.10 s for teacher",
         "rollout: busy 0.71 s of 1.00 s a step; waited 0.19 s for actor, 0.10 s for teacher",
@@ -197,20 +197,20 @@ def test_the_advice_of_a_run_in_words(tmp_path):
         f"rollout is 71% of the step; {split} would be 1.3x faster",
     )
     assert list(told.headings.values()) == [told.faster, told.waits]
-    _, measured_run = splits.measured_run(tmp_path)
+    _, measured_run = waits.measured_run(tmp_path)
     idle = {wait.pool: wait.idle for wait in measured_run.pools}
     assert idle == pytest.approx({"actor": 0.81, "rollout": 0.29, "teacher": 0.9}, abs=1e-3)
 
 
 def test_a_split_that_cannot_be_had_is_not_named(tmp_path):
     calls = measured(rollout=0.5, teacher=0.1, actor=0.4)
-    free = splits.run_advice(write_run(tmp_path, calls))
+    free = waits.run_advice(write_run(tmp_path, calls))
     assert any("rollout=3," in line for line in free.faster)
     fixed = ("rollout.parallel.data=2", "rollout.parallel.tensor=1")
-    told = splits.run_advice(write_run(tmp_path, calls, *fixed))
+    told = waits.run_advice(write_run(tmp_path, calls, *fixed))
     assert any("rollout=2," in line for line in told.faster)
     assert not any("rollout=3," in line for line in told.faster)
-    small = splits.run_advice(write_run(tmp_path, calls, limit=1000))  # bytes
+    small = waits.run_advice(write_run(tmp_path, calls, limit=1000))  # bytes
     assert not any("rollout=" in line for line in small.faster)
 
 
@@ -231,21 +231,21 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
             t += took
     keys = "mesh=actor=4,rollout=4 algorithm=gspo group_size=2 teacher.model=null"
     run = write_run(tmp_path, calls, *keys.split(), "reward.functions=[exact]")
-    told = splits.run_advice(run)
-    (*_, waits) = told.waits
-    assert waits.startswith("reward: busy 0.20 s of 1.20 s a step; waited 0.75 s for rollout")
+    told = waits.run_advice(run)
+    (*_, line) = told.waits
+    assert line.startswith("reward: busy 0.20 s of 1.20 s a step; waited 0.75 s for rollout")
     assert told.faster[-1] == "rollout is 62% of the step; actor=3,rollout=5 would be 1.1x faster"
 
 
 def test_nothing_is_said_without_steps_or_need(tmp_path):
     calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
-    nothing = splits.Advice()
+    nothing = waits.Advice()
     assert not nothing.headings
-    assert splits.run_advice(tmp_path) == nothing and splits.measured_run(tmp_path) is None
+    assert waits.run_advice(tmp_path) == nothing and waits.measured_run(tmp_path) is None
     assert (
-        splits.run_advice(write_run(tmp_path, calls[:12])) == nothing
+        waits.run_advice(write_run(tmp_path, calls[:12])) == nothing
     )  # four steps, two to warm up
-    even = splits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
+    even = waits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
     assert even == nothing  # one pool: nothing to split
 
 
@@ -256,5 +256,5 @@ def test_emulated_devices_are_told(tmp_path):
     for pool in plan["pools"]:
         pool["device"] = "cpu"
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    heading, *_ = splits.run_advice(tmp_path).headings
+    heading, *_ = waits.run_advice(tmp_path).headings
     assert "emulated ones share the cores" in heading

@@ -21,7 +21,7 @@ from jaxrl.profile.work import (
     forward_work,
     head_work,
 )
-from jaxrl.sharding.device_peaks import PUBLISHED, ceilings_of
+from jaxrl.sharding.targets import PUBLISHED, ceilings_of
 
 MODEL = DecoderConfig("llama", 264, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,))
 

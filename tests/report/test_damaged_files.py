@@ -20,7 +20,7 @@ from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.profile.stages import StageTable
+from jaxrl.profile.traces import StageTable
 from jaxrl.report import __main__ as report
 from jaxrl.run.run_dir import Lock, RunDir, meshes, sessions
 from jaxrl.telemetry import plot

@@ -27,7 +27,7 @@ from made_run import (
 )
 
 from jaxrl.config import cli
-from jaxrl.profile.stages import StageRow, StageTable
+from jaxrl.profile.traces import StageRow, StageTable
 from jaxrl.profile.waits import PoolWait
 from jaxrl.report import __main__ as report
 from jaxrl.report import timeline_lanes
@@ -51,7 +51,7 @@ from jaxrl.report.html_page import (
 )
 from jaxrl.report.read import read_run
 from jaxrl.report.timeline_lanes import PoolUse, understand, waited
-from jaxrl.sharding.device_peaks import Ceilings
+from jaxrl.sharding.targets import Ceilings
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import Config
-from jaxrl.plan import Plan, make_plan
-from jaxrl.plan.record import plan_json
+from jaxrl.plan import make_plan
+from jaxrl.plan.table import Plan, plan_json
 
 
 def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:

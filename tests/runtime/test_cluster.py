@@ -19,8 +19,8 @@ from jaxrl.runtime.cluster import (
     worker_variables,
 )
 from jaxrl.sharding import mesh
-from jaxrl.sharding.device_peaks import ridge
 from jaxrl.sharding.placement import ROLES, parse
+from jaxrl.sharding.targets import ridge
 
 GIB = 1 << 30
 

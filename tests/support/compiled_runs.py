@@ -19,15 +19,14 @@ import jax
 import pytest
 import yaml
 
-from jaxrl.aot.abstract import Program, local_bytes
 from jaxrl.aot.compile_report import MEMORY, THUNKS, plan_for
 from jaxrl.aot.hlo import Graphs, read_thunks, read_total
 from jaxrl.aot.machine import compilers, machine, prepare
-from jaxrl.aot.programs import RunPrograms
+from jaxrl.aot.programs import Program, RunPrograms, local_bytes
 from jaxrl.aot.subprocess_compile import apart
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
-from jaxrl.plan import Plan
+from jaxrl.plan.table import Plan
 
 MISSING = {"cuda", "tpu"} - compilers()
 NEEDS_COMPILERS = [

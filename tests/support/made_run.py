@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.plan import make_plan
-from jaxrl.plan.record import PLAN_DATA_FILE, plan_json
+from jaxrl.plan.table import PLAN_DATA_FILE, plan_json
 from jaxrl.run.run_dir import SESSIONS_FILE
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tiny_models import SAMPLED as CONFIG
 
+from jaxrl.aot.programs import Program, engine_programs
 from jaxrl.models import parameters
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.sampling import decode
-from jaxrl.sampling.abstract_programs import abstract_programs
-from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.engine import Engine, prefill_batch
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -28,6 +28,14 @@ def forms(tree: Any) -> Any:
         lambda x: (x.shape, str(x.dtype)) if hasattr(x, "dtype") else x,
         tree,
     )
+
+
+def largest(engine: Engine, params: Any, sampling: SamplingParams, prompts: int) -> list[Program]:
+    """The programs that sample two completions of each of the longest prompts."""
+    width, slots = engine.prompt_width(engine.max_prompt_tokens), engine.slots // engine.row_shards
+    rows = prefill_batch(slots, prompts, 2, width)
+    given = "rollout", engine, params, sampling, prompts, 2
+    return list(engine_programs(*given, prefilled=rows, width=width))
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_tokens": 192}], ids=["slots", "pages"])
@@ -54,16 +62,14 @@ def test_what_is_lowered_is_what_runs(
     made.generate(params, PROMPTS, n=2, sampling=sampling, seed=0)
     monkeypatch.undo()
     abstract = parameters.abstract_params(CONFIG, layout="unstacked")
-    programs = {
-        x.name: x for x in abstract_programs(made, abstract, sampling, prompts=3, samples=2)
-    }
+    programs = {x.name: x for x in largest(made, abstract, sampling, 3)}
     for name, called in (("prefill", "prefill"), ("insert", "insert"), ("decode", "launch")):
         program = programs[name]
-        assert (forms(program.arguments[2:]), program.static) == calls[called][0]
-        program.jitted.lower(*program.arguments, **program.static)
+        assert (forms(program.args[2:]), program.kwargs) == calls[called][0]
+        program.jitted.lower(*program.args, **program.kwargs)
     sizes = [args[:2] for args, _ in calls["new_cache"]]
-    assert programs["new cache"].arguments[2:4] in sizes
-    assert np.dtype(programs["new cache"].arguments[4]) == np.float32
+    assert programs["new cache"].args[2:4] in sizes
+    assert np.dtype(programs["new cache"].args[4]) == np.float32
 
 
 def test_a_device_prefills_and_holds_the_prompts_of_its_own_slots() -> None:
@@ -78,13 +84,10 @@ def test_a_device_prefills_and_holds_the_prompts_of_its_own_slots() -> None:
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             *(abstract, param_shardings(CONFIG, mesh, "unstacked")),
         )
-        programs = abstract_programs(
-            Engine(CONFIG, mesh, **sizes), params, sampling, prompts=4 * data, samples=2
-        )
-        for program in programs:
+        for program in largest(Engine(CONFIG, mesh, **sizes), params, sampling, 4 * data):
             if program.name not in ("prefill", "insert"):
                 continue
-            compiled = program.jitted.lower(*program.arguments, **program.static).compile()
+            compiled = program.jitted.lower(*program.args, **program.kwargs).compile()
             memory = compiled.memory_analysis()
             new = memory.output_size_in_bytes - memory.alias_size_in_bytes
             found.setdefault(program.name, []).append((new, memory.temp_size_in_bytes))
