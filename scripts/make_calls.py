@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from jaxrl.config import cli
-from jaxrl.data.arithmetic import Arithmetic
+from jaxrl.data.tasks import Arithmetic
 from jaxrl.errors import user_path
 
 FIRST, COUNT = 1_000_000, 20_000

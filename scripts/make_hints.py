@@ -14,8 +14,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from jaxrl.config import cli
-from jaxrl.data.arithmetic import Arithmetic, correction
 from jaxrl.data.example import Example
+from jaxrl.data.tasks import Arithmetic, correction
 from jaxrl.errors import user_path
 
 FIRST, COUNT = 1_000_000, 20_000

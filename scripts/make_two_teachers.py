@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxrl import Config, train
 from jaxrl.config import cli
-from jaxrl.data.arithmetic import Arithmetic
 from jaxrl.data.example import Split
+from jaxrl.data.tasks import Arithmetic
 from jaxrl.errors import user_path
 
 OPERATORS = {"plus": "+", "minus": "-"}

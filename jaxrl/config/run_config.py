@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from jaxrl.config import template
 from jaxrl.config.paths import working_directory
 from jaxrl.config.roles import (
     ActorConfig,
@@ -20,6 +19,7 @@ from jaxrl.config.roles import (
     RolloutConfig,
     StudentConfig,
     TeacherConfig,
+    template_names,
 )
 from jaxrl.config.section import (
     POLICY,
@@ -260,7 +260,7 @@ class RunConfig(Section):
     def teacher_gets_feedback(self) -> bool:
         """Returns whether `teacher.prompt` tells the teacher about the completion that it scores,
         so that it scores after the reward functions."""
-        late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
+        late = {"feedback", "attempt"} & set(template_names(self.teacher.prompt or ""))
         return self.learns_from_rewards and bool(late)
 
     @property

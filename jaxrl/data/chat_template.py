@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -16,11 +17,50 @@ from typing import Any
 
 from jaxrl.data.example import Message
 from jaxrl.data.template_limits import limits, program
-from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = {
+    **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+}
+"""What opens thoughts -> what closes them. gpt-oss has messages of their own for them."""
+OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
+CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+_OPENING_TOKENS = 32
+"""At the end of a prompt, in which a tag and line breaks are looked for."""
+
+
+def opened_thoughts(prompt: str) -> str:
+    """Returns what opens thoughts at the very end of a prompt, so that the turn begins in them;
+    else ""."""
+    opens = next(reversed(list(OPENS.finditer(prompt))), None)
+    return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
+
+
+def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included."""
+    end = list(tokens[-_OPENING_TOKENS:])
+    return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
+
+
+def after_thoughts(turn: str) -> str | None:
+    """Returns the text behind the last thoughts of a turn, or all of it without any; stripped.
+
+    None where the thoughts are not closed: there is no answer.
+
+    Args:
+        turn: with what its prompt has opened (`opened_thoughts`) in front.
+    """
+    closes = next(reversed(list(CLOSES.finditer(turn))), None)
+    answer = turn if closes is None else turn[closes.end() :]
+    return None if OPENS.search(answer) else answer.strip()
+
+
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its thoughts, under the names that data and templates use."""
 OTHER_THOUGHTS = ("thought", "thoughts", "reasoning_text", "reasoning_details")
 """Fields that some data have for thoughts, which only a template that names them renders."""
@@ -362,7 +402,7 @@ class _Chat:
         message = self.messages[at]
         changes: JsonObject = {
             name: other(str(message[name]).strip())
-            for name in ("content", *THOUGHTS)
+            for name in ("content", *THOUGHT_FIELDS)
             if str(message.get(name) or "").strip()
         }
         if message.get("tool_calls"):
@@ -468,7 +508,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 f"message {at}: the chat template does not render `tool_calls`: write the calls as"
                 " text, in the `content` of their message"
             )
-        field = next((name for name in THOUGHTS if message.get(name)), None)
+        field = next((name for name in THOUGHT_FIELDS if message.get(name)), None)
         thoughts = [] if field is None else [(field, str(message[field]).strip())]
         before, end, said = (message.get("content") or "").rpartition("</think>")
         if end:
@@ -477,7 +517,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
         for field, thought in thoughts:
             if not thought:
                 continue
-            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHTS))
+            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHT_FIELDS))
             if not shown:
                 where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
                 lost = f"does not render {where} ({thought[:40]!r}): it is learned without them"
@@ -485,7 +525,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
         for field in sorted(set(message) & set(OTHER_THOUGHTS)):
             if message[field] and not _shows(chat, at, (field,)):
                 lost = f"does not render its `{field}`: it is learned without it. Thoughts are read"
-                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHTS)}")
+                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHT_FIELDS)}")
         said = said.strip()
         if not said or said in text:
             continue
@@ -663,7 +703,7 @@ def _as_templates_read(message: Message) -> JsonObject:
     """Returns a message with its thoughts under the names that templates read, nulls left out, as
     `apply_chat_template` of transformers gives it."""
     turn = {name: value for name, value in message.items() if value is not None}
-    found = [turn[name] for name in THOUGHTS if name in turn]
+    found = [turn[name] for name in THOUGHT_FIELDS if name in turn]
     if found:
         thought = next(filter(None, found), found[0])
         thinking = turn.get("thinking") or thought

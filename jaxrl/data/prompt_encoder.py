@@ -4,20 +4,22 @@ prompt that a teacher reads in its place."""
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from string import Formatter
 from typing import Literal
 
-from jaxrl.config import template
+from jaxrl.config.roles import template_names
 from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
 from jaxrl.data.example import Example, Message
-from jaxrl.data.feedback import LATE, filled
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Encoded,
+    PromptLike,
     Tokenizer,
     as_messages,
     check_rows,
@@ -27,7 +29,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.types import Prompt, Turn
+from jaxrl.types import Prompt, Rollout, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
@@ -51,7 +53,7 @@ class TeacherPrompt:
     """Rows with a longer one are left out."""
     late: Mapping[str, str] = field(default_factory=dict)
     """Names that are only known once a completion is judged -> what stands for them until then
-    (`data.feedback.PLACES`)."""
+    (`data.prompt_encoder.PLACES`)."""
     tokenizer: Tokenizer | None = None
     """The teacher's; None: it is the student's."""
 
@@ -59,7 +61,7 @@ class TeacherPrompt:
         """Returns the row with the teacher's prompt. Raises UserError if the row lacks a field."""
         if self.template is None:
             return example
-        names = template.names(self.template)
+        names = template_names(self.template)
         fields = {**example.columns, "answer": example.answer, "completion": example.completion}
         if isinstance(example.prompt, str):
             fields["prompt"] = example.prompt
@@ -80,7 +82,8 @@ class TeacherPrompt:
                     f"teacher.prompt names {{{name}}}{near(name, list(values))}; the row has"
                     f" {listed(values)}"
                 )
-        text = template.fill(self.template, values)
+        parts = Formatter().parse(self.template)
+        text = "".join(literal + (values[name] if name else "") for literal, name, *_ in parts)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
         if "messages" in names:
@@ -204,7 +207,7 @@ class PromptEncoder:
         if not self._short(theirs):
             return None
         if self.teacher is not None and self.teacher.late.keys() & set(
-            template.names(self.teacher.template or "")
+            template_names(self.teacher.template or "")
         ):
             late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
@@ -384,3 +387,71 @@ def _without(example: Example, start: int) -> Example:
     at = [m["role"] == "user" and m["content"] == longest for m in example.prompt].index(True)
     turn = {**example.prompt[at], "content": longest[start:]}
     return replace(example, prompt=(*example.prompt[:at], turn, *example.prompt[at + 1 :]))
+
+
+LATE = ("feedback", "attempt")
+"""Names in `teacher.prompt` that are known once a completion is judged: what the reward functions
+said of it, and the completion itself (self-distillation with feedback, SDPO, arXiv 2601.20802)."""
+PLACES = {name: f"\0{name}\0" for name in LATE}
+"""Name -> what stands for it in `Prompt.teacher_prompt`."""
+_PLACE = re.compile(f"\0({'|'.join(LATE)})\0")
+
+
+def with_feedback(
+    rollout: Rollout, messages: Sequence[str], tokenizer: Tokenizer, max_tokens: int
+) -> tuple[Rollout, int]:
+    """Returns the rollout with a teacher's prompt for each completion, and how many of these
+    prompts were cut.
+
+    Args:
+        messages: of the reward functions, one for each completion.
+        max_tokens: longest prompt of the teacher; feedback and attempt lose their ends, the longer
+            one first, where it would be longer.
+    """
+    prompts, cut = [], 0
+    rows = zip(rollout.prompts, rollout.completions, messages, strict=True)
+    for prompt, completion, message in rows:
+        texts = {"feedback": message, "attempt": completion.text}
+        tokens, whole = _fitted(prompt, texts, tokenizer, max_tokens)
+        prompts.append(replace(prompt, teacher_tokens=tokens))
+        cut += not whole
+    return replace(rollout, prompts=tuple(prompts)), cut
+
+
+def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
+    """Fills a prompt with texts in place of `PLACES`."""
+    chat = as_messages(prompt)
+    if chat is not None:
+        return tuple({**turn, "content": _replaced(turn["content"], texts)} for turn in chat)
+    assert isinstance(prompt, str)
+    return _replaced(prompt, texts)
+
+
+def _replaced(text: str, texts: Mapping[str, str]) -> str:
+    """Replaces the places in one pass, so that nothing within a text is replaced."""
+    return _PLACE.sub(lambda place: texts[place[1]], text)
+
+
+def _fitted(
+    prompt: Prompt, texts: Mapping[str, str], tokenizer: Tokenizer, max_tokens: int
+) -> tuple[tuple[int, ...], bool]:
+    """Returns the tokens, and whether they hold all of the texts. The longest texts keep equally
+    many characters, as many as fit."""
+    assert prompt.teacher_prompt is not None
+
+    def tokens(most: int) -> tuple[int, ...]:
+        short = {name: text[:most] for name, text in texts.items()}
+        return encode_prompt(tokenizer, filled(prompt.teacher_prompt or "", short))
+
+    most = max(map(len, texts.values()))
+    found = tokens(most)
+    if len(found) <= max_tokens:
+        return found, True
+    fits = 0  # without feedback and attempt it fits: else the row was left out
+    while most - fits > 1:
+        middle = (fits + most) // 2
+        if len(tokens(middle)) <= max_tokens:
+            fits = middle
+        else:
+            most = middle
+    return tokens(fits), False

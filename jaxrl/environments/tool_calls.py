@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.thoughts import CLOSES, OPENS, THOUGHTS
+from jaxrl.data.chat_template import CLOSES, OPENS, THOUGHTS
 from jaxrl.environments.tools import Arguments, Tool, types_of
 
 Call = tuple[str, Arguments] | str

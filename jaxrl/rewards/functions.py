@@ -23,7 +23,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal
 
-from jaxrl.data import arithmetic
+from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_located, locate
@@ -267,6 +267,6 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
         task = item.columns.get("task") if source.text == "auto" else source.text
         if task != "arithmetic":
             return score
-        return score, arithmetic.correction(item.prompt, item.completion)
+        return score, correction(item.prompt, item.completion)
 
     return judged

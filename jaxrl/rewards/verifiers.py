@@ -15,9 +15,8 @@ from contextlib import suppress
 from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
-from jaxrl.data import arithmetic
-from jaxrl.data.tasks import make_dataset
-from jaxrl.data.thoughts import after_thoughts
+from jaxrl.data.chat_template import after_thoughts
+from jaxrl.data.tasks import make_dataset, score
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     NUMBER,
@@ -170,7 +169,7 @@ VERIFIERS: dict[str, Verifier] = {
     "number": number,
     "boxed": boxed,
     "math": math,
-    "arithmetic": _with_answer(arithmetic.score),
+    "arithmetic": _with_answer(score),
     "reasoning_gym": reasoning_gym,
 }
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.data.thoughts import after_thoughts
+from jaxrl.data.chat_template import after_thoughts
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.places import find_folder

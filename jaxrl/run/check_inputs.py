@@ -11,15 +11,13 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, has_template
-from jaxrl.data.feedback import PLACES
-from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt, few_shot
+from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.source import Example, Keys, Rows, Source, open_source
 from jaxrl.data.stream import EvalSet, PromptStream, eval_sets
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.rewards.verifiers import why_unjudged
-from jaxrl.run.evaluation import Judge
+from jaxrl.rewards.verifiers import Verifier, why_unjudged
 from jaxrl.teacher.cache import ScoreCache
 
 TWICE = " (by default they are twice the student's)"
@@ -204,7 +202,7 @@ def held_out_sets(
     return eval_sets(config.data.eval, open_one, encode, config.eval.prompts)
 
 
-def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Judge) -> list[str]:
+def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> list[str]:
     """Returns what a reader should know of each set before anything is sampled: its size, what was
     left out or cut, and prompts without an answer that the verifier can judge by."""
     longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"

@@ -15,13 +15,13 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
-from jaxrl.checkpoint.digest import digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
+from jaxrl.data.chat_template import opening_of
 from jaxrl.data.source import Split, is_missing, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
-from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer, decode
 from jaxrl.environments import environment_source as environments

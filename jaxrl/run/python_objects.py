@@ -28,8 +28,7 @@ import cloudpickle
 import numpy as np
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.compare import GIVEN_MODEL
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import GIVEN_MODEL, digest_model
 from jaxrl.checkpoint.model_source import Model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Rows, listed_rows

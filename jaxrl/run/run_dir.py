@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.compare import compare
-from jaxrl.checkpoint.digest import changes
+from jaxrl.checkpoint.fingerprint import changes, compare
 from jaxrl.checkpoint.model_source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxrl.algorithms.methods import on_policy
 from jaxrl.algorithms.teacher_weights import check_teachers, row_weights
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import EvalSet, PromptStream

@@ -23,7 +23,6 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
-from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import (
     POLL_S,
     PROFILE,
@@ -39,6 +38,7 @@ from jaxrl.runtime.worker import (
     map_leaves,
     methods_of,
     phase,
+    wall_clock,
 )
 from jaxrl.sharding.device_peaks import ceilings_of
 from jaxrl.sharding.ledger import Ledger, use

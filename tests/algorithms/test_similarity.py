@@ -17,7 +17,7 @@ from jaxrl.algorithms.similarity import (
 )
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
-from jaxrl.data.thoughts import after_thoughts
+from jaxrl.data.chat_template import after_thoughts
 from jaxrl.errors import RunError, UserError
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.checkpoint.compare import FREE, REPORTED
+from jaxrl.checkpoint.fingerprint import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import cli
 from jaxrl.config.keys import keys

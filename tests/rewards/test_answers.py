@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from jaxrl.data.chat_template import THOUGHTS as THOUGHTS_OF_FAMILIES
+from jaxrl.data.chat_template import after_thoughts
 from jaxrl.data.example import Example
-from jaxrl.data.thoughts import THOUGHTS as THOUGHTS_OF_FAMILIES
-from jaxrl.data.thoughts import after_thoughts
 from jaxrl.rewards.answers import marked, read_number
 from jaxrl.rewards.verifiers import VERIFIERS
 

@@ -54,8 +54,16 @@ from jaxrl.runtime.ray.local_cluster import (
 from jaxrl.runtime.ray.remote_calls import FETCH_S, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.ray.supervise import Log, NeverRan, NotStarted, Supervisor
 from jaxrl.runtime.role_server import STARTING, CallRequest, WorkerServer
-from jaxrl.runtime.wall_clock import wall_clock
-from jaxrl.runtime.worker import POLL_S, PROFILE, Phase, RunLost, Stopped, WorkerError, WorkerState
+from jaxrl.runtime.worker import (
+    POLL_S,
+    PROFILE,
+    Phase,
+    RunLost,
+    Stopped,
+    WorkerError,
+    WorkerState,
+    wall_clock,
+)
 from jaxrl.sharding.placement import Placement, device_list
 
 MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
