@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
-    from jaxrl.process.text_tables import WIDTH
+    from jaxrl.process.streams import WIDTH
     from jaxrl.run.evaluation import table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

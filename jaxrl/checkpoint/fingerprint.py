@@ -64,8 +64,7 @@ def digest_model(place: Path, weights: bool = True) -> str:
 
 def digest_file(path: Path) -> str:
     """Returns the sha256, in hex, of the size and the contents; of a large file of some blocks, and
-    of all of the header that a safetensors file begins with.
-    """
+    of all of the header that a safetensors file begins with."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from string import Formatter
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -149,7 +150,7 @@ class RoleConfig(Section):
     float32 on a CPU (which computes bfloat16 in float32 from copies of the weights) and on GPUs
     before compute capability 8.0 (a T4 has no tensor cores for bfloat16)."""
 
-    @property
+    @cached_property
     def compute_dtype(self) -> DType:
         """Returns `dtype`, which `Config.with_dtypes` has set for the devices at hand."""
         assert self.dtype is not None, "Config.with_dtypes fills it"

@@ -158,15 +158,11 @@ class PromptEncoder:
         self, example: Example, tokenizer: Tokenizer | None = None
     ) -> str | tuple[Message, ...]:
         """Returns what is tokenised: text, or messages, with everything that comes before the row's
-        own.
-
-        Args:
-            tokenizer: None: the student's.
-        """
+        own."""
         prompt = example.prompt
         if isinstance(prompt, str):
-            chat = has_template(tokenizer or self.tokenizer)
-            if self.chat == "raw" or example.document or not chat:
+            text = self.chat == "raw" or example.document
+            if text or not has_template(tokenizer or self.tokenizer):
                 return self._text_before + prompt
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
@@ -182,15 +178,18 @@ class PromptEncoder:
         Args:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
         """
-        if self._fits(example):
-            return "whole" if self._short(self._teacher_tokens(example)) else "too long"
-        if not may_cut or self.long_prompts == "drop":
-            return "too long"
-        last = len(_longest_text(example).rstrip()) - 1
-        if last <= 0 or not self._fits(_without(example, last)):
-            return "too long"
-        short = self.teacher is None or self._short(self._teacher_tokens(self._cut(example)))
-        return "cut" if short else "too long"
+        fit: Fit = "whole"
+        if not self._fits(example):
+            last = len(_longest_text(example).rstrip()) - 1
+            if not may_cut or self.long_prompts == "drop" or last <= 0:
+                return "too long"
+            if not self._fits(_without(example, last)):
+                return "too long"
+            fit = "cut"
+        if self.teacher is None:
+            return fit
+        theirs = self._teacher_tokens(self._cut(example) if fit == "cut" else example)
+        return fit if len(theirs) <= self.teacher.max_tokens else "too long"
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
@@ -203,13 +202,13 @@ class PromptEncoder:
         if len(tokens) > self.max_prompt_tokens:
             cut = self.fit(example, may_cut) == "cut"
             return self.encode(self._cut(example), prompt_id) if cut else None
-        theirs, late = self._teacher_tokens(example), None
-        if not self._short(theirs):
-            return None
-        if self.teacher is not None and self.teacher.late.keys() & set(
-            template_names(self.teacher.template or "")
-        ):
-            late, theirs = self._teacher_prompt(example), None
+        theirs, late = None, None
+        if self.teacher is not None:
+            theirs = self._teacher_tokens(example)
+            if len(theirs) > self.teacher.max_tokens:
+                return None
+            if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
+                late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
         asks = messages and example.tools and "tools" not in self.noted
         if asks and not shows_tools(self.tokenizer, messages or (), example.tools):
@@ -225,7 +224,25 @@ class PromptEncoder:
         sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
         if example.completion is not None:
-            found = self._completion(example, prompt)
+            own = self.tokenizer.eos_token_id
+            eos_ids = self.eos_ids or (() if own is None else (own,))
+            answer: str | tuple[Message, ...] = example.turns
+            if not answer or isinstance(prompt, str):
+                answer = str(example.completion)
+            try:
+                found = encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
+            except Unrendered as why:
+                if len(example.turns) < 2:
+                    raise
+                self.noted.setdefault(
+                    "turn by turn",
+                    f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
+                    " learned text is not one that the template writes for a whole chat. To avoid"
+                    " that, give the model a template that renders the whole chat",
+                )
+                found = self._turn_by_turn(example, prompt, eos_ids)
+            for kind, note in found.notes:
+                self.noted.setdefault(kind, note)
             if len(found.prompt) > self.max_prompt_tokens:
                 return None
             completion = found.completion[: self.max_new_tokens]
@@ -254,19 +271,15 @@ class PromptEncoder:
         """Returns whether the tokenizer has tokens that the embedding has no row for."""
         return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
 
-    def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
+    def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
         """Returns the tokens of the teacher's prompt, without what is only known later."""
-        if self.teacher is None:
-            return None
+        assert self.teacher is not None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
         return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
 
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
-
-    def _short(self, teacher_tokens: tuple[int, ...] | None) -> bool:
-        return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens
 
     def _fits(self, example: Example) -> bool:
         tokens = encode_prompt(self.tokenizer, self.prompt_of(example), example.tools)
@@ -280,29 +293,6 @@ class PromptEncoder:
             range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
         )
         return _without(example, start)
-
-    def _completion(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
-        """Encodes the prompt with the completion that the row has."""
-        own = self.tokenizer.eos_token_id
-        eos_ids = self.eos_ids or (() if own is None else (own,))
-        completion: str | tuple[Message, ...] = example.turns
-        if not completion or isinstance(prompt, str):
-            completion = str(example.completion)
-        try:
-            found = encode_completion(self.tokenizer, prompt, completion, eos_ids, example.tools)
-        except Unrendered as why:
-            if len(example.turns) < 2:
-                raise
-            self.noted.setdefault(
-                "turn by turn",
-                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
-                " learned text is not one that the template writes for a whole chat. To avoid"
-                " that, give the model a template that renders the whole chat",
-            )
-            found = self._turn_by_turn(example, prompt, eos_ids)
-        for kind, text in found.notes:
-            self.noted.setdefault(kind, text)
-        return found
 
     def _turn_by_turn(
         self, example: Example, prompt: str | tuple[Message, ...], eos_ids: tuple[int, ...]

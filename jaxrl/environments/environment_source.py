@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from jaxrl.data.example import JsonObject
 from jaxrl.environments.environment import Environment
 from jaxrl.environments.tools import SchemaTool
 from jaxrl.errors import UserError, near, shown
-from jaxrl.process.plugin import PYTHON, is_plugin, load_located, locate
+from jaxrl.process.plugin import PYTHON, is_plugin, load_located, load_pickled, locate
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
 PACKAGES = {
@@ -100,13 +99,7 @@ def load(source: EnvironmentSource) -> Callable[..., Environment]:
             changed since the run began.
     """
     if source.code:
-        try:
-            made: Callable[..., Environment] = pickle.loads(source.code)
-        except BaseException as error:
-            raise UserError(
-                f"{KEY}: {source.text} cannot be loaded in a separate process:"
-                f" {type(error).__name__}: {error}; write it in a file, and name it path.py:Class"
-            ) from error
+        made: Callable[..., Environment] = load_pickled(KEY, source.text, source.code, "Class")
         return made
     try:
         found = load_located(KEY, source.place, source.attribute, source.digest, "class")

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from jaxrl.plan.plan_inputs import GB, Account, Column, PoolPeak
-from jaxrl.process.text_tables import table_lines
+from jaxrl.process.streams import table_lines
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts

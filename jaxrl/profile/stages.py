@@ -20,7 +20,7 @@ from rich.table import Table
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.json_types import JsonObject, parse_json
-from jaxrl.process.text_tables import table_lines
+from jaxrl.process.streams import table_lines
 from jaxrl.profile.waits import PoolWait, Stage
 from jaxrl.profile.work import (
     Work,

@@ -24,7 +24,7 @@ from jaxrl.plan.plan_context import signal_bytes
 from jaxrl.profile.stages import RunModels, StageTable, StepBatch, stage_rows, step_work
 from jaxrl.profile.waits import Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup
-from jaxrl.telemetry.timeline import Watched
+from jaxrl.telemetry.timeline import Watched, WatchedCall
 from jaxrl.types import Row
 
 PROFILE_DIR = "profile"
@@ -62,9 +62,8 @@ class Profile:
         return Watched(role, handle, self._remember) if self.steps else handle
 
     def row(self, row: Row) -> None:
-        """Takes note of a row that is written."""
-        if row["step"] in self.steps:
-            self._rows[row["step"]] = row
+        """Takes note of a row of `steps` that is written."""
+        self._rows[row["step"]] = row
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -87,7 +86,8 @@ class Profile:
         if self._ended:
             self._finish()
 
-    def _remember(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
+    def _remember(self, call: WatchedCall) -> None:
+        role, method, times, given = call
         if not given.get("aside") and not self._finished:
             step = given.get("step")
             self._calls.append((role, method, times, step if isinstance(step, int) else None))

@@ -79,21 +79,6 @@ class Estimate:
     high: float
 
 
-def evaluation_row(
-    sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Verifier
-) -> dict[str, float]:
-    """Computes the metrics `eval/...` of one evaluation; those of each named set as
-    `eval/NAME/...`.
-
-    What cannot be judged is left out of every mean and counted in `eval/unjudged`; where nothing
-    can be, there is no accuracy.
-
-    Args:
-        groups: the samples of each prompt, the prompts of all sets one after the other.
-    """
-    return row_of_scores(sets, groups, judged(sets, groups, judge))
-
-
 def judged(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Verifier
 ) -> list[list[float | None]]:
@@ -105,16 +90,44 @@ def judged(
     ]
 
 
-def row_of_scores(
+def evaluation_row(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], scores: Scores
 ) -> dict[str, float]:
-    """Computes `evaluation_row` for completions that have already been judged."""
+    """Computes the metrics `eval/...` of one evaluation; those of each named set as
+    `eval/NAME/...`.
+
+    What cannot be judged is left out of every mean and counted in `eval/unjudged`; where nothing
+    can be, there is no accuracy.
+
+    Args:
+        groups: the samples of each prompt, the prompts of all sets one after the other.
+        scores: of these samples (`judged`).
+    """
     by_set = [estimates(part) for part in split(sets, scores)]
-    row = _named("eval", _means(by_set), groups, scores)
-    parts = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
-    for held_out, values, completions, marks in parts:
-        if held_out.name:
-            row |= _named(f"eval/{held_out.name}", values, completions, marks)
+    names = dict.fromkeys(name for values in by_set for name in values)
+    means = {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
+    each = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
+    named = [(f"eval/{one.name}", v, g, s) for one, v, g, s in each if one.name]
+    row = {}
+    for prefix, values, samples, marks in [("eval", means, groups, scores), *named]:
+        for name, estimate in values.items():
+            row[f"{prefix}/{name}"] = estimate.value
+            row[f"{prefix}/{name}_low"] = estimate.low
+            row[f"{prefix}/{name}_high"] = estimate.high
+        completions = [completion for group in samples for completion in group]
+        lengths = [len(completion.tokens) for completion in completions]
+        cut = [completion.finish_reason == "length" for completion in completions]
+        row[f"{prefix}/unjudged"] = float(
+            sum(score is None for marked in marks for score in marked)
+        )
+        row[f"{prefix}/mean_completion_tokens"] = float(np.mean(lengths))
+        row[f"{prefix}/truncated_fraction"] = float(np.mean(cut))
+        if any(completion.turns for completion in completions):
+            rewards = episode_rewards(completions, 1.0)
+            if not np.isnan(rewards).all():
+                row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
+            failed = sum(completion.failure is not None for completion in completions)
+            row[f"{prefix}/environment_failures"] = float(failed)
     return row
 
 
@@ -180,38 +193,6 @@ def mean_of(parts: Sequence[Estimate]) -> Estimate:
     return Estimate(value, max(0.0, value - below), min(1.0, value + above))
 
 
-def _means(by_set: Sequence[Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Computes for each name the mean over the sets that have it."""
-    names = dict.fromkeys(name for values in by_set for name in values)
-    return {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
-
-
-def _named(
-    prefix: str,
-    values: Mapping[str, Estimate],
-    groups: Sequence[Sequence[Completion]],
-    scores: Scores,
-) -> dict[str, float]:
-    completions = [completion for group in groups for completion in group]
-    row = {}
-    for name, estimate in values.items():
-        row[f"{prefix}/{name}"] = estimate.value
-        row[f"{prefix}/{name}_low"] = estimate.low
-        row[f"{prefix}/{name}_high"] = estimate.high
-    row[f"{prefix}/unjudged"] = float(sum(score is None for several in scores for score in several))
-    row[f"{prefix}/mean_completion_tokens"] = float(np.mean([len(c.tokens) for c in completions]))
-    row[f"{prefix}/truncated_fraction"] = float(
-        np.mean([c.finish_reason == "length" for c in completions])
-    )
-    if any(completion.turns for completion in completions):
-        rewards = episode_rewards(completions, 1.0)
-        if not np.isnan(rewards).all():
-            row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
-        failed = sum(completion.failure is not None for completion in completions)
-        row[f"{prefix}/environment_failures"] = float(failed)
-    return row
-
-
 def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yields the items of each set's prompts."""
     start = 0
@@ -251,7 +232,7 @@ class Evaluation:
             "model": self.source.name,
             "path": str(self.source.path),
             "step": self.step,
-            "metrics": row_of_scores(self.sets, groups, scores),
+            "metrics": evaluation_row(self.sets, groups, scores),
             "sets": list(_by_set(self.sets, groups, scores, speeds)),
             "settings": _values(
                 self.config.model_dump(mode="json"),
@@ -280,7 +261,6 @@ def prepare(
 
     Args:
         given: the config whose keys about evaluation count; None for that of the model's run.
-        eval_data, environment: of a Python program.
 
     Raises:
         UserError: a key is wrong, or model, tokenizer and data do not fit together.
@@ -346,11 +326,7 @@ def _config(
     mesh: str | None,
     objects: Mapping[str, object],
 ) -> Config:
-    """Returns the config of an evaluation: what only training reads keeps its defaults.
-
-    Args:
-        objects: keys that objects of a Python program stand for.
-    """
+    """Returns the config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
     given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
@@ -448,7 +424,7 @@ def _by_set(
     """Yields for each set its metrics, without `eval/`, and its prompts and speed."""
     parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
     for held_out, stats, completions, marks in parts:
-        row = row_of_scores([replace(held_out, name="")], completions, marks)
+        row = evaluation_row([replace(held_out, name="")], completions, marks)
         yield {
             "name": held_out.name,
             "prompts": len(held_out.prompts),

@@ -102,9 +102,6 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """Starts one worker for each pool, with the plan's launcher, and builds the roles in them, all
     pools in parallel.
 
-    Args:
-        log: gets a line for each role that is ready.
-
     Returns:
         The running workers. If one fails to start, all are stopped and its error is raised.
     """
@@ -200,6 +197,11 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
+    follower = None
+    if config.teacher_follows:  # `places` are None where another process has the teacher
+        layout, teacher = _layout(setup), meshes.get("teacher")
+        places = None if teacher is None else param_shardings(student.config, teacher, layout)
+        follower = Receiver(layout, config.teacher.compute_dtype, places, SENT_TO_TEACHER)
     base = _base(setup, mesh, config.base_dtype, "stacked")
 
     def load(dtype: DTypeLike) -> Params:
@@ -220,7 +222,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         rollout_shardings=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
-        teacher=receiver_of_teacher(setup, meshes.get("teacher")),
+        teacher=follower,
         base=base,
         base_name=student.base_name,
     )
@@ -357,19 +359,6 @@ def _heads(setup: Setup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]
             # Drops the rows of tokens that the student lacks: once here, not at every step.
             head = first_rows_program(v, head.shape[1], mesh)(head)
         yield head, source.config.final_softcap
-
-
-def receiver_of_teacher(setup: Setup, mesh: Mesh | None) -> Receiver | None:
-    """Returns how a teacher that follows the policy takes its weights; None where no teacher does.
-
-    Args:
-        mesh: the teacher's; None where another process has it.
-    """
-    if not setup.config.teacher_follows:
-        return None
-    layout, dtype = _layout(setup), setup.config.teacher.compute_dtype
-    shardings = None if mesh is None else param_shardings(setup.student.config, mesh, layout)
-    return Receiver(layout, dtype, shardings, SENT_TO_TEACHER)
 
 
 def _layout(setup: Setup) -> Layout:

@@ -94,8 +94,7 @@ _here = threading.local()
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Sets what the current worker does in this block, for the error of a missed deadline and for
-    a trace.
-    """
+    a trace."""
     worker_phase: Phase | None = getattr(_here, "phase", None)
     if worker_phase is None:
         yield
@@ -203,14 +202,12 @@ class Future(ABC, Generic[T_co]):
     @abstractmethod
     def check(self) -> None:
         """Raises for a failure in any worker of the group, and for a late call that this one waits
-        for; does not wait.
-        """
+        for; does not wait."""
 
     @abstractmethod
     def cancel(self) -> bool:
         """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
-        changes nothing, if the call has started or ended.
-        """
+        changes nothing, if the call has started or ended."""
 
     @abstractmethod
     def consume(self) -> Self:
@@ -220,8 +217,7 @@ class Future(ABC, Generic[T_co]):
     def result(self) -> T_co:
         """Waits for the value. Raises as soon as anything fails in a worker of the group
         (`WorkerError` has the worker's traceback), or is late anywhere up the chain of calls
-        (`DeadlineExceeded`).
-        """
+        (`DeadlineExceeded`)."""
         while not self._done.wait(POLL_S):
             self.check()
         if self._error is not None:
@@ -276,9 +272,10 @@ class WorkerGroup(Protocol):
 
     def handle(self, role: str) -> Handle: ...
 
+    @property
     def ending(self) -> str | None:
-        """Tells why the workers will soon end, so that the run must save and end too; None if they
-        will not."""
+        """Why the workers will soon end, so that the run must save and end too; None if they will
+        not."""
         ...
 
     def states(self) -> list[WorkerState]: ...

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from jaxrl.data.chat_template import THOUGHTS as THOUGHTS_OF_FAMILIES
-from jaxrl.data.chat_template import after_thoughts
 from jaxrl.data.example import Example
 from jaxrl.rewards.answers import marked, read_number
-from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.rewards.verifiers import VERIFIERS, after_thoughts
 
 Spellings = dict[str, tuple[list[str], list[str]]]
 """Answer -> right and wrong spellings."""
