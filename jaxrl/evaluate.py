@@ -18,7 +18,7 @@ from jaxrl.config.settings import EVALUATED_MESH
 if TYPE_CHECKING:
     from jaxrl.data.source import Rows
     from jaxrl.process.json_types import JsonObject
-    from jaxrl.run.held_out import PathLike
+    from jaxrl.run.evaluation import PathLike
     from jaxrl.run.python_objects import GivenEnvironment, GivenModel
 
 _KEYS = [key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)]
@@ -64,8 +64,8 @@ def evaluate(
         UserError: bad input; nothing has been sampled then.
     """
     from jaxrl.checkpoint.model_source import resolve_model
+    from jaxrl.run.evaluation import prepare
     from jaxrl.run.generation import write_lines
-    from jaxrl.run.held_out import prepare
     from jaxrl.run.python_objects import named
 
     if isinstance(model, Config):
@@ -125,8 +125,8 @@ def main(argv: Sequence[str]) -> None:
     )
     from rich.console import Console
 
-    from jaxrl.process.text_tables import WIDTH
-    from jaxrl.run.held_out import table
+    from jaxrl.process.streams import WIDTH
+    from jaxrl.run.evaluation import table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(result))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import Interrupt
-from jaxrl.process.streams import to_stderr
-from jaxrl.process.text_tables import terminal_width
+from jaxrl.process.streams import terminal_width, to_stderr
 from jaxrl.sharding.targets import target_machine
 from jaxrl.telemetry.metrics import read_metrics
 

@@ -124,7 +124,7 @@ class Prompt(_Tokenized):
     """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
     """Text or chat of that prompt where it is only complete once a completion is judged
-    (`data.feedback`)."""
+    (`data.prompt_encoder`)."""
     turns: tuple[Turn, ...] = ()
     """The parts of `completion`, where it has several turns of the assistant."""
     sampling_tokens: Sequence[int] | None = None

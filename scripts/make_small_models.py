@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from jaxrl import Config, train
 from jaxrl.config import cli
-from jaxrl.data.arithmetic import Arithmetic
 from jaxrl.data.example import Split
+from jaxrl.data.tasks import Arithmetic
 from jaxrl.errors import user_path
 from jaxrl.scripts.make_quickstart import RECIPE, STAGES, small_model
 

@@ -22,7 +22,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from jaxrl.config import cli
-from jaxrl.data.arithmetic import Arithmetic, correction
+from jaxrl.data.tasks import Arithmetic, correction
 from jaxrl.errors import user_path
 
 NUMBERS = range(1_000_000, 1_020_000)

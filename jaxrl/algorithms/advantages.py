@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxrl.losses.divergence import clamped_gap
-from jaxrl.rewards.combine import Rewards, as_rewards
+from jaxrl.rewards.batch_rewards import Rewards, as_rewards
 from jaxrl.types import Array
 
 EPS = 1e-6

@@ -20,8 +20,7 @@ from jaxrl.algorithms.advantages import (
 from jaxrl.algorithms.similarity import similarity_advantages
 from jaxrl.config.schema import Config
 from jaxrl.losses.policy import kl_in_reward
-from jaxrl.rewards.batch_rewards import ENVIRONMENT, MODEL, OVERLONG, RewardReport
-from jaxrl.rewards.combine import as_rewards
+from jaxrl.rewards.batch_rewards import ENVIRONMENT, MODEL, OVERLONG, RewardReport, as_rewards
 from jaxrl.sharding.split_rows import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from jaxrl.algorithms.advantages import group_advantages, within
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.errors import RunError, UserError, unknown
-from jaxrl.rewards.combine import Rewards, as_rewards
+from jaxrl.rewards.batch_rewards import Rewards, as_rewards
 
 Sums = dict[str, tuple[float, float]]
 """Metric name -> (sum, count)."""

@@ -43,8 +43,7 @@ from jaxrl.plan import target_plan
 from jaxrl.plan.advice import Change
 from jaxrl.plan.plan_inputs import GB
 from jaxrl.plan.table import MB, Plan
-from jaxrl.process.streams import silenced
-from jaxrl.process.text_tables import table_lines
+from jaxrl.process.streams import silenced, table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sampling.decode import NO_MERGING
 

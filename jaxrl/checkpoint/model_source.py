@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Bool, Float, Int
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.arrays import load_arrays
+from jaxrl.checkpoint.writer import load_arrays
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.schema import Config
@@ -301,7 +301,11 @@ def _locate(name: str) -> Path:
             )
         return Path(__file__).parent.parent / "assets" / rest
     if colon and kind == "package":
-        return _in_package(name, rest)
+        folder = package_folder(name, rest)
+        files = _gguf_files(folder.rglob("*.gguf"))
+        if len(files) != 1:
+            raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
+        return files[0]
     on_hub = model_name(name)
     if on_hub is not None:
         return hub.folder(on_hub)
@@ -340,15 +344,6 @@ def _locate(name: str) -> Path:
 def _gguf_files(found: Iterable[Path]) -> list[Path]:
     """Returns the GGUF files; of a model in several, the first."""
     return sorted(file for file in found if gguf_parts(file.name)[0] == file.name)
-
-
-def _in_package(name: str, package: str) -> Path:
-    """Returns the GGUF file inside an installed Python package."""
-    folder = package_folder(name, package)
-    files = _gguf_files(folder.rglob("*.gguf"))
-    if len(files) != 1:
-        raise UserError(f"model {name!r}: {folder} holds {len(files)} .gguf files, not one")
-    return files[0]
 
 
 class SavedTensors:

@@ -1,24 +1,102 @@
-"""Writes checkpoints beside training: the loop hands over futures, one thread does the rest."""
+"""Writes checkpoints beside training: the loop hands over futures, one thread does the rest.
+
+The arrays of a role are written and read through Orbax; batches that were generated but not yet
+trained on are files without pickle. Their prompts are not stored, for batch I of the data is a pure
+function of I, but those that environments began are. Rows are padded for the mesh of the run that
+resumes.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import queue
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.rollouts import save_rollout
 from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.json_types import JsonObject
-from jaxrl.types import Rollout, Row
+from jaxrl.types import Completion, Prompt, Rollout, Row, Tree, Turn
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs, it raises as well
+
+
+@dataclass(frozen=True)
+class _QuietLateWrites:
+    """Drops what TensorStore's threads print where a save has failed: each of its writes that ends
+    after that finds the event loop of Orbax closed. `Saving.wait` raises why it failed."""
+
+    before: Callable[[Any], object]
+    """The hook that is asked about everything else."""
+
+    def __call__(self, unraisable: Any) -> None:
+        is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        if not (is_foreign and str(unraisable.exc_value) == "Event loop is closed"):
+            self.before(unraisable)
+
+
+class Saving:
+    """A save that is being written while its role works on. Any thread may wait, at any time."""
+
+    def __init__(self, finish: Callable[[], object] | None = None, failed: Exception | None = None):
+        self._finish, self._failed = finish, failed
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Waits until everything is on disk. Raises what went wrong."""
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                try:
+                    finish()
+                except Exception as error:
+                    self._failed = error
+        if self._failed is not None:
+            raise self._failed
+
+
+def save_arrays(path: Path, items: Mapping[str, Tree]) -> Saving:
+    """Writes named trees (of `jax.Array`, or of plain numbers) to the new folder `path`.
+
+    Returns once the arrays have left the devices: they may be donated then. Raises nothing: a disk
+    that refuses is no reason to stop training, so `Saving.wait` raises it. Processes that share the
+    arrays' mesh must all call, with one folder that all of them see.
+    """
+    try:
+        from orbax.checkpoint import v1 as orbax  # it takes seconds to import
+
+        if not isinstance(sys.unraisablehook, _QuietLateWrites):
+            sys.unraisablehook = _QuietLateWrites(sys.unraisablehook)
+        path.parent.mkdir(parents=True, exist_ok=True)  # else Orbax leaves threads that wait
+        return Saving(orbax.save_checkpointables_async(path.resolve(), dict(items)).result)
+    except Exception as error:
+        return Saving(failed=error)
+
+
+def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Reads the named trees, each array with the shape, dtype and sharding that `abstract` asks.
+
+    Args:
+        abstract: trees of `jax.ShapeDtypeStruct` with shardings; None for plain numbers. Trees
+            that are not named are not read.
+    """
+    from orbax.checkpoint import v1 as orbax
+
+    return orbax.load_checkpointables(path.resolve(), dict(abstract))
+
 
 T_co = TypeVar("T_co", covariant=True)
 PACKAGES = (
@@ -79,14 +157,13 @@ class CheckpointWriter:
     ):
         """
         Args:
-            fingerprint: of the training data.
             depends: what else the run depends on -> its digest.
             check: makes sure that the folder is this run's, and returns how often files of it were
                 found removed; may raise.
             describe: writes the config and the tokenizer of the policy into a folder.
-            notify: takes what the user should know.
         """
         self.run_dir, self.config = run_dir, config
+        self._folders = run_dir / store.FOLDER
         self.newest: int | None = None
         """Step of the newest checkpoint that this process finished, or resumed from."""
         self._fingerprint, self._describe, self._notify = fingerprint, describe, notify
@@ -95,7 +172,8 @@ class CheckpointWriter:
         self._pending: dict[int, Pending] = {}
         self._row: Row = {}
         """The latest row that was written."""
-        self._written: list[Written] = []
+        self.written: list[Written] = []
+        """Those finished, until somebody takes them out."""
         self._queue: queue.SimpleQueue[tuple[Pending, Row] | None]
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -109,10 +187,7 @@ class CheckpointWriter:
     def folder(self, step: int) -> Path:
         """Returns where a new checkpoint goes."""
         self._removed = self._check()
-        return self._folder(step)
-
-    def _folder(self, step: int) -> Path:
-        return self.run_dir / store.FOLDER / str(step)
+        return self._folders / str(step)
 
     def begin(
         self,
@@ -137,7 +212,7 @@ class CheckpointWriter:
             self._queue.put((pending, row))
         elif row["step"] == self.newest and "eval/accuracy" in row:  # made up for after a resume
             try:
-                store.judge(self._folder(row["step"]), row["eval/accuracy"])
+                store.judge(self._folders / str(row["step"]), row["eval/accuracy"])
             except (OSError, UserError) as error:
                 self._notify(
                     f"the accuracy of checkpoint {row['step']} could not be noted: {error}"
@@ -145,12 +220,11 @@ class CheckpointWriter:
 
     def forget_removed(self) -> None:
         """Forgets the newest checkpoint if it was removed: there is none any more."""
-        if self.newest is not None and not (self._folder(self.newest) / store.MANIFEST).exists():
+        if (
+            self.newest is not None
+            and not (self._folders / str(self.newest) / store.MANIFEST).exists()
+        ):
             self.newest = None
-
-    def written(self) -> list[Written]:
-        """Returns the checkpoints finished since the last call."""
-        return [self._written.pop(0) for _ in range(len(self._written))]
 
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished beside what comes next."""
@@ -183,7 +257,7 @@ class CheckpointWriter:
                 self._notify(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Row) -> None:
-        folder = self._folder(pending.step)
+        folder = self._folders / str(pending.step)
         problem = pending.saved.result()
         if problem is not None:
             raise OSError(problem)
@@ -212,10 +286,10 @@ class CheckpointWriter:
         )
         nbytes = store.commit(folder, manifest).manifest.nbytes
         self.newest = pending.step
-        self._written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
+        self.written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 
     def _failed(self, step: int, error: Exception) -> None:
-        store.remove(self._folder(step))
+        store.remove(self._folders / str(step))
         why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._notify(
@@ -238,3 +312,104 @@ def free_gb(path: Path) -> float:
     removed."""
     path = next(place for place in (path, *path.absolute().parents) if place.exists())
     return shutil.disk_usage(path).free / 1e9
+
+
+def save_rollout(path: Path, rollout: Rollout) -> None:
+    """Writes the completions of a batch, in order, to an `.npz`."""
+    completions = rollout.completions
+    begun = None  # the prompts of episodes, as their environments began them
+    if any(completion.turns for completion in completions):
+        begun = [
+            {
+                "tokens": list(p.tokens),
+                "text": p.text,
+                "messages": p.columns.get("messages"),
+                "conversational": p.conversational,
+            }
+            for p in {prompt.id: prompt for prompt in rollout.prompts}.values()
+        ]
+    words = {
+        "texts": [completion.text for completion in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
+        "failures": [completion.failure for completion in completions],
+        "prompts": begun,
+        "policy_version": rollout.policy_version,
+        "decode_steps": rollout.decode_steps,
+        "sent_back": rollout.sent_back,
+    }
+    arrays = {
+        "lengths": np.array([len(c.tokens) for c in completions], np.int32),
+        "tokens": np.concatenate([np.asarray(c.tokens, np.int32) for c in completions]),
+        **{
+            name: np.concatenate([np.asarray(getattr(c, name), np.float32) for c in completions])
+            for name in ("logprobs", "sampler_logprobs")
+        },
+        "words": np.frombuffer(json.dumps(words).encode(), np.uint8),
+    }
+    if rollout.student_topk is not None:
+        arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]
+    if rollout.experts is not None:
+        recorded = [c.experts for c in completions if c.experts is not None]
+        arrays["experts"] = np.concatenate(recorded)
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, int]) -> Rollout:
+    """Loads the batch of `prompts` that `save_rollout` wrote.
+
+    Args:
+        packing: `pad_id`, widths and `row_multiple` of `make_rollout`.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    words = json.loads(arrays["words"].tobytes())
+    if words.get("prompts") is not None:
+        pairs = zip(prompts, words["prompts"], strict=True)
+        prompts = [
+            replace(
+                prompt,
+                tokens=tuple(begun["tokens"]),
+                text=begun["text"],
+                columns={n: v for n, v in prompt.columns.items() if n != "messages"}
+                | ({} if begun["messages"] is None else {"messages": begun["messages"]}),
+                conversational=begun.get("conversational", prompt.conversational),
+            )
+            for prompt, begun in pairs
+        ]
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
+    group = len(arrays["lengths"]) // len(prompts)
+    recorded: list[np.ndarray | None] = [None] * len(arrays["lengths"])
+    if "experts" in arrays:
+        read = np.repeat([len(prompt.tokens) - 1 for prompt in prompts], group)
+        recorded = list(np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1]))
+    completions = [
+        Completion(
+            tuple(tokens.tolist()),
+            logprobs,
+            sampler_logprobs,
+            reason,
+            text,
+            tuple(Turn(**turn) for turn in turns),
+            failure,
+            experts,
+        )
+        for tokens, logprobs, sampler_logprobs, reason, text, turns, failure, experts in zip(
+            *pieces,
+            *(words[name] for name in ("finish_reasons", "texts")),
+            words.get("turns", [[]] * len(recorded)),
+            words.get("failures", [None] * len(recorded)),
+            recorded,
+            strict=True,
+        )
+    ]
+    groups = [completions[i * group : (i + 1) * group] for i in range(len(prompts))]
+    version = words["policy_version"]
+    rollout = make_rollout(prompts, groups, policy_version=version, **packing)
+    topk = arrays.get("student_topk")
+    if topk is not None:
+        extra = len(rollout.sequences.tokens) - len(topk)
+        topk = np.pad(topk, ((0, extra), (0, 0), (0, 0)))
+    counts = {name: words.get(name, 0) for name in ("decode_steps", "sent_back")}
+    return replace(rollout, **counts, student_topk=topk)

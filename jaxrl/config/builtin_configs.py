@@ -19,7 +19,9 @@ PREFIX = "builtin:"
 
 def builtin_configs() -> dict[str, str]:
     """Returns what each built-in config trains, in one line, by its name without `builtin:`."""
-    return {path.stem: _title(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    comments = {path.stem: _comment(path).split() for path in sorted(FOLDER.glob("*.yaml"))}
+    # The first clause of the comment at the top of the file.
+    return {name: re.split(r"[.:;]\s", " ".join(w), maxsplit=1)[0] for name, w in comments.items()}
 
 
 def listing() -> str:
@@ -78,8 +80,3 @@ def _comment(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.removeprefix("#") for line in lines[:end])
-
-
-def _title(path: Path) -> str:
-    """Returns the first clause of the comment at the top of a file."""
-    return re.split(r"[.:;]\s", " ".join(_comment(path).split()), maxsplit=1)[0]

@@ -201,51 +201,27 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     """
     parser = Parser(module, description, None, EXAMPLES)
     parser.usage = f"{parser.prog} [OPTION ...] [key=value ...]"
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        help="YAML keys, or builtin:NAME (builtin: lists them); default: the quickstart,"
-        " unless a model or data is set",
-    )
-    parser.add_argument(
-        "--mesh", metavar="SPEC", help="devices of each role, as in actor=2,teacher=4"
-    )
-    parser.add_argument(
-        "--resume",
-        choices=("auto", "never", "must"),
-        metavar="HOW",
-        help="auto (default), never or must: the key resume",
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=("auto", "local", "ray"),
-        metavar="KIND",
-        help="auto (default), local or ray: the key launcher",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check and plan the run, and exit: 3 if it does not fit",
-    )
-    parser.add_argument(
-        "--target",
-        metavar="TARGET",
-        help="with --dry-run: plan for h100x8, tpu-v5e:2x4, ...",
-    )
-    parser.add_argument(
-        "--compile",
-        metavar="TARGET",
-        help="the same, by that machine's own compiler (extra aot)",
-    )
-    parser.add_argument(
-        "--suggest",
-        action="store_true",
-        help="with --compile: search for the fastest mesh and keys",
-    )
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="set a key, as in steps=10; last one wins"
-    )
+    add = parser.add_argument
+    file = "YAML keys, or builtin:NAME (builtin: lists them); default: the quickstart, unless a"
+    add("--config", metavar="FILE.yaml", help=f"{file} model or data is set")
+    add("--mesh", metavar="SPEC", help="devices of each role, as in actor=2,teacher=4")
+    for key, first, kinds in (
+        ("resume", "HOW", ("auto", "never", "must")),
+        ("launcher", "KIND", ("auto", "local", "ray")),
+    ):
+        words = f"auto (default), {kinds[1]} or {kinds[2]}: the key {key}"
+        add(f"--{key}", choices=kinds, metavar=first, help=words)
+    dry = "check and plan the run, and exit: 3 if it does not fit"
+    add("--dry-run", action="store_true", help=dry)
+    target = "with --dry-run: plan for h100x8, tpu-v5e:2x4, ..."
+    add("--target", metavar="TARGET", help=target)
+    compiler = "the same, by that machine's own compiler (extra aot)"
+    add("--compile", metavar="TARGET", help=compiler)
+    suggest = "with --compile: search for the fastest mesh and keys"
+    add("--suggest", action="store_true", help=suggest)
+    add("--json", action="store_true", help="with --dry-run: print one JSON object")
+    set_key = "set a key, as in steps=10; last one wins"
+    add("overrides", nargs="*", metavar="key=value", help=set_key)
     arguments = parser.parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):
@@ -324,8 +300,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:
     """Ends the process; threads that wait for a disk or a server that does not answer are left
-    behind after `patience` seconds, and workers that still compute at once.
-    """
+    behind after `patience` seconds, and workers that still compute at once."""
     end = time.monotonic() + patience
     waiting = []
     for thread in threading.enumerate():

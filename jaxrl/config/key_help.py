@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
-from jaxrl.config.keys import Group, Key
+from jaxrl.config.keys import Group
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, closest
 
@@ -43,7 +44,11 @@ def common(prefixes: Sequence[str] | None = None) -> str:
         prefixes: sections and keys that the command reads; None: all.
     """
     known = {key.path: key for group in taken(prefixes) for key in group.keys}
-    shown = {_setting(known[path]): words for path, words in COMMON.items() if path in known}
+    shown = {}
+    for path, words in COMMON.items():
+        if path in known:
+            default = "" if known[path].required else f"={yaml_text.shown(known[path].default)}"
+            shown[path + default] = words
     left = max(map(len, shown))
     lines = (f"  {setting:{left}}  {words}" for setting, words in shown.items())
     return "\n".join(["common keys, with their defaults:", *lines])
@@ -90,28 +95,15 @@ def taken(prefixes: Sequence[str] | None) -> Iterator[Group]:
 
 def _text(groups: Sequence[Group], width: int, headings: bool = True) -> str:
     """Returns each key with its type, range, default and docstring, grouped by section."""
-    width = _bounded(width)
+    width, indent = max(NARROWEST, min(width, WIDEST)), " " * 6
+    wrap = partial(textwrap.wrap, width=width, subsequent_indent=indent, break_on_hyphens=False)
     lines = ["config keys (in the file, or as key=value):"]
     for group in groups:
         if headings and group.path:
-            lines += ["", *_wrap(f"{group.path}: {group.doc}", width, "  ")]
+            lines += ["", *wrap(f"{group.path}: {group.doc}", initial_indent="  ")]
         allowed = config_keys.allowed(group)
         for key in group.keys:
             default = "required" if key.required else f"default {yaml_text.shown(key.default)}"
             lines.append(f"  {key.path}  {allowed[key.path]}  [{default}]")
-            lines += _wrap(key.doc, width, "      ")
+            lines += wrap(key.doc, initial_indent=indent)
     return "\n".join(lines)
-
-
-def _bounded(width: int) -> int:
-    return max(NARROWEST, min(width, WIDEST))
-
-
-def _setting(key: Key) -> str:
-    return key.path if key.required else f"{key.path}={yaml_text.shown(key.default)}"
-
-
-def _wrap(text: str, width: int, first: str) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent="      ", break_on_hyphens=False
-    )

@@ -137,8 +137,21 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
 
     Unknown keys come alone: what else is wrong may follow from them.
     """
-    items = error.errors(include_url=False)
-    lines = (line for item in items for line in _explain_one(item))
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
+        parts = (part for part in item["loc"] if isinstance(part, int) or part.isidentifier())
+        path, message = ".".join(map(str, parts)), item["msg"].removeprefix("Value error, ")
+        got = short(repr(item["input"]))
+        if item["type"] == "missing":
+            lines.append(f"{path} {MISSING}")
+        elif item["type"] in ("model_type", "model_attributes_type"):
+            lines.append(f"{path} is a section, not a value (got {got}): set {path}.KEY")
+        elif item["type"] == "value_error":  # a line for each broken rule of a section
+            lines += (f"{path}: {line}" if path else line for line in message.splitlines())
+        else:
+            message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
+            lines.append(f"{path}: {message}, got {got}")
     return _unknown(model, error) or _shorten(list(dict.fromkeys(lines)))
 
 
@@ -155,35 +168,15 @@ def refuse_unknown(model: type[BaseModel], mapping: Mapping[str, object]) -> Non
 
 def _unknown(model: type[BaseModel], error: ValidationError) -> str:
     """Returns a line for each unknown key, with the near one."""
-    known = [key.path for key in keys(model)]
-    paths = (path for item in error.errors(include_url=False) for path in _unknown_paths(item))
+    known, paths = [key.path for key in keys(model)], list[str]()
+    for item in error.errors(include_url=False):
+        # Every key in what was given to no key at all, or in a mapping given to a plain key.
+        given, where = item["input"], item["loc"]
+        plain = item["type"] not in ("missing", "value_error")
+        named = all(isinstance(part, str) for part in where)  # not an entry of a list
+        if item["type"] == "extra_forbidden" or (plain and named and isinstance(given, dict)):
+            paths += _leaves(".".join(map(str, where)), given)
     return _shorten([f"unknown key {path}{near_key(path, known)}" for path in map(short, paths)])
-
-
-def _unknown_paths(item: Any) -> Iterator[str]:
-    """Yields every key in what was given to no key at all, or in a mapping given to a plain key."""
-    given, where = item["input"], item["loc"]
-    plain = item["type"] not in ("missing", "value_error")
-    named = all(isinstance(part, str) for part in where)  # not an entry of a list
-    if item["type"] == "extra_forbidden" or (plain and named and isinstance(given, dict)):
-        yield from _leaves(".".join(map(str, where)), given)
-
-
-def _explain_one(item: Any) -> list[str]:
-    """Returns a line for what is wrong with a key, or for each broken rule of a section."""
-    # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
-    parts = (part for part in item["loc"] if isinstance(part, int) or part.isidentifier())
-    path = ".".join(map(str, parts))
-    if item["type"] == "missing":
-        return [f"{path} {MISSING}"]
-    if item["type"] in ("model_type", "model_attributes_type"):
-        got = short(repr(item["input"]))
-        return [f"{path} is a section, not a value (got {got}): set {path}.KEY"]
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return [f"{path}: {line}" if path else line for line in message.splitlines()]
-    message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
-    return [f"{path}: {message}, got {short(repr(item['input']))}"]
 
 
 def _shorten(lines: list[str]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from string import Formatter
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator
 
-from jaxrl.config import template
 from jaxrl.config.section import (
     POLICY,
     Api,
@@ -149,7 +150,7 @@ class RoleConfig(Section):
     float32 on a CPU (which computes bfloat16 in float32 from copies of the weights) and on GPUs
     before compute capability 8.0 (a T4 has no tensor cores for bfloat16)."""
 
-    @property
+    @cached_property
     def compute_dtype(self) -> DType:
         """Returns `dtype`, which `Config.with_dtypes` has set for the devices at hand."""
         assert self.dtype is not None, "Config.with_dtypes fills it"
@@ -174,6 +175,23 @@ class FrozenConfig(RoleConfig):
 
     lazy: Flag = False
     """Load the role's model at its first use instead of at the start of the run."""
+
+
+def template_names(text: str) -> tuple[str, ...]:
+    """Returns the names that stand in braces for values, as in `{prompt} Hint: {answer}`, each
+    once; doubled braces are braces of the text. Raises ValueError where the braces do not fit."""
+    try:
+        parsed = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}; write {{{{ or }}}} for a brace of the text") from None
+    for _, name, spec, conversion in parsed:
+        if name is not None and (not name or spec or conversion):
+            shown = f"{name}{'!' + conversion if conversion else ''}{':' + spec if spec else ''}"
+            raise ValueError(
+                f"{text!r}: {{{shown}}} names no field: write {{NAME}}, or {{{{ and }}}} for braces"
+                " of the text"
+            )
+    return tuple(dict.fromkeys(name for _, name, *_ in parsed if name is not None))
 
 
 class TeacherConfig(FrozenConfig):
@@ -278,7 +296,7 @@ class TeacherConfig(FrozenConfig):
     @classmethod
     def _check_template(cls, value: str | None) -> str | None:
         if value is not None:
-            template.names(value)
+            template_names(value)
         return value
 
 

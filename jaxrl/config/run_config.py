@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from jaxrl.config import template
 from jaxrl.config.paths import working_directory
 from jaxrl.config.roles import (
     ActorConfig,
@@ -20,6 +20,7 @@ from jaxrl.config.roles import (
     RolloutConfig,
     StudentConfig,
     TeacherConfig,
+    template_names,
 )
 from jaxrl.config.section import (
     POLICY,
@@ -160,7 +161,7 @@ class RunConfig(Section):
         user_path(path)  # refuses a name that no folder can have
         return path
 
-    @property
+    @cached_property
     def roles(self) -> dict[str, RoleConfig]:
         """Returns a mapping from each role to its section."""
         return {role: getattr(self, role) for role in ROLES}
@@ -172,29 +173,29 @@ class RunConfig(Section):
         filled = {role: s.model_copy(update={"dtype": own}) for role, s in unset.items()}
         return self.model_copy(update=filled)
 
-    @property
+    @cached_property
     def lazy(self) -> tuple[str, ...]:
         """Roles that are loaded at their first use."""
         sections = self.roles.items()
         return tuple(r for r, s in sections if isinstance(s, FrozenConfig) and s.lazy)
 
-    @property
+    @cached_property
     def spec(self) -> AlgorithmSpec:
         """Returns the algorithm's entry in the table of algorithms."""
         return find_algorithm(self.algorithm)
 
-    @property
+    @cached_property
     def learns_from_rewards(self) -> bool:
         return self.spec.learns_from == "rewards"
 
-    @property
+    @cached_property
     def learns_from_teacher(self) -> bool:
         """Returns whether a teacher scores the completions."""
         if self.spec.learns_from == "teacher":
             return True
         return self.learns_from_rewards and (self.distill_weight > 0 or self.policy.opd_coef > 0)
 
-    @property
+    @cached_property
     def teacher_models(self) -> dict[str, str]:
         """Returns a mapping from the name of each teacher that runs here to its model; the name is
         `teacher` where it is the only one."""
@@ -202,7 +203,7 @@ class RunConfig(Section):
             return {"teacher": self.teacher_model}
         return {name: one.model for name, one in self.teachers.items() if one.model is not None}
 
-    @property
+    @cached_property
     def served(self) -> dict[str, TeacherConfig | NamedTeacherConfig]:
         """Returns a mapping from the name of each teacher that is served outside the run to its
         section; the name is `teacher` where it is the only one."""
@@ -215,7 +216,7 @@ class RunConfig(Section):
         `served`."""
         return f"teachers.{name}.{key}" if self.teachers else f"teacher.{key}"
 
-    @property
+    @cached_property
     def mixture(self) -> MixtureKind | None:
         """Returns how several teachers are combined into one; None where each row has one
         teacher."""
@@ -223,7 +224,7 @@ class RunConfig(Section):
             return self.distill.mixture
         return "arithmetic" if len(self.teachers) > 1 else None
 
-    @property
+    @cached_property
     def teacher_model(self) -> str | None:
         """Returns the model whose weights the teacher has at the start of a run."""
         own = self.teacher.model == POLICY
@@ -249,18 +250,18 @@ class RunConfig(Section):
         dtype = self.student.base_dtype
         return dtype if dtype == "int8" or dtype == "nf4" else None
 
-    @property
+    @cached_property
     def teacher_follows(self) -> bool:
         """Returns whether the teacher's weights come from the actor: the policy, or its moving
         average."""
         own = self.teacher.model == POLICY and self.teacher.ema < 1
         return self.learns_from_teacher and own
 
-    @property
+    @cached_property
     def teacher_gets_feedback(self) -> bool:
         """Returns whether `teacher.prompt` tells the teacher about the completion that it scores,
         so that it scores after the reward functions."""
-        late = {"feedback", "attempt"} & set(template.names(self.teacher.prompt or ""))
+        late = {"feedback", "attempt"} & set(template_names(self.teacher.prompt or ""))
         return self.learns_from_rewards and bool(late)
 
     @property
@@ -274,7 +275,7 @@ class RunConfig(Section):
         is idle: they are where the weights that it may share with the actor are."""
         return self.offload.optimizer if self.keeps_ema else self.offload.params
 
-    @property
+    @cached_property
     def teacher_prompt_tokens(self) -> int:
         """Returns the length of the longest prompt that the teacher reads, in its tokens."""
         more = 2 if self.teacher.tokenizer == "own" else 1
@@ -292,7 +293,7 @@ class RunConfig(Section):
         penalised = self.policy.kl_coef > 0 or self.policy.reward_kl_coef > 0
         return self.learns_from_rewards and penalised
 
-    @property
+    @cached_property
     def minibatches(self) -> int:
         """Returns the number of optimizer updates per pass over a batch. If `actor.minibatches` is
         null: the algorithm's number, or the next smaller one that divides `batch_size`."""

@@ -157,11 +157,7 @@ class Config(RunConfig, metaclass=_Parsed):
         overrides: Overrides = (),
         change: Callable[[JsonObject], JsonObject] = lambda mapping: mapping,
     ) -> tuple[Self, Base]:
-        """Does what `load` does, and also returns where the keys come from.
-
-        Args:
-            change: as in `of`.
-        """
+        """Does what `load` does, and also returns where the keys come from."""
         if isinstance(overrides, str):
             raise UserError(
                 f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from jaxrl.process.json_types import JsonObject
 
 LARGEST = 2**31 - 1
 """The largest int32, the type of counters on devices; no key needs more."""
@@ -57,6 +59,24 @@ class Section(BaseModel):
             key = type(self).model_fields.get(name or "")
             if key is None or key.is_required() or value != key.get_default():
                 yield name, value
+
+    # What is computed of the keys (`cached_property`) is no part of a section: not of its items, of
+    # copies with other keys (`model_copy`), or of what another process gets.
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        """Yields the keys with their values."""
+        yield from ((name, getattr(self, name)) for name in type(self).model_fields)
+
+    def __copy__(self) -> Self:
+        """Copies the keys alone."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    def __getstate__(self) -> JsonObject:
+        """Returns the keys alone."""
+        return super(Section, self.__copy__()).__getstate__()
 
     def _rules(self) -> Iterator[str]:
         """Yields a message for each broken condition on several keys; all are raised together."""

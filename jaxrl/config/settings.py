@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import date
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -228,7 +229,7 @@ class DistillConfig(Section):
     """Recompute the logits of the divergence from the teacher in the backward pass: less memory,
     more time. Changes nothing for signal=sampled, sft and the policy losses, which always do so."""
 
-    @property
+    @cached_property
     def loss_chunk(self) -> int:
         """Returns the number of tokens whose logits exist at once."""
         return self.chunk_tokens or CHUNK_TOKENS

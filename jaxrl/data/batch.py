@@ -29,18 +29,12 @@ def width_of(n: int, limit: int, multiple: int = 2) -> int:
     `multiple`.
 
     Args:
-        n: tokens to hold.
         limit: most tokens there may be; rounded up, itself a width, and the largest.
         multiple: what suits the devices (`models.kernels`); never odd, which some kernels refuse.
     """
     if not 0 <= n <= limit:
         raise ValueError(f"{n} tokens do not fit a width of at most {limit}")
     return bucket(n, smallest=NARROWEST, steps=2, multiple=multiple, most=limit)
-
-
-def width_for(rows: Sequence[Sequence[int]], limit: int, multiple: int) -> int:
-    """Returns `width_of` of the longest of the rows of tokens."""
-    return width_of(max(map(len, rows), default=0), limit, multiple)
 
 
 def pack(
@@ -107,11 +101,13 @@ def make_rollout(
     row_completions = tuple(completion for _, completion, _ in each)
     prompt_tokens = [prompt.tokens for prompt in row_prompts]
     tokens = [completion.tokens for completion in row_completions]
+    longest_prompt = max(map(len, prompt_tokens), default=0)
+    longest = max(map(len, tokens), default=0)
     sequences = pack(
         prompt_tokens,
         tokens,
-        prompt_width=width_for(prompt_tokens, max_prompt_tokens, width_multiple),
-        completion_width=width_for(tokens, max_new_tokens, width_multiple),
+        prompt_width=width_of(longest_prompt, max_prompt_tokens, width_multiple),
+        completion_width=width_of(longest, max_new_tokens, width_multiple),
         pad_id=pad_id,
         row_multiple=row_multiple,
     )
@@ -120,6 +116,14 @@ def make_rollout(
     shape = sequences.loss_mask.shape
     group_ids = np.full(len(sequences.tokens), DATA, np.int32)
     group_ids[: len(each)] = [group for _, _, group in each]
+    experts = None  # [B, T, L, k]: those that the completions recorded, -1 elsewhere
+    recorded = [completion.experts for completion in row_completions]
+    if recorded and (first := recorded[0]) is not None:
+        experts = np.full((*sequences.tokens.shape, *first.shape[1:]), -1, first.dtype)
+        for row, own in enumerate(recorded):
+            assert own is not None, "of all completions of a batch or of none"
+            start = int(np.argmax(sequences.mask[row]))
+            experts[row, start : start + len(own)] = own
     return Rollout(
         sequences=sequences,
         prompts=row_prompts,
@@ -130,23 +134,8 @@ def make_rollout(
             [c.sampler_logprobs for c in row_completions], shape, np.float32
         ),
         policy_version=policy_version,
-        experts=_experts(sequences, row_completions),
+        experts=experts,
     )
-
-
-def _experts(sequences: Sequences, completions: Sequence[Completion]) -> np.ndarray | None:
-    """Returns [B, T, L, k], the experts that the completions recorded, -1 elsewhere; None where
-    they recorded none."""
-    recorded = [completion.experts for completion in completions]
-    first = recorded[0] if recorded else None
-    if first is None:
-        return None
-    found = np.full((*sequences.tokens.shape, *first.shape[1:]), -1, first.dtype)
-    for row, own in enumerate(recorded):
-        assert own is not None, "of all completions of a batch or of none"
-        start = int(np.argmax(sequences.mask[row]))
-        found[row, start : start + len(own)] = own
-    return found
 
 
 def as_the_teacher_reads(
@@ -168,7 +157,7 @@ def as_the_teacher_reads(
     prompts = pack(
         theirs,
         [()] * len(theirs),
-        prompt_width=width_for(theirs, max_prompt_tokens, width_multiple),
+        prompt_width=width_of(max(map(len, theirs)), max_prompt_tokens, width_multiple),
         completion_width=0,
         pad_id=0,  # the mask leaves padding out
         row_multiple=len(own.tokens),
@@ -192,7 +181,6 @@ def data_rollout(
 
     Args:
         decode: tokens -> text, as samples are shown.
-        packing: the other arguments of `make_rollout`.
     """
     completions = []
     for prompt in prompts:

@@ -8,19 +8,50 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import cache, partial
+from functools import cache, lru_cache, partial, wraps
+from types import BuiltinMethodType, FrameType
 from typing import Any
 
+from jinja2 import TemplateRuntimeError
+
 from jaxrl.data.example import Message
-from jaxrl.data.template_limits import limits, program
-from jaxrl.data.thoughts import opened_thoughts
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = {
+    **{f"<{word}>": f"</{word}>" for word in ("think", "thinking", "thought", "reasoning")},
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+}
+"""What opens thoughts -> what closes them. gpt-oss has messages of their own for them."""
+OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
+CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
+_OPENING_TOKENS = 32
+"""At the end of a prompt, in which a tag and line breaks are looked for."""
+
+
+def opened_thoughts(prompt: str) -> str:
+    """Returns what opens thoughts at the very end of a prompt, so that the turn begins in them;
+    else ""."""
+    opens = next(reversed(list(OPENS.finditer(prompt))), None)
+    return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
+
+
+def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included."""
+    end = list(tokens[-_OPENING_TOKENS:])
+    return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
+
+
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its thoughts, under the names that data and templates use."""
 OTHER_THOUGHTS = ("thought", "thoughts", "reasoning_text", "reasoning_details")
 """Fields that some data have for thoughts, which only a template that names them renders."""
@@ -362,7 +393,7 @@ class _Chat:
         message = self.messages[at]
         changes: JsonObject = {
             name: other(str(message[name]).strip())
-            for name in ("content", *THOUGHTS)
+            for name in ("content", *THOUGHT_FIELDS)
             if str(message.get(name) or "").strip()
         }
         if message.get("tool_calls"):
@@ -468,7 +499,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
                 f"message {at}: the chat template does not render `tool_calls`: write the calls as"
                 " text, in the `content` of their message"
             )
-        field = next((name for name in THOUGHTS if message.get(name)), None)
+        field = next((name for name in THOUGHT_FIELDS if message.get(name)), None)
         thoughts = [] if field is None else [(field, str(message[field]).strip())]
         before, end, said = (message.get("content") or "").rpartition("</think>")
         if end:
@@ -477,7 +508,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
         for field, thought in thoughts:
             if not thought:
                 continue
-            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHTS))
+            shown = thought in text or (field != "content" and _shows(chat, at, THOUGHT_FIELDS))
             if not shown:
                 where = "the thoughts in its `content`" if field == "content" else f"its `{field}`"
                 lost = f"does not render {where} ({thought[:40]!r}): it is learned without them"
@@ -485,7 +516,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
         for field in sorted(set(message) & set(OTHER_THOUGHTS)):
             if message[field] and not _shows(chat, at, (field,)):
                 lost = f"does not render its `{field}`: it is learned without it. Thoughts are read"
-                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHTS)}")
+                note("other thoughts", at, f"{lost} from {' or '.join(THOUGHT_FIELDS)}")
         said = said.strip()
         if not said or said in text:
             continue
@@ -663,7 +694,7 @@ def _as_templates_read(message: Message) -> JsonObject:
     """Returns a message with its thoughts under the names that templates read, nulls left out, as
     `apply_chat_template` of transformers gives it."""
     turn = {name: value for name, value in message.items() if value is not None}
-    found = [turn[name] for name in THOUGHTS if name in turn]
+    found = [turn[name] for name in THOUGHT_FIELDS if name in turn]
     if found:
         thought = next(filter(None, found), found[0])
         thinking = turn.get("thinking") or thought
@@ -676,3 +707,125 @@ def _strftime(day: str, form: str) -> str:
     if len(form) > _LONGEST_FORM:
         raise ValueError(f"a date in a form of {len(form)} characters")
     return datetime.fromisoformat(day).strftime(form)
+
+
+# Limits on what a template may do, a program that comes with a model: jinja's sandbox keeps it
+# from the machine, and limits one loop; not loops within loops, nor what a filter does at once.
+TEMPLATE_LINES = 5_000_000
+"""Lines of Python, of the template and of what it calls. A chat of a thousand turns takes a fifth
+of it."""
+TEMPLATE_TEXT = 1 << 23
+"""Characters or items of what a template makes: more than the longest context has."""
+_OFTEN = 32
+"""So often TEMPLATE_TEXT may all texts together have that are made."""
+_WIDTH = re.compile(r"\d{6}|\*")
+"""In a form for numbers, a width that makes a text of a million characters."""
+_ANY_NUMBER = ("default", "d")
+"""Filters whose arguments are values, not sizes."""
+
+
+@lru_cache(64)
+def program(template: str) -> Any:
+    """Compiles a template in the sandbox that transformers has for chat templates, limited."""
+    from transformers.utils import chat_template_utils  # seconds
+
+    # What is constant in a template is not worked out before the limits hold.
+    shared = chat_template_utils._compile_jinja_template("").environment
+    limited = shared.overlay(optimized=False)
+    operate, call = limited.call_binop, limited.call
+
+    def bounded_operate(context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            _check(max(_size(left) * _count(right), _size(right) * _count(left)))
+            _check(_count(left).bit_length() + _count(right).bit_length())
+        elif operator == "+":
+            _check(_size(left) + _size(right))
+        elif operator == "**":
+            _check(_count(left).bit_length() * _count(right))
+        elif isinstance(left, str):
+            _check_form(left)
+        return operate(context, operator, left, right)
+
+    def bounded_call(context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(called, "__wrapped__", called)  # the sandbox has a `format` of its own
+        if isinstance(method, BuiltinMethodType):
+            _check_arguments(method.__name__, method.__self__, (*args, *kwargs.values()))
+        return call(context, called, *args, **kwargs)
+
+    limited.intercepted_binops = frozenset(("*", "+", "**", "%"))
+    limited.call_binop, limited.call = bounded_operate, bounded_call
+    limited.filters = {name: _bounded(name, each) for name, each in shared.filters.items()}
+    return limited.from_string(template)
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Limits templates: within this context, one that runs more than TEMPLATE_LINES lines of
+    Python, including those of the filters and functions that it calls, or that puts together a text
+    longer than TEMPLATE_TEXT, ends with a TemplateRuntimeError."""
+    left, made, before = TEMPLATE_LINES, 0, sys.gettrace()
+
+    def count(frame: FrameType, event: str, value: object) -> Any:
+        nonlocal left, made
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise TemplateRuntimeError(f"it does not end within {TEMPLATE_LINES:,} lines")
+        elif event == "return" and isinstance(value, str):
+            made += len(value)
+            _check(max(len(value), made // _OFTEN))
+        return count
+
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _bounded(name: str, each: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that refuses arguments which would make it work without end."""
+
+    @wraps(each)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        # A filter may get the environment or the context before the value.
+        first = 1 if hasattr(each, "jinja_pass_arg") else 0
+        value, rest = args[first], (*args[first + 1 :], *kwargs.values())
+        _check_arguments(name, value, () if name in _ANY_NUMBER else rest)
+        return each(*args, **kwargs)
+
+    return bounded
+
+
+def _check_arguments(name: str, value: Any, rest: tuple[Any, ...]) -> None:
+    """Checks the arguments of a filter or a method: `value` is what it is applied to, `rest` its
+    arguments."""
+    _check(_size(value))
+    for one in rest:
+        _check(max(_size(one), _count(one)))
+    if name in ("replace", "join") and rest:
+        _check(_size(value) * max(map(_size, rest)))
+    elif name in ("format", "format_map") and isinstance(value, str):
+        _check_form(value)
+    elif name == "join":
+        _check(sum(map(_size, value)) if isinstance(value, list | tuple) else 0)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _count(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else 0
+
+
+def _check(size: int) -> None:
+    if size > TEMPLATE_TEXT:
+        raise TemplateRuntimeError(f"it asks for more than {TEMPLATE_TEXT:,} characters or items")
+
+
+def _check_form(form: str) -> None:
+    # The digits of what is formatted are not looked at: only those within its braces and signs.
+    for field in re.findall(r"%[^a-zA-Z%]*|\{[^}]*", form):
+        if _WIDTH.search(field):
+            raise TemplateRuntimeError(f"it formats with {field[:40]!r}")

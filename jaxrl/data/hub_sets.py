@@ -46,7 +46,6 @@ def fetch(name: HubName, split: Split, label: str) -> list[Path]:
 
     Args:
         split: the use, which chooses the split where the name does not.
-        label: the config key, for error messages.
 
     Raises:
         UserError: they cannot be fetched, or there is no such configuration or split.
@@ -83,11 +82,7 @@ def find(name: HubName, split: Split) -> list[str]:
 
 
 def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, how: str) -> str:
-    """Returns the split that is asked for, or else the one named like the use.
-
-    Args:
-        how: the form in which a split is asked for.
-    """
+    """Returns the split that is asked for, or else the one named like the use."""
     if asked is None:
         for name in SPLITS[split]:
             if name in splits:

@@ -34,7 +34,6 @@ class JsonlFile:
         """
         Args:
             path: a UTF-8 file, with or without a byte order mark, with either line ending.
-            label: the config key, for error messages.
         """
         self.name = str(path)
         self._keys = keys
@@ -123,8 +122,6 @@ class RowList:
     ):
         """
         Args:
-            rows: mappings of field names to values.
-            label: the config key, for error messages.
             lines: of a file, where each row ends, from 1; None: rows are numbered from 0.
             digest: hash of the file; None: of the rows.
 
@@ -150,11 +147,8 @@ class RowList:
         self._digest = digest
 
     def where(self, index: int) -> str:
-        return (
-            f"{self.name}: row {index}"
-            if self._lines is None
-            else (f"{self.name}:{self._lines[index]}")
-        )
+        row = f": row {index}" if self._lines is None else f":{self._lines[index]}"
+        return self.name + row
 
     def digest(self) -> str:
         if self._digest is None:

@@ -4,20 +4,22 @@ prompt that a teacher reads in its place."""
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from string import Formatter
 from typing import Literal
 
-from jaxrl.config import template
+from jaxrl.config.roles import template_names
 from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
 from jaxrl.data.example import Example, Message
-from jaxrl.data.feedback import LATE, filled
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Encoded,
+    PromptLike,
     Tokenizer,
     as_messages,
     check_rows,
@@ -27,7 +29,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
-from jaxrl.types import Prompt, Turn
+from jaxrl.types import Prompt, Rollout, Turn
 
 Chat = Literal["auto", "raw"]
 LongPrompts = Literal["drop", "cut"]
@@ -51,7 +53,7 @@ class TeacherPrompt:
     """Rows with a longer one are left out."""
     late: Mapping[str, str] = field(default_factory=dict)
     """Names that are only known once a completion is judged -> what stands for them until then
-    (`data.feedback.PLACES`)."""
+    (`data.prompt_encoder.PLACES`)."""
     tokenizer: Tokenizer | None = None
     """The teacher's; None: it is the student's."""
 
@@ -59,7 +61,7 @@ class TeacherPrompt:
         """Returns the row with the teacher's prompt. Raises UserError if the row lacks a field."""
         if self.template is None:
             return example
-        names = template.names(self.template)
+        names = template_names(self.template)
         fields = {**example.columns, "answer": example.answer, "completion": example.completion}
         if isinstance(example.prompt, str):
             fields["prompt"] = example.prompt
@@ -80,7 +82,8 @@ class TeacherPrompt:
                     f"teacher.prompt names {{{name}}}{near(name, list(values))}; the row has"
                     f" {listed(values)}"
                 )
-        text = template.fill(self.template, values)
+        parts = Formatter().parse(self.template)
+        text = "".join(literal + (values[name] if name else "") for literal, name, *_ in parts)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
         if "messages" in names:
@@ -155,15 +158,11 @@ class PromptEncoder:
         self, example: Example, tokenizer: Tokenizer | None = None
     ) -> str | tuple[Message, ...]:
         """Returns what is tokenised: text, or messages, with everything that comes before the row's
-        own.
-
-        Args:
-            tokenizer: None: the student's.
-        """
+        own."""
         prompt = example.prompt
         if isinstance(prompt, str):
-            chat = has_template(tokenizer or self.tokenizer)
-            if self.chat == "raw" or example.document or not chat:
+            text = self.chat == "raw" or example.document
+            if text or not has_template(tokenizer or self.tokenizer):
                 return self._text_before + prompt
             prompt = _user(prompt)
         system: tuple[Message, ...] = ()
@@ -179,15 +178,18 @@ class PromptEncoder:
         Args:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
         """
-        if self._fits(example):
-            return "whole" if self._short(self._teacher_tokens(example)) else "too long"
-        if not may_cut or self.long_prompts == "drop":
-            return "too long"
-        last = len(_longest_text(example).rstrip()) - 1
-        if last <= 0 or not self._fits(_without(example, last)):
-            return "too long"
-        short = self.teacher is None or self._short(self._teacher_tokens(self._cut(example)))
-        return "cut" if short else "too long"
+        fit: Fit = "whole"
+        if not self._fits(example):
+            last = len(_longest_text(example).rstrip()) - 1
+            if not may_cut or self.long_prompts == "drop" or last <= 0:
+                return "too long"
+            if not self._fits(_without(example, last)):
+                return "too long"
+            fit = "cut"
+        if self.teacher is None:
+            return fit
+        theirs = self._teacher_tokens(self._cut(example) if fit == "cut" else example)
+        return fit if len(theirs) <= self.teacher.max_tokens else "too long"
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
@@ -200,13 +202,13 @@ class PromptEncoder:
         if len(tokens) > self.max_prompt_tokens:
             cut = self.fit(example, may_cut) == "cut"
             return self.encode(self._cut(example), prompt_id) if cut else None
-        theirs, late = self._teacher_tokens(example), None
-        if not self._short(theirs):
-            return None
-        if self.teacher is not None and self.teacher.late.keys() & set(
-            template.names(self.teacher.template or "")
-        ):
-            late, theirs = self._teacher_prompt(example), None
+        theirs, late = None, None
+        if self.teacher is not None:
+            theirs = self._teacher_tokens(example)
+            if len(theirs) > self.teacher.max_tokens:
+                return None
+            if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
+                late, theirs = self._teacher_prompt(example), None
         messages = as_messages(prompt)
         asks = messages and example.tools and "tools" not in self.noted
         if asks and not shows_tools(self.tokenizer, messages or (), example.tools):
@@ -222,7 +224,25 @@ class PromptEncoder:
         sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
         if example.completion is not None:
-            found = self._completion(example, prompt)
+            own = self.tokenizer.eos_token_id
+            eos_ids = self.eos_ids or (() if own is None else (own,))
+            answer: str | tuple[Message, ...] = example.turns
+            if not answer or isinstance(prompt, str):
+                answer = str(example.completion)
+            try:
+                found = encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
+            except Unrendered as why:
+                if len(example.turns) < 2:
+                    raise
+                self.noted.setdefault(
+                    "turn by turn",
+                    f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
+                    " learned text is not one that the template writes for a whole chat. To avoid"
+                    " that, give the model a template that renders the whole chat",
+                )
+                found = self._turn_by_turn(example, prompt, eos_ids)
+            for kind, note in found.notes:
+                self.noted.setdefault(kind, note)
             if len(found.prompt) > self.max_prompt_tokens:
                 return None
             completion = found.completion[: self.max_new_tokens]
@@ -251,19 +271,15 @@ class PromptEncoder:
         """Returns whether the tokenizer has tokens that the embedding has no row for."""
         return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
 
-    def _teacher_tokens(self, example: Example) -> tuple[int, ...] | None:
+    def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
         """Returns the tokens of the teacher's prompt, without what is only known later."""
-        if self.teacher is None:
-            return None
+        assert self.teacher is not None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
         return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
 
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
-
-    def _short(self, teacher_tokens: tuple[int, ...] | None) -> bool:
-        return self.teacher is None or len(teacher_tokens or ()) <= self.teacher.max_tokens
 
     def _fits(self, example: Example) -> bool:
         tokens = encode_prompt(self.tokenizer, self.prompt_of(example), example.tools)
@@ -277,29 +293,6 @@ class PromptEncoder:
             range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
         )
         return _without(example, start)
-
-    def _completion(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
-        """Encodes the prompt with the completion that the row has."""
-        own = self.tokenizer.eos_token_id
-        eos_ids = self.eos_ids or (() if own is None else (own,))
-        completion: str | tuple[Message, ...] = example.turns
-        if not completion or isinstance(prompt, str):
-            completion = str(example.completion)
-        try:
-            found = encode_completion(self.tokenizer, prompt, completion, eos_ids, example.tools)
-        except Unrendered as why:
-            if len(example.turns) < 2:
-                raise
-            self.noted.setdefault(
-                "turn by turn",
-                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
-                " learned text is not one that the template writes for a whole chat. To avoid"
-                " that, give the model a template that renders the whole chat",
-            )
-            found = self._turn_by_turn(example, prompt, eos_ids)
-        for kind, text in found.notes:
-            self.noted.setdefault(kind, text)
-        return found
 
     def _turn_by_turn(
         self, example: Example, prompt: str | tuple[Message, ...], eos_ids: tuple[int, ...]
@@ -384,3 +377,71 @@ def _without(example: Example, start: int) -> Example:
     at = [m["role"] == "user" and m["content"] == longest for m in example.prompt].index(True)
     turn = {**example.prompt[at], "content": longest[start:]}
     return replace(example, prompt=(*example.prompt[:at], turn, *example.prompt[at + 1 :]))
+
+
+LATE = ("feedback", "attempt")
+"""Names in `teacher.prompt` that are known once a completion is judged: what the reward functions
+said of it, and the completion itself (self-distillation with feedback, SDPO, arXiv 2601.20802)."""
+PLACES = {name: f"\0{name}\0" for name in LATE}
+"""Name -> what stands for it in `Prompt.teacher_prompt`."""
+_PLACE = re.compile(f"\0({'|'.join(LATE)})\0")
+
+
+def with_feedback(
+    rollout: Rollout, messages: Sequence[str], tokenizer: Tokenizer, max_tokens: int
+) -> tuple[Rollout, int]:
+    """Returns the rollout with a teacher's prompt for each completion, and how many of these
+    prompts were cut.
+
+    Args:
+        messages: of the reward functions, one for each completion.
+        max_tokens: longest prompt of the teacher; feedback and attempt lose their ends, the longer
+            one first, where it would be longer.
+    """
+    prompts, cut = [], 0
+    rows = zip(rollout.prompts, rollout.completions, messages, strict=True)
+    for prompt, completion, message in rows:
+        texts = {"feedback": message, "attempt": completion.text}
+        tokens, whole = _fitted(prompt, texts, tokenizer, max_tokens)
+        prompts.append(replace(prompt, teacher_tokens=tokens))
+        cut += not whole
+    return replace(rollout, prompts=tuple(prompts)), cut
+
+
+def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
+    """Fills a prompt with texts in place of `PLACES`."""
+    chat = as_messages(prompt)
+    if chat is not None:
+        return tuple({**turn, "content": _replaced(turn["content"], texts)} for turn in chat)
+    assert isinstance(prompt, str)
+    return _replaced(prompt, texts)
+
+
+def _replaced(text: str, texts: Mapping[str, str]) -> str:
+    """Replaces the places in one pass, so that nothing within a text is replaced."""
+    return _PLACE.sub(lambda place: texts[place[1]], text)
+
+
+def _fitted(
+    prompt: Prompt, texts: Mapping[str, str], tokenizer: Tokenizer, max_tokens: int
+) -> tuple[tuple[int, ...], bool]:
+    """Returns the tokens, and whether they hold all of the texts. The longest texts keep equally
+    many characters, as many as fit."""
+    assert prompt.teacher_prompt is not None
+
+    def tokens(most: int) -> tuple[int, ...]:
+        short = {name: text[:most] for name, text in texts.items()}
+        return encode_prompt(tokenizer, filled(prompt.teacher_prompt or "", short))
+
+    most = max(map(len, texts.values()))
+    found = tokens(most)
+    if len(found) <= max_tokens:
+        return found, True
+    fits = 0  # without feedback and attempt it fits: else the row was left out
+    while most - fits > 1:
+        middle = (fits + most) // 2
+        if len(tokens(middle)) <= max_tokens:
+            fits = middle
+        else:
+            most = middle
+    return tokens(fits), False

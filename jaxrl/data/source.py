@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.data import hub_sets
-from jaxrl.data.example import Example, Message, Part, Split
+from jaxrl.data.example import Example, Part, Split
 from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
@@ -32,8 +32,6 @@ from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near, user_path
 from jaxrl.formats.hub_names import data_name
 from jaxrl.process.plugin import PYTHON
-
-__all__ = ["Example", "Keys", "Message", "Part", "Source", "Split", "open_source", "source_of"]
 
 Rows = Any
 """Rows of a Python program, as `listed_rows` takes them."""

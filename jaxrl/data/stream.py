@@ -17,11 +17,11 @@ from math import lcm
 
 import numpy as np
 
+from jaxrl.data.chat_template import CLOSES
 from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
-from jaxrl.data.thoughts import CLOSES
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.errors import UserError, about, counted
 from jaxrl.types import Prompt
@@ -73,6 +73,11 @@ class PromptStream:
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
         self.notify: Callable[[str], None] | None = None
         """Gets what is noted of rows from now on."""
+        self.noted: Mapping[str, str] = encoder.noted
+        """What the user should know about how the chat template treats rows, by kind; each note is
+        about the first row of its kind that was encoded."""
+        self.teacher_limit = encoder.teacher_limit
+        """The other limit that a prompt that is left out may exceed."""
         self._weights = None if weights is None else tuple(weights)
         self.cut = 0
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
@@ -96,6 +101,7 @@ class PromptStream:
             parts.append(start + np.flatnonzero(usable))
             start += len(part)
         self._rows = np.concatenate(parts)
+        self.epoch_prompts = len(self._rows)
         self.dropped = len(source) - len(self._rows)
         """Rows of files that are left out: their prompt is longer than `max_prompt_tokens`, or
         that of the teacher too long."""
@@ -115,22 +121,6 @@ class PromptStream:
                     raise self._all_too_long(part)
             with about("data.weights"):
                 self._order = Mixture(parts, self._weights, seed, shuffle)
-
-    @property
-    def noted(self) -> Mapping[str, str]:
-        """Returns what the user should know about how the chat template treats rows, by kind; each
-        note is about the first row of its kind that was encoded."""
-        return self._encoder.noted
-
-    @property
-    def teacher_limit(self) -> str:
-        """Returns the other limit that a prompt that is left out may exceed."""
-        return self._encoder.teacher_limit
-
-    @property
-    def epoch_prompts(self) -> int:
-        """Prompts in an epoch."""
-        return len(self._rows)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -160,16 +150,11 @@ class PromptStream:
         as there are others: two groups of one prompt teach the same. Else some come again.
         """
         refills, number = divmod(index, REFILL_OFFSET)
-        return [self._prompt(position) for position in self._positions(number, refills)]
-
-    def _positions(self, index: int, refills: int) -> list[int]:
-        """Returns the positions of the prompts of the last of `refills` refills; those of the batch
-        itself for 0."""
         size = self._batch_size
-        taken = list(range(index * size, (index + 1) * size))
-        seen = {self._order.row(position) for position in taken}
+        taken = list(range(number * size, (number + 1) * size))
+        seen = {self._order.row(position) for position in taken} if refills else set[int]()
         for refill in range(1, refills + 1):
-            start, times, fresh = (index + refill * REFILL_OFFSET) * size, Counter[int](), 0
+            start, times, fresh = (number + refill * REFILL_OFFSET) * size, Counter[int](), 0
             found: list[tuple[int, bool, int]] = []
             # In twice as many positions as there are rows, each row of a file comes once.
             for position in range(start, start + 2 * len(self._rows) + size):
@@ -181,7 +166,7 @@ class PromptStream:
                     break
             taken = [position for *_, position in sorted(found)[:size]]
             seen |= {self._order.row(position) for position in taken}
-        return taken
+        return [self._prompt(position) for position in taken]
 
     def rows(self, batches: Iterable[int]) -> Iterator[tuple[int, Prompt]]:
         """Yields the batch and the prompt of every row that these batches hold, each row where it
@@ -205,9 +190,6 @@ class PromptStream:
         """Refuses a source with rows that have no completion: for what learns from the data's own.
 
         Of a procedural task the first row speaks for all.
-
-        Args:
-            remedy: what the error advises.
         """
         for part in self._source.parts:
             rows = 1 if part.procedural else len(part)
@@ -394,10 +376,6 @@ class Passes:
     """All rows once in each pass, each pass in an order of its own."""
 
     def __init__(self, rows: np.ndarray, seed: tuple[int, ...], shuffle: bool):
-        """
-        Args:
-            rows: what to give, in the order that shuffle=False takes.
-        """
         self._rows = rows
 
         def order(number: int) -> np.ndarray:

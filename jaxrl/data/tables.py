@@ -41,11 +41,6 @@ class TablePart:
         keys: Keys,
         label: str,
     ):
-        """
-        Args:
-            name: as the source was given.
-            label: the config key, for error messages.
-        """
         self.name, self._keys, self._place = name, keys, f"{label}: {name}"
         with _readable(self._place):
             self._reader = open_reader()
@@ -224,7 +219,6 @@ def row_decoder(schema: Any, features: Any) -> Callable[[JsonObject], JsonObject
     has its own digits.
 
     Args:
-        schema: the Arrow schema of the table.
         features: of `datasets`, in the form of its JSON; {} where nothing is known.
     """
     found = {field.name: _decoder(field.type, _inner(features, field.name)) for field in schema}

@@ -1,5 +1,9 @@
 """Procedural, verifiable tasks: rows made on demand from (seed, split, index), stored nowhere.
 
+Arithmetic is jaxrl's own: ``37+48-56=`` is completed by ``85-56=29``. Each part rewrites the
+expression with its next operation carried out (products first, then from left to right), and the
+last part is the answer. No result on the way is negative or longer than the numbers may be.
+
 No prompt is in both splits, whatever the seeds and options of the two: the split that owns a prompt
 is a hash of its text. The number of rows is nominal (option `size`, 10,000): it is the length of an
 epoch.
@@ -10,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxrl.data.arithmetic import Arithmetic
 from jaxrl.data.example import Example, JsonObject, Part, Split
 from jaxrl.errors import UserError, about, near
 
@@ -39,7 +44,106 @@ HASH_SEEDED = frozenset(
 )
 """Tasks of reasoning-gym whose rows change with PYTHONHASHSEED, among 25 rows of each."""
 
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+EXPRESSIONS_HELD_OUT = 16
+"""One expression in so many, chosen by its hash, is for evaluation and never met in training."""
+EXPRESSION_DRAWS = 10_000
+
 Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Expressions of `terms` numbers of at most `digits` digits, in a seeded order without end."""
+
+    digits: int = 2
+    """Digits of the largest number and result; the factor after ``*`` has one digit."""
+    terms: int = 3
+    """Numbers in an expression."""
+    operators: str = "+-"
+    """Which of + - * occur."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("digits", 1, 9), ("terms", 2, 8)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"arithmetic: {name}={value} is not within {low} to {high}")
+        unknown = sorted(set(self.operators) - set(OPERATORS))
+        if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
+            raise UserError(
+                f"arithmetic: operators={self.operators!r} must be one or more of "
+                f"{''.join(OPERATORS)!r}, each at most once"
+            )
+
+    def example(self, index: int, split: Split = "train") -> Example:
+        """Returns example `index` of `split`; the two splits have no expression in common.
+
+        Its completion is the remaining expressions joined by ``=``, the answer last.
+        """
+        for attempt in range(EXPRESSION_DRAWS):
+            # A hash has 512 bits, of which a draw needs under 256.
+            key = f"{self.seed}/{split}/{index}/{attempt}"
+            bits = int.from_bytes(hashlib.blake2b(key.encode()).digest(), "little")
+            signs, numbers = "", list[int]()
+            for _ in range(self.terms - 1):
+                bits, choice = divmod(bits, len(self.operators))
+                signs += self.operators[choice]
+            for before in f"+{signs}":
+                bits, number = divmod(bits, 10 if before == "*" else 10**self.digits)
+                numbers.append(number)
+            steps = solve(numbers, signs, 10**self.digits - 1)
+            if steps is not None and split_of(steps[0], EXPRESSIONS_HELD_OUT) == split:
+                columns = {"task": "arithmetic"}
+                solution = "=".join(steps[1:])
+                return Example(f"{steps[0]}=", solution, steps[-1], columns, document=True)
+        raise UserError(
+            f"arithmetic: no expression for split {split!r} in {EXPRESSION_DRAWS} draws with "
+            f"digits={self.digits}, terms={self.terms}, operators={self.operators!r}; "
+            "change one of them"
+        )
+
+
+def solve(numbers: list[int], operators: str, largest: int) -> list[str] | None:
+    """Returns the expression, what remains of it after each step, and the answer; None if a result
+    is not in 0 to `largest`."""
+    numbers, pending, steps = list(numbers), list(operators), list[str]()
+    while True:
+        signs = [*pending, ""]
+        steps.append(
+            "".join(f"{number}{sign}" for number, sign in zip(numbers, signs, strict=True))
+        )
+        if not pending:
+            return steps
+        at = pending.index("*") if "*" in pending else 0
+        apply = OPERATORS[pending.pop(at)]
+        numbers[at] = apply(numbers[at], numbers.pop(at + 1))
+        if not 0 <= numbers[at] <= largest:
+            return None
+
+
+def score(completion: str, answer: str) -> float:
+    """Returns 1.0 if what follows the last ``=`` of a completion (all of it without one) is the
+    answer."""
+    last = completion.rsplit("=", 1)[-1].strip()
+    return float(re.fullmatch(r"-?\d+", last) is not None and int(last) == int(answer))
+
+
+def correction(prompt: str, completion: str) -> str:
+    """Returns what is wrong with a worked solution: its first wrong step and what that should have
+    been, as in `37+48-56=85-56`; "" where every step is right, and for what is not a sum."""
+    expression = re.fullmatch(r"(\d+(?:[-+*]\d+)+)=", prompt)
+    if expression is None:
+        return ""
+    numbers = [int(number) for number in re.findall(r"\d+", prompt)]
+    steps = solve(numbers, "".join(re.findall(r"[-+*]", prompt)), 10 ** len(prompt))
+    if steps is None:
+        return ""
+    given = completion.strip().split("=")
+    for at, right in enumerate(steps[1:]):
+        if at >= len(given) or given[at] != right:
+            return f"{steps[at]}={right}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -177,9 +281,10 @@ def parse_options(text: str, label: str) -> JsonObject:
     return options
 
 
-def split_of(prompt: str) -> Split:
-    """Returns which split owns a prompt: a property of its text."""
-    return "eval" if int.from_bytes(_digest(prompt), "little") % HELD_OUT == 0 else "train"
+def split_of(prompt: str, held_out: int = HELD_OUT) -> Split:
+    """Returns which split owns a prompt, of which one in `held_out` is for evaluation: a property
+    of its text, whatever the seed."""
+    return "eval" if int.from_bytes(_digest(prompt), "little") % held_out == 0 else "train"
 
 
 def make_dataset(name: str, settings: Options, label: str) -> Any:

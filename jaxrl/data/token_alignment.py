@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.batch import DATA, pack, right_padded, width_for
+from jaxrl.data.batch import DATA, pack, right_padded, width_of
 from jaxrl.data.tokenizer import Tokenizer, adds_space
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
@@ -177,11 +177,12 @@ class Aligner:
         prompts = [prompt.teacher_tokens or () for prompt in rollout.prompts]
         count, width = rollout.sequences.loss_mask.shape
         tokens = [row.tokens for row in rows]
-        teacher_width = width_for(tokens, max_tokens, width_multiple)
+        longest = max(map(len, prompts), default=0)
+        teacher_width = width_of(max(map(len, tokens), default=0), max_tokens, width_multiple)
         sequences = pack(
             prompts,
             tokens,
-            prompt_width=width_for(prompts, max_prompt_tokens, width_multiple),
+            prompt_width=width_of(longest, max_prompt_tokens, width_multiple),
             completion_width=teacher_width,
             pad_id=0,  # the mask leaves padding out
             row_multiple=count,
@@ -199,12 +200,7 @@ class Aligner:
     def align(
         self, completions: Sequence[Sequence[int]], max_tokens: int, sampled: bool = True
     ) -> list[AlignedCompletion]:
-        """Returns the alignment of each completion, given in the student's tokens.
-
-        Args:
-            max_tokens: as of `read`.
-            sampled: whether a policy sampled them.
-        """
+        """Returns the alignment of each completion, given in the student's tokens."""
         ended = [len(c) > 0 and c[-1] in self.student.end_ids for c in completions]
         bare = [c[: len(c) - end] for c, end in zip(completions, ended, strict=True)]
         encoded = self.teacher_bytes.encode(

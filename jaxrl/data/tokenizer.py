@@ -27,6 +27,7 @@ PromptLike = str | Sequence[int] | Sequence[Message]
 _BORDERS = ("\n", "0", "|", "x")
 """Texts that a text is tokenised behind where its first token must not begin with a space that is
 not there."""
+NO_TOKENIZER = "{} cannot be read: the model folder has no tokenizer; give token ids"
 _MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
@@ -88,14 +89,19 @@ def _growth(tokenizer: Tokenizer) -> float:
 
 
 @contextmanager
-def _panics(what: str) -> Iterator[None]:
+def _panics(what: str, text: str | None = None) -> Iterator[None]:
     """Raises UserError where the Rust code of a tokenizer panics, which is no Exception in Python:
-    at a regular expression that backtracks without end."""
+    at a regular expression that backtracks without end.
+
+    Args:
+        what: cannot be done; with a text: to that one.
+    """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
+        what += "" if text is None else f" {short(repr(text))}"
         raise UserError(f"the tokenizer {what}: {_one_line(error)}") from error
 
 
@@ -114,7 +120,7 @@ def encode_prompt(
     if messages is not None:
         tokens = render_chat(tokenizer, messages, True, tools)
     elif isinstance(prompt, str):
-        tokens = _encode_text(tokenizer, prompt)
+        tokens = encode_text(tokenizer, prompt, eos=False)
     else:
         try:
             tokens = tuple(token.__index__() for token in prompt)  # type: ignore[union-attr]
@@ -168,20 +174,24 @@ def encode_completion(
         raise UserError(
             "completions need an EOS token: the model's config and its tokenizer name none"
         )
-    messages = as_messages(prompt)
+    messages, own = as_messages(prompt), tokenizer.eos_token_id
+    end = own if own in eos_ids else eos_ids[0]
     if messages is None:
         assert isinstance(completion, str), "messages follow messages"
         head = encode_prompt(tokenizer, prompt)
-        whole = _encode_text(tokenizer, prompt + completion) if isinstance(prompt, str) else ()
+        whole: tuple[int, ...] = ()
+        if isinstance(prompt, str):
+            whole = encode_text(tokenizer, prompt + completion, eos=False)
         merged = not whole or whole[: len(head)] != head
         tokens = encode_after(tokenizer, completion) if merged else whole[len(head) :]
-        tokens = _ended(tokenizer, tokens, eos_ids)
+        ended = next((n for n, token in enumerate(tokens, 1) if token in eos_ids), None)
+        tokens = (*tokens, end) if ended is None else tokens[:ended]
         return Encoded(head, tokens, (Turn("assistant", len(tokens), completion),), True)
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     chat = [*messages, *completion]
     several = sum(message["role"] == "assistant" for message in completion) > 1
-    ends = [_spelt(tokenizer, [end]) for end in eos_ids]
+    ends = [_spelt(tokenizer, [one]) for one in eos_ids]
     split = chat_template.split(tokenizer, chat, len(messages), ends, tools, marked=several)
     text, last, spaced = split.prompt, len(chat) - 1, adds_space(tokenizer)
     found: tuple[int, ...] = ()
@@ -208,8 +218,7 @@ def encode_completion(
             turns.append(Turn("assistant", 0, ""))
         if turns[-1].role == "environment":  # what a template writes behind what it marks
             found = found[: len(found) - turns.pop().tokens]
-        own = tokenizer.eos_token_id
-        found = (*found, own if own in eos_ids else eos_ids[0])
+        found = (*found, end)
         turns[-1] = replace(turns[-1], tokens=turns[-1].tokens + 1)
     prompt_tokens = _ids(tokenizer, split.prompt)
     return Encoded(prompt_tokens, found, tuple(turns), split.generation, split.notes)
@@ -234,7 +243,9 @@ def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int
 
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
     """Decodes tokens to text, leaving out special ones."""
-    return _need(tokenizer, "tokens").decode(list(tokens), skip_special_tokens=True)
+    if tokenizer is None:
+        raise UserError(NO_TOKENIZER.format("tokens"))
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
@@ -415,27 +426,27 @@ def render_chat(
     return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, tools))
 
 
-def encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
+def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tuple[int, ...]:
     """Encodes a text as tokens with the tokenizer's special ones; a BOS that the text begins with
-    is not doubled."""
-    tokenizer = _need(tokenizer, "text")
-    with _panics(f"cannot split {short(repr(text))}"):
+    is not doubled.
+
+    Args:
+        eos: False leaves out an EOS that the tokenizer adds: the text goes on.
+    """
+    if tokenizer is None:
+        raise UserError(NO_TOKENIZER.format("text"))
+    with _panics("cannot split", text):
         tokens = tuple(tokenizer(text)["input_ids"])
     bos = tokenizer.bos_token_id
-    return tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
-
-
-def _encode_text(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
-    """Encodes a text to continue as tokens: special tokens may be put before it, but no EOS after
-    it."""
-    tokens = encode_text(tokenizer, text)
-    added = tokens[-1:] == (_need(tokenizer, "text").eos_token_id,)
-    return tokens[:-1] if added and _ids(tokenizer, text)[-1:] != tokens[-1:] else tokens
+    tokens = tokens[1:] if bos is not None and tokens[:2] == (bos, bos) else tokens
+    if eos or tokens[-1:] != (tokenizer.eos_token_id,):
+        return tokens
+    return tokens if _ids(tokenizer, text)[-1:] == tokens[-1:] else tokens[:-1]
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Encodes a text as tokens as it is, including special ones that it spells out."""
-    with _panics(f"cannot split {short(repr(text))}"):
+    with _panics("cannot split", text):
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -444,23 +455,6 @@ def adds_space(tokenizer: Tokenizer) -> bool:
     """Returns whether a space is put before each text, as SentencePiece does."""
     first = tokenizer.convert_ids_to_tokens(_ids(tokenizer, "x")[:1])
     return bool(first) and str(first[0]).startswith("\u2581")
-
-
-def _ended(
-    tokenizer: Tokenizer, tokens: tuple[int, ...], eos_ids: Sequence[int]
-) -> tuple[int, ...]:
-    """Returns the tokens up to the first EOS; where there is none, it is added."""
-    for at, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: at + 1]
-    own = tokenizer.eos_token_id
-    return (*tokens, own if own in eos_ids else eos_ids[0])
-
-
-def _need(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-    if tokenizer is None:
-        raise UserError(f"{what} cannot be read: the model folder has no tokenizer; give token ids")
-    return tokenizer
 
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, str]:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from jaxrl.data.arithmetic import score
 from jaxrl.data.example import Columns, Message
+from jaxrl.data.tasks import score
 from jaxrl.environments.environment import Answer, Environment
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import pickle
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +17,7 @@ from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.tool_calls import LONGEST, SchemaTool, cut_text
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import finite
-from jaxrl.process.plugin import PYTHON, is_plugin, load_located, locate
+from jaxrl.process.plugin import PYTHON, is_plugin, load_located, load_pickled, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong, traceback_of_user
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
@@ -113,13 +112,7 @@ def load_class(source: EnvironmentSource) -> Callable[..., Environment]:
             changed since the run began.
     """
     if source.code:
-        try:
-            made: Callable[..., Environment] = pickle.loads(source.code)
-        except BaseException as error:
-            raise UserError(
-                f"{KEY}: {source.text} cannot be loaded in a separate process:"
-                f" {type(error).__name__}: {error}; write it in a file, and name it path.py:Class"
-            ) from error
+        made: Callable[..., Environment] = load_pickled(KEY, source.text, source.code, "Class")
         return made
     try:
         found = load_located(KEY, source.place, source.attribute, source.digest, "class")

@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import counted
 from jaxrl.plan.plan_inputs import GB, Account, Column, PlanInputs, PoolPeak
 from jaxrl.process.json_types import JsonObject, parse_json
-from jaxrl.process.text_tables import WIDTH, table_lines
+from jaxrl.process.streams import WIDTH, table_lines
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts

@@ -43,11 +43,7 @@ def compilations() -> Compilations:
 
 def compiling(thread: int | None) -> str:
     """Returns the name of the program that a thread compiles now, as jitted; "" where it compiles
-    none. Any thread may ask.
-
-    Args:
-        thread: its `ident`.
-    """
+    none. Any thread may ask."""
     programs = _running.get(thread or -1)
     return programs[0] if programs else ""
 
@@ -71,7 +67,8 @@ def _end(event: str, duration_secs: float, **_: object) -> None:
             del _running[thread]
     if event == EVENT:
         with _lock:  # roles compile side by side
-            _so_far += Compilations(1, duration_secs)
+            programs, seconds = _so_far.programs + 1, _so_far.seconds + duration_secs
+            _so_far = Compilations(programs, seconds)
 
 
 jax.monitoring.register_scalar_listener(_begin)

@@ -25,8 +25,7 @@ COLLECTIVE = re.compile(
 
 def enable_compile_cache(path: str | None) -> None:
     """Keeps compiled programs in `path`, unless JAX_COMPILATION_CACHE_DIR names a place; None
-    changes nothing. A folder that cannot be written is reported on stderr: only time is lost.
-    """
+    changes nothing. A folder that cannot be written is reported on stderr: only time is lost."""
     if path is None:
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

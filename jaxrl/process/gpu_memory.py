@@ -46,8 +46,7 @@ def taken_share() -> float:
 
 def take_share() -> None:
     """Sets the share of this process and of those that it starts, unless the user has, or jax runs
-    already, which reads it when it starts.
-    """
+    already, which reads it when it starts."""
     from jax._src import xla_bridge  # no public function tells whether a backend runs
 
     share = given_share()
@@ -61,7 +60,6 @@ def take_share() -> None:
 
 def worker_share() -> dict[str, str]:
     """Variables that carry what the user set here to a process on any host, whatever is set there;
-    none where nothing is set: that process decides by what its own host has.
-    """
+    none where nothing is set: that process decides by what its own host has."""
     share = given_share()
     return {} if share is None else {VARIABLE: str(share), OLD_NAME: ""}

@@ -38,11 +38,9 @@ class Interrupt:
             seconds: from the first signal on; then whatever is unsaved is given up.
         """
         self.seconds = seconds
-        self._was_asked = self._patient = False
-
-    def asked(self) -> bool:
-        """Returns whether to save and end."""
-        return self._was_asked
+        self.asked = False
+        """Whether to save and end."""
+        self._patient = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -69,13 +67,13 @@ class Interrupt:
             yield
         finally:
             self._patient = False
-            if self._was_asked:
+            if self.asked:
                 signal.setitimer(signal.ITIMER_REAL, 0)  # what was to be saved in time is saved
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._was_asked or not self._patient:
+        if self.asked or not self._patient:
             raise Interrupted("interrupted")
-        self._was_asked = True
+        self.asked = True
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
         reported = (
             f"\n{signal.Signals(number).name}: finishing the current update and saving, for at"

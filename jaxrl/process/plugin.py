@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import pickle
 import sys
 import traceback
 from functools import cache
@@ -35,10 +36,6 @@ def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
     """Returns what `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the
     file or the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no
     code runs.
-
-    Args:
-        key: of the config, for messages.
-        kind: what NAME is, for messages.
 
     Raises:
         UserError: it names nothing.
@@ -109,6 +106,24 @@ def load_located(key: str, place: str, name: str, digest: str, kind: str) -> Any
         return load_object(f"{place}:{name}", f"{kind} ")
     except UserError as error:
         raise UserError(f"{key}: {error}") from error.__cause__
+
+
+def load_pickled(key: str, text: str, code: bytes, kind: str) -> Any:
+    """Returns the object of a Python program that `text` stands for, in a process of its own.
+
+    Args:
+        kind: what it is, as a path would name it: `Class` or `function`.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    try:
+        return pickle.loads(code)
+    except BaseException as error:
+        raise UserError(
+            f"{key}: {text} cannot be loaded in another process: {type(error).__name__}: {error};"
+            f" write it in a file, and name it path.py:{kind}"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -4,12 +4,17 @@ the reader of a pipe ends, the disk under a log is full. That never ends a run.
 
 from __future__ import annotations
 
+import io
 import os
 import select
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LOST = (OSError, ValueError)
 """What a stream raises that is gone: a ValueError is of a closed file."""
@@ -74,8 +79,7 @@ def to_stderr(text: str) -> None:
 
 def fill_missing() -> None:
     """Opens /dev/null in place of standard streams that the process began without: else the next
-    file that is opened gets the number of one, and takes what is meant for it.
-    """
+    file that is opened gets the number of one, and takes what is meant for it."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -95,8 +99,7 @@ def has_reader(stream: IO[str]) -> bool:
 
 def settle() -> None:
     """Flushes both streams before the end of the process: Python turns the exit code into 120 where
-    standard output cannot be flushed. What is left of such a stream is dropped.
-    """
+    standard output cannot be flushed. What is left of such a stream is dropped."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is None:
             continue
@@ -128,3 +131,25 @@ def silenced() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(hole)
+
+
+WIDTH = 132
+"""Columns of a table where there is no terminal."""
+
+
+def terminal_width() -> int:
+    """Returns the columns of the terminal that standard output is, or `WIDTH`."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+
+
+def table_lines(table: Table) -> list[str]:
+    """Returns the lines of a table, without empty ones."""
+    from rich.console import Console  # a tenth of a second, in every process of a user's code
+
+    out = io.StringIO()
+    # In a notebook, rich would show the table instead of writing it.
+    console = Console(
+        file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False
+    )
+    console.print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]

@@ -28,12 +28,12 @@ from jaxrl.data.stream import PromptStream
 from jaxrl.plan.plan_inputs import signal_bytes
 from jaxrl.plan.table import Plan
 from jaxrl.process.json_types import JsonObject, parse_json
-from jaxrl.process.text_tables import table_lines
+from jaxrl.process.streams import table_lines
 from jaxrl.profile.waits import PoolWait, Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.profile.work import RunModels, StepBatch, Work, step_work
 from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup
 from jaxrl.sharding.targets import Ceilings
-from jaxrl.telemetry.timeline import Watched
+from jaxrl.telemetry.timeline import Watched, WatchedCall
 from jaxrl.types import Row
 
 PROFILE_DIR = "profile"
@@ -207,9 +207,8 @@ class Profile:
         return Watched(role, handle, self._remember) if self.steps else handle
 
     def row(self, row: Row) -> None:
-        """Takes note of a row that is written."""
-        if row["step"] in self.steps:
-            self._rows[row["step"]] = row
+        """Takes note of a row of `steps` that is written."""
+        self._rows[row["step"]] = row
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -232,7 +231,8 @@ class Profile:
         if self._ended:
             self._finish()
 
-    def _remember(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
+    def _remember(self, call: WatchedCall) -> None:
+        role, method, times, given = call
         if not given.get("aside") and not self._finished:
             step = given.get("step")
             self._calls.append((role, method, times, step if isinstance(step, int) else None))

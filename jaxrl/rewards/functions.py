@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,10 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal
 
-from jaxrl.data import arithmetic
+from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
-from jaxrl.process.plugin import is_plugin, load_located, locate
+from jaxrl.process.plugin import is_plugin, load_located, load_pickled, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
 from jaxrl.rewards.reward_pool import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -49,9 +48,6 @@ FORMAT = re.compile(
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
     """Returns the source that one entry of `reward.functions` names; its code is not run.
-
-    Args:
-        given: functions from Python, pickled, by their entries.
 
     Raises:
         UserError: it names nothing.
@@ -122,14 +118,7 @@ class Function:
             self._call, self.signature = _judge_of(source), Signature("each")
             return
         if source.option == "python":
-            try:
-                call = pickle.loads(source.code)
-            except BaseException as error:
-                raise UserError(
-                    f"{KEY}: {source.text} cannot be loaded in another process:"
-                    f" {type(error).__name__}: {error}; write it in a file, and name it"
-                    " path.py:function"
-                ) from error
+            call = load_pickled(KEY, source.text, source.code, "function")
         else:
             call = load_located(KEY, source.place, source.name, source.digest, "function")
             if inspect.isclass(call) or not callable(call):
@@ -176,7 +165,15 @@ class Function:
                 if isinstance(failed.error, UserError):
                     failure = ("user", str(failed.error))
                 elif isinstance(failed.error, _MISREAD) and self.signature.kind != "each":
-                    failure = (failed.kind, f"{failed}\n{_form_of(part)}")
+                    chats = {item.conversational for item in part}
+                    form = "(`prompts` and `completions` were text, as the prompts are)"
+                    if True in chats:
+                        which = " of some rows" if False in chats else ""
+                        form = (
+                            f"(`prompts` and `completions`{which} were lists of messages, as the"
+                            f" prompts are; `{TEXTS}` has the completions as text)"
+                        )
+                    failure = (failed.kind, f"{failed}\n{form}")
                 call.say({"items": indices, "failure": failure})
             except TooLong as error:
                 text = f"{self.source.text} returned {error}: let its messages be shorter"
@@ -193,8 +190,17 @@ class Function:
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, list[object]]:
         """Returns keyword arguments; a column that a row lacks is None there."""
-        rows = [{**i.columns, "answer": i.answer, **_as_in_the_data(i)} for i in items]
-        s = self.signature
+        s, rows = self.signature, list[dict[str, object]]()
+        for item in items:  # prompt and completion are in the form that the data has the prompt in
+            prompt: object = item.prompt
+            completion: object = item.completion
+            if item.conversational:
+                messages = item.columns["messages"]
+                assert isinstance(messages, Sequence)
+                prompt = [dict(message) for message in messages]
+                completion = [{"role": "assistant", "content": item.completion}]
+            given = zip(OF_COMPLETIONS, (prompt, completion, item.completion), strict=True)
+            rows.append({**item.columns, "answer": item.answer, **dict(given)})
         present = dict.fromkeys(name for row in rows for name in row)
         unasked = present.keys() - {TEXTS} if s.takes_all else set[str]()
         names = dict.fromkeys([*s.needs, *(n for n in present if n in s.takes or n in unasked)])
@@ -227,30 +233,6 @@ class Function:
         return {"values": values} | ({"messages": messages} if any(messages) else {})
 
 
-def _as_in_the_data(item: Item) -> dict[str, object]:
-    """Returns the arguments `OF_COMPLETIONS`, in the form that the data has the prompt in."""
-    prompt: object = item.prompt
-    completion: object = item.completion
-    if item.conversational:
-        messages = item.columns["messages"]
-        assert isinstance(messages, Sequence)
-        prompt = [dict(message) for message in messages]
-        completion = [{"role": "assistant", "content": item.completion}]
-    return dict(zip(OF_COMPLETIONS, (prompt, completion, item.completion), strict=True))
-
-
-def _form_of(items: Sequence[Item]) -> str:
-    """Returns a line that says in which form a function got prompts and completions."""
-    forms = {item.conversational for item in items}
-    if forms == {False}:
-        return "(`prompts` and `completions` were text, as the prompts are)"
-    which = "" if forms == {True} else " of some rows"
-    return (
-        f"(`prompts` and `completions`{which} were lists of messages, as the prompts are;"
-        f" `{TEXTS}` has the completions as text)"
-    )
-
-
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
     """Returns what comes with jaxrl; of sums it also says what is wrong."""
     if source.option == "format":
@@ -267,6 +249,6 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
         task = item.columns.get("task") if source.text == "auto" else source.text
         if task != "arithmetic":
             return score
-        return score, arithmetic.correction(item.prompt, item.completion)
+        return score, correction(item.prompt, item.completion)
 
     return judged

@@ -145,7 +145,6 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
         """Submits items to a function; returns at once.
 
         Args:
-            function: index in `sources`.
             limit: number of failures beyond which the future raises RunError with the first one.
         """
         return self.submit(self._judge(function, items, limit))

@@ -15,9 +15,8 @@ from contextlib import suppress
 from functools import cache, lru_cache, wraps
 from typing import Any, Protocol
 
-from jaxrl.data import arithmetic
-from jaxrl.data.tasks import make_dataset
-from jaxrl.data.thoughts import after_thoughts
+from jaxrl.data.chat_template import CLOSES, OPENS
+from jaxrl.data.tasks import make_dataset, score
 from jaxrl.errors import UserError, short, unknown
 from jaxrl.rewards.answers import (
     NUMBER,
@@ -47,6 +46,19 @@ class Judged(Protocol):
 
 
 Verifier = Callable[[str, Judged], float | None]
+
+
+def after_thoughts(turn: str) -> str | None:
+    """Returns the text behind the last thoughts of a turn, or all of it without any; stripped.
+
+    None where the thoughts are not closed: there is no answer.
+
+    Args:
+        turn: with what its prompt has opened (`chat_template.opened_thoughts`) in front.
+    """
+    closes = next(reversed(list(CLOSES.finditer(turn))), None)
+    answer = turn if closes is None else turn[closes.end() :]
+    return None if OPENS.search(answer) else answer.strip()
 
 
 def answer_of(prompt: Judged) -> str | None:
@@ -170,7 +182,7 @@ VERIFIERS: dict[str, Verifier] = {
     "number": number,
     "boxed": boxed,
     "math": math,
-    "arithmetic": _with_answer(arithmetic.score),
+    "arithmetic": _with_answer(score),
     "reasoning_gym": reasoning_gym,
 }
 

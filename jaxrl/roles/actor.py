@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.teacher_weights import with_weights
-from jaxrl.checkpoint.arrays import Saving, load_arrays, save_arrays
 from jaxrl.checkpoint.store import ACTOR
+from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
 from jaxrl.errors import RunError
 from jaxrl.formats import peft

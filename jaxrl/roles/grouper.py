@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.data.thoughts import after_thoughts
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import open_weights
@@ -23,6 +22,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.encoder_config import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
+from jaxrl.rewards.verifiers import after_thoughts
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.types import Embedded, Rollout

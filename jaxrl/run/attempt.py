@@ -18,8 +18,7 @@ from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
-from jaxrl.checkpoint.rollouts import load_rollout
-from jaxrl.checkpoint.writer import CheckpointWriter, free_gb
+from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.tokenizer import decode
 from jaxrl.errors import RunError, UserError
@@ -30,7 +29,7 @@ from jaxrl.plan import make_plan, target_plan
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE, Plan, plan_json
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.interrupt import Interrupt, Interrupted
-from jaxrl.process.text_tables import terminal_width
+from jaxrl.process.streams import terminal_width
 from jaxrl.process.xla_flags import (
     TUNED_DIR,
     exclude_nondeterministic,
@@ -100,7 +99,6 @@ def checks(
     rewards, trackers or the run directory. Each check reports only its first error.
 
     Args:
-        given: as in `run_config`.
         elsewhere: the run is for another machine, which may have data files that are not here.
     """
     config, on_hub = with_commits(config, dry=True)
@@ -150,13 +148,7 @@ def run_config(
     on_step: OnStep | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Does the work of `jaxrl.train`. Returns the run directory.
-
-    Args:
-        given: what the config names of a Python program.
-        on_step: as in `jaxrl.train`.
-        notes: lines for the reader, printed first.
-    """
+    """Does the work of `jaxrl.train`. Returns the run directory."""
     started, d = time.monotonic(), config.deadlines
     patience = d.interrupt  # seconds that a run may take to end once it was asked to
     if patience is None:
@@ -200,7 +192,7 @@ def _run(run: Run) -> None:
                 )
             raise RunError("\n".join((*lines, *run.plan.relief(role)))) from error
         except RunLost as error:
-            if run.interrupt.asked():
+            if run.interrupt.asked:
                 raise
             newest = find_run(run.folder.path, config, dependencies(run.job))
             run.folder = replace(newest, lock=run.folder.lock)
@@ -261,7 +253,9 @@ def _attempt(run: Run) -> None:
         )
         facts = RunFacts(config.name, path, config.model_dump(mode="json"), after, notify)
         trackers = open_trackers(config.logging, facts)
-        stack.push(lambda failed, *_: trackers.close(HURRY_S if failed else CLOSE_S))
+        if trackers is not None:
+            close = trackers.close
+            stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
         checking, removed = threading.Lock(), 0
 
         def check_folder() -> int:
@@ -315,8 +309,8 @@ def _attempt(run: Run) -> None:
         )
 
         def asked_to_stop() -> bool:
-            asked = run.interrupt.asked() or run.step_error is not None
-            return asked or worker_group.ending() is not None
+            asked = run.interrupt.asked or run.step_error is not None
+            return asked or worker_group.ending is not None
 
         roles = {  # their calls are drawn in the timeline, and counted where they are profiled
             role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
@@ -329,12 +323,13 @@ def _attempt(run: Run) -> None:
             packing,
             calls.call,
             calls.wait,
-            job.held_out_prompts,
+            [prompt for held_out in job.held_out for prompt in held_out.prompts],
             partial(decode, job.tokenizer),
             job.stored_samples,
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )
-        loop = Loop(sources, calls, reporter, checkpoints, profile.around)
+        around = profile.around if profile.steps else None
+        loop = Loop(sources, calls, reporter, checkpoints, around)
         with run.interrupt.patient():
             trained = loop.run(_resumed(run, packing, metrics.last))
             profile.close()
@@ -347,13 +342,13 @@ def _attempt(run: Run) -> None:
         at = f"interrupted at step {trained}; {kept} in {path}"
         if saved == trained:
             at = f"interrupted; saved at step {trained} in {path}: resume=auto continues there"
-        if run.interrupt.asked():
+        if run.interrupt.asked:
             raise Interrupted(at)
         if (error := run.step_error) is not None:
             raise RunError(
                 f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
             ) from error
-        if (ending := worker_group.ending()) is not None:
+        if (ending := worker_group.ending) is not None:
             raise RunError(f"{ending}\n{at}")
         calls = Calls(config, {"actor": worker_group.handle("actor")})
         tokenizer_path = job.student.tokenizer_path
@@ -400,11 +395,7 @@ def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
 
 
 def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resumed | None:
-    """Returns where the loop resumes, or None at the beginning of a run.
-
-    Args:
-        packing: arguments of `make_rollout`, for the meshes of this run.
-    """
+    """Returns where the loop resumes, or None at the beginning of a run."""
     checkpoint, job, step = run.folder.checkpoint, run.job, run.folder.step
     if checkpoint is None:
         return None

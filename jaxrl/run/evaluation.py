@@ -1,25 +1,67 @@
-"""The result of an evaluation: mean@k and pass@k on held-out prompts, with intervals.
+"""Evaluation on held-out prompts: mean@k and pass@k with intervals, in a run and of a checkpoint by
+itself.
 
 A set's value is the mean over its prompts of a per-prompt value in [0, 1]; the value of several
 sets is the mean over the sets. Prompts are the independent units: the samples of one prompt are
-alike, so more of them narrow nothing by themselves. All intervals are two-sided, of 95%.
+alike, so more of them narrow nothing by themselves. All intervals are two-sided, of 95%. A
+checkpoint by itself is sampled by the rollout role: a run with the same keys reports the same of
+the same weights.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
+from jaxrl.checkpoint import store
+from jaxrl.checkpoint.model_source import FINAL, ModelSource
+from jaxrl.config import keys as config_keys
+from jaxrl.config import yaml_text
+from jaxrl.config.builtin_configs import config_file
+from jaxrl.config.schema import Config, Overrides, read_keys
+from jaxrl.config.settings import (
+    EVALUATED,
+    EVALUATED_MESH,
+    PLACEMENT,
+    SLOTS,
+)
+from jaxrl.data.chat_template import opening_of
+from jaxrl.data.source import Rows
 from jaxrl.data.stream import EvalSet
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
+from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
+from jaxrl.plan.plan_inputs import PlanInputs
+from jaxrl.process.compile_cache import enable_compile_cache
+from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import episode_rewards
-from jaxrl.types import Completion, Prompt
+from jaxrl.rewards.verifiers import Verifier, verifier
+from jaxrl.roles.rollout import Sampler
+from jaxrl.run import check_inputs
+from jaxrl.run.job import episodes
+from jaxrl.run.python_objects import GivenEnvironment, entries
+from jaxrl.runtime.worker import Phase, enter
+from jaxrl.sampling.engine import EngineStats
+from jaxrl.sharding.axes import row_shards
+from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
+from jaxrl.sharding.placement import check_visible, place
+from jaxrl.telemetry.metrics import Sample
+from jaxrl.types import Completion, Row
 
-Judge = Callable[[str, Prompt], float | None]
-"""(completion text, its prompt) -> score in [0, 1]; None where it cannot be judged."""
 Scores = Sequence[Sequence[float | None]]
 """For each prompt, the scores of its samples."""
 T = TypeVar("T")
@@ -37,23 +79,8 @@ class Estimate:
     high: float
 
 
-def evaluation_row(
-    sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Judge
-) -> dict[str, float]:
-    """Computes the metrics `eval/...` of one evaluation; those of each named set as
-    `eval/NAME/...`.
-
-    What cannot be judged is left out of every mean and counted in `eval/unjudged`; where nothing
-    can be, there is no accuracy.
-
-    Args:
-        groups: the samples of each prompt, the prompts of all sets one after the other.
-    """
-    return row_of_scores(sets, groups, judged(sets, groups, judge))
-
-
 def judged(
-    sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Judge
+    sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], judge: Verifier
 ) -> list[list[float | None]]:
     """Judges each prompt's samples; returns their scores in the order of `groups`."""
     prompts = [prompt for held_out in sets for prompt in held_out.prompts]
@@ -63,16 +90,44 @@ def judged(
     ]
 
 
-def row_of_scores(
+def evaluation_row(
     sets: Sequence[EvalSet], groups: Sequence[Sequence[Completion]], scores: Scores
 ) -> dict[str, float]:
-    """Computes `evaluation_row` for completions that have already been judged."""
+    """Computes the metrics `eval/...` of one evaluation; those of each named set as
+    `eval/NAME/...`.
+
+    What cannot be judged is left out of every mean and counted in `eval/unjudged`; where nothing
+    can be, there is no accuracy.
+
+    Args:
+        groups: the samples of each prompt, the prompts of all sets one after the other.
+        scores: of these samples (`judged`).
+    """
     by_set = [estimates(part) for part in split(sets, scores)]
-    row = _named("eval", _means(by_set), groups, scores)
-    parts = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
-    for held_out, values, completions, marks in parts:
-        if held_out.name:
-            row |= _named(f"eval/{held_out.name}", values, completions, marks)
+    names = dict.fromkeys(name for values in by_set for name in values)
+    means = {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
+    each = zip(sets, by_set, split(sets, groups), split(sets, scores), strict=True)
+    named = [(f"eval/{one.name}", v, g, s) for one, v, g, s in each if one.name]
+    row = {}
+    for prefix, values, samples, marks in [("eval", means, groups, scores), *named]:
+        for name, estimate in values.items():
+            row[f"{prefix}/{name}"] = estimate.value
+            row[f"{prefix}/{name}_low"] = estimate.low
+            row[f"{prefix}/{name}_high"] = estimate.high
+        completions = [completion for group in samples for completion in group]
+        lengths = [len(completion.tokens) for completion in completions]
+        cut = [completion.finish_reason == "length" for completion in completions]
+        row[f"{prefix}/unjudged"] = float(
+            sum(score is None for marked in marks for score in marked)
+        )
+        row[f"{prefix}/mean_completion_tokens"] = float(np.mean(lengths))
+        row[f"{prefix}/truncated_fraction"] = float(np.mean(cut))
+        if any(completion.turns for completion in completions):
+            rewards = episode_rewards(completions, 1.0)
+            if not np.isnan(rewards).all():
+                row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
+            failed = sum(completion.failure is not None for completion in completions)
+            row[f"{prefix}/environment_failures"] = float(failed)
     return row
 
 
@@ -138,38 +193,6 @@ def mean_of(parts: Sequence[Estimate]) -> Estimate:
     return Estimate(value, max(0.0, value - below), min(1.0, value + above))
 
 
-def _means(by_set: Sequence[Mapping[str, Estimate]]) -> dict[str, Estimate]:
-    """Computes for each name the mean over the sets that have it."""
-    names = dict.fromkeys(name for values in by_set for name in values)
-    return {name: mean_of([v[name] for v in by_set if name in v]) for name in names}
-
-
-def _named(
-    prefix: str,
-    values: Mapping[str, Estimate],
-    groups: Sequence[Sequence[Completion]],
-    scores: Scores,
-) -> dict[str, float]:
-    completions = [completion for group in groups for completion in group]
-    row = {}
-    for name, estimate in values.items():
-        row[f"{prefix}/{name}"] = estimate.value
-        row[f"{prefix}/{name}_low"] = estimate.low
-        row[f"{prefix}/{name}_high"] = estimate.high
-    row[f"{prefix}/unjudged"] = float(sum(score is None for several in scores for score in several))
-    row[f"{prefix}/mean_completion_tokens"] = float(np.mean([len(c.tokens) for c in completions]))
-    row[f"{prefix}/truncated_fraction"] = float(
-        np.mean([c.finish_reason == "length" for c in completions])
-    )
-    if any(completion.turns for completion in completions):
-        rewards = episode_rewards(completions, 1.0)
-        if not np.isnan(rewards).all():
-            row[f"{prefix}/environment_reward"] = float(np.nanmean(rewards))
-        failed = sum(completion.failure is not None for completion in completions)
-        row[f"{prefix}/environment_failures"] = float(failed)
-    return row
-
-
 def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yields the items of each set's prompts."""
     start = 0
@@ -177,3 +200,278 @@ def split(sets: Sequence[EvalSet], flat: Sequence[T]) -> Iterator[Sequence[T]]:
         yield flat[start : start + len(held_out.prompts)]
         start += len(held_out.prompts)
     assert start == len(flat), "one item for each prompt of all sets"
+
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated; everything in it fits together, and no weight has been read."""
+
+    config: Config
+    source: ModelSource
+    step: int | None
+    """Batches trained into the weights; None where no run says so."""
+    mesh: Mesh
+    tokenizer: Tokenizer
+    end_ids: tuple[int, ...]
+    sets: tuple[EvalSet, ...]
+    judge: Verifier
+    notes: tuple[str, ...]
+    """What a reader should know."""
+    given: Mapping[str, bytes]
+    """The environment of a Python program, as in `Setup`."""
+
+    def run(self) -> tuple[JsonObject, list[str]]:
+        """Runs the evaluation; returns the result of `jaxrl.evaluate`, and every completion as a
+        line of `samples.jsonl`."""
+        groups, speeds = _sample(replace(self, source=self.source.with_weights()))
+        scores = judged(self.sets, groups, self.judge)
+        result = {
+            "model": self.source.name,
+            "path": str(self.source.path),
+            "step": self.step,
+            "metrics": evaluation_row(self.sets, groups, scores),
+            "sets": list(_by_set(self.sets, groups, scores, speeds)),
+            "settings": _values(
+                self.config.model_dump(mode="json"),
+                (key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)),
+            ),
+        }
+        prompts = [prompt for held_out in self.sets for prompt in held_out.prompts]
+        step = self.step or 0
+        lines = [
+            Sample.of(prompt, one, step=step, split="eval", policy_version=step, score=score)
+            for prompt, group, marks in zip(prompts, groups, scores, strict=True)
+            for one, score in zip(group, marks, strict=True)
+        ]
+        return result, [json.dumps(asdict(line), ensure_ascii=False) for line in lines]
+
+
+def prepare(
+    source: ModelSource,
+    given: PathLike | Config | Mapping[str, object] | None,
+    overrides: Overrides,
+    mesh: str | None,
+    eval_data: Rows = None,
+    environment: GivenEnvironment = None,
+) -> Evaluation:
+    """Prepares an evaluation, with every check that is possible before a weight is read.
+
+    Args:
+        given: the config whose keys about evaluation count; None for that of the model's run.
+
+    Raises:
+        UserError: a key is wrong, or model, tokenizer and data do not fit together.
+    """
+    base: JsonObject = {}  # the keys that the overrides are applied on top of
+    if isinstance(given, Config):
+        base = given.model_dump(mode="json")
+    elif isinstance(given, Mapping):
+        flat = dict(yaml_text.assignments(given, config_keys.mappings(Config)))
+        base = yaml_text.assign({}, flat)
+        config_keys.refuse_unknown(Config, base)
+    elif (path := source.run_config if given is None else config_file(given)) is not None:
+        base = read_keys(path)
+        config_keys.refuse_unknown(Config, base)
+    keys, objects = entries(None, eval_data, environment)
+    config = _config(source, base, overrides, mesh, keys)
+    tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
+    ends = check_inputs.end_ids(source, tokenizer)
+    check_inputs.check_positions(
+        config, config.max_new_tokens, source.config, f"model {source.name!r}"
+    )
+    source = source.for_length(check_inputs.longest_sequence(config))
+    encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
+    sets = check_inputs.held_out_sets(config, encode, objects.rows)
+    opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
+    judge = verifier(config.data.verifier, opening)
+    enable_compile_cache(config.compile_cache)
+
+    placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})
+    seen = ensure_devices(placement.n_devices)
+    placement = check_visible(placement, len(seen.devices))
+    limits = (None,) * len(placement.pools)
+    axes = PlanInputs(placement, ("rollout",), source.config, None, limits, CPU).axes(config)
+    config = config.with_dtypes(default_dtype(target_of(seen.devices)))
+    role_mesh = role_meshes(seen.devices, placement, axes)["rollout"]
+    model = source.config
+    dtype = config.rollout.compute_dtype
+    failed = try_kernels(role_mesh.devices.flat, [(dim, dtype, True) for dim in model.head_dims])
+    notes = (
+        f"{source.name}: {model.family}, {model.n_params:,} parameters, {config.rollout.dtype},"
+        f" on {axes['rollout']}",
+        *filter(None, [seen.note]),
+        *failed,
+        *placement.notes,
+        *check_inputs.token_notes(config, source, tokenizer),
+        *check_inputs.held_out_notes(config, sets, judge),
+    )
+    folder, step = source.path.resolve(), None
+    if folder.parent.name == store.FOLDER and folder.name.isdigit():
+        step = int(folder.name)
+    elif folder.name == FINAL and (saved := store.folders(folder.parent)):
+        # A run that was given more steps, and did not reach them, still has its earlier model.
+        newest = int(saved[0].name)
+        step = newest if newest == base.get("steps") else None
+    code = objects.code
+    return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes, code)
+
+
+def _config(
+    source: ModelSource,
+    base: JsonObject,
+    overrides: Overrides,
+    mesh: str | None,
+    objects: Mapping[str, object],
+) -> Config:
+    """Returns the config of an evaluation: what only training reads keeps its defaults."""
+    if isinstance(overrides, str):
+        raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
+    given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
+    known = [key.path for key in config_keys.keys(Config)]
+    read = [key for key in known if config_keys.evaluated(key)]
+    for key in given:
+        if key in known and key not in read:  # the config refuses unknown ones
+            meant = f"eval.{key.rpartition('.')[2]}"
+            hint = f" (did you mean {meant}?)" if meant in read else ""
+            keys = ", ".join(EVALUATED)
+            raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
+    # `data.train` is a required key, which nothing here opens.
+    values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
+    values |= _values(base, [key for key in read if not config_keys.under(key, PLACEMENT)])
+    given |= objects
+    mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
+    if mesh is not None:
+        mapping["mesh"] = mesh
+    config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
+    if config.data.eval is None:
+        raise UserError(
+            "nothing to evaluate on: give data.eval=SOURCE, or --config FILE.yaml; model"
+            f" {source.name!r} is of no run that names a data.eval"
+        )
+    longest = config.eval.max_new_tokens or config.max_new_tokens
+    return config.model_copy(update={"max_new_tokens": longest})
+
+
+def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
+    """Maps each dotted key to its value in nested sections, for the keys that are there."""
+    found: JsonObject = {}
+    for key in keys:
+        *sections, last = key.split(".")
+        here: Any = mapping
+        for name in sections:
+            here = {} if here.get(name) is None else here[name]
+            if not isinstance(here, Mapping):
+                raise UserError(f"the config has {here!r} where a section of keys belongs")
+        if last in here:
+            found[key] = here[last]
+    return found
+
+
+def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]:
+    """Samples all prompts, set by set, with the rollout role; returns the samples, and what each
+    set took."""
+    config, mesh = job.config, job.mesh
+    params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
+    verify_arrays("rollout", params, mesh)
+    wanted = max(len(held_out.prompts) for held_out in job.sets) * config.eval.samples
+    sampler = Sampler(
+        config,
+        job.source.config,
+        mesh,
+        slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
+        tokenizer=job.tokenizer,
+        pad_id=check_inputs.pad_id(job.source, job.end_ids),
+        eos_ids=job.end_ids,
+        row_multiple=row_shards(mesh.shape),
+        vocab_size=job.source.config.vocab_size,
+        params=params,
+        episodes=partial(episodes, config, job.tokenizer, given=job.given),
+    )
+    working = Phase()
+    enter(working, lambda: False)
+    groups, speeds = [], []
+    # A notebook says that it shows colours, which is no terminal.
+    terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
+    with closing(sampler), terminal.status(_Progress(working)):
+        for held_out in job.sets:
+            working.name = held_out.name or "data.eval"
+            groups += sampler.sample(held_out.prompts)
+            speeds.append(sampler.engine.stats)
+        for note in sampler.notes:
+            terminal.print(note, markup=False)
+    return groups, speeds
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far the sampling is, at each look; shown on a terminal alone."""
+
+    phase: Phase
+
+    def __rich__(self) -> str:
+        return f"{self.phase.name.partition(', version')[0]}: {self.phase.detail}"
+
+
+def _by_set(
+    sets: Sequence[EvalSet],
+    groups: Sequence[Sequence[Completion]],
+    scores: Scores,
+    speeds: Sequence[EngineStats],
+) -> Iterator[JsonObject]:
+    """Yields for each set its metrics, without `eval/`, and its prompts and speed."""
+    parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
+    for held_out, stats, completions, marks in parts:
+        row = evaluation_row([replace(held_out, name="")], completions, marks)
+        yield {
+            "name": held_out.name,
+            "prompts": len(held_out.prompts),
+            "dropped": held_out.dropped,
+            "samples": len(completions[0]),
+            **{name.removeprefix("eval/"): value for name, value in row.items()},
+            "tokens": stats.generated_tokens,
+            "seconds": stats.seconds,
+            "tokens_per_second": stats.tokens_per_second,
+        }
+
+
+def table(result: JsonObject) -> Table:
+    """Renders mean@k and each pass@k of every set and, if there are several, of all; 80 columns
+    wide."""
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, collapse_padding=True)
+    shown.add_column("set", min_width=9, overflow="fold")
+    for heading in ("prompts", "", "95% interval", "tokens", "cut", "unjudged", "tokens/s"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    sets = result["sets"]
+    for row in sets:
+        _add_rows(shown, row["name"] or "data.eval", row)
+    if len(sets) > 1:
+        whole = {name.removeprefix("eval/"): value for name, value in result["metrics"].items()}
+        whole |= {name: sum(row[name] for row in sets) for name in ("prompts", "tokens")}
+        whole["tokens_per_second"] = whole["tokens"] / sum(row["seconds"] for row in sets)
+        _add_rows(shown, "mean", whole | {"samples": sets[0]["samples"]})
+    return shown
+
+
+def _add_rows(shown: Table, name: str, row: Row) -> None:
+    """Adds one line for each value; what is the same for all stands in the first."""
+
+    def cell(metric: str) -> str:
+        """Formats a value as per cent, with its interval."""
+        if metric not in row:
+            return "not judged"
+        low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+        return f"{row[metric]:.1%} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    k = row["samples"]
+    about = (
+        f"{row['mean_completion_tokens']:.1f}",
+        f"{row['truncated_fraction']:.1%}",
+        f"{row['unjudged']:.0f}",
+        f"{row['tokens_per_second']:,.0f}",
+    )
+    shown.add_row(name, str(row["prompts"]), f"mean@{k}", cell("accuracy"), *about)
+    for n in pass_ks(k):
+        shown.add_row("", "", f"pass@{n}", cell(f"pass@{n}"))

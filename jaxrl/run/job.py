@@ -15,18 +15,19 @@ import cloudpickle
 
 from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.objective import configured_correction, objective_notes
-from jaxrl.checkpoint.digest import digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
-from jaxrl.data.source import Split, is_missing, open_source
+from jaxrl.data.chat_template import opening_of
+from jaxrl.data.example import Split
+from jaxrl.data.source import is_missing, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
-from jaxrl.data.thoughts import opening_of
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer, decode
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
-from jaxrl.errors import about, user_input
+from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.hub_names import data_name
 from jaxrl.losses.token_spans import Outcomes
@@ -43,6 +44,7 @@ from jaxrl.run.check_inputs import (
     check_positions,
     encoder,
     end_ids,
+    find_teachers,
     held_out_notes,
     held_out_sets,
     keys,
@@ -53,7 +55,6 @@ from jaxrl.run.check_inputs import (
     tools_note,
 )
 from jaxrl.run.python_objects import NOTHING, PythonObjects
-from jaxrl.run.run_teachers import find_teachers
 from jaxrl.sharding.axes import Axes
 from jaxrl.teacher.cache import MANIFEST, ScoreCache
 from jaxrl.teacher.protocol import Info
@@ -149,11 +150,6 @@ class Job(Setup):
 
         return samples
 
-    @property
-    def held_out_prompts(self) -> tuple[Prompt, ...]:
-        """Returns the held-out prompts of all sets, one set after the other."""
-        return tuple(prompt for one in self.held_out for prompt in one.prompts)
-
     def for_workers(
         self, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
     ) -> Setup:
@@ -184,11 +180,7 @@ class Job(Setup):
 
 
 def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
-    """Reads configs, tokenizers and data. Raises UserError for what does not fit together.
-
-    Args:
-        given: what the config names of a Python program.
-    """
+    """Reads configs, tokenizers and data. Raises UserError for what does not fit together."""
     d = config.data
     _check_positions(config)
     verifier(d.verifier)
@@ -225,7 +217,12 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     if config.environment.name is not None:
         with pool_of(config, 1, given.code) as pool:
             environment = pool.facts()
-        teachers.check_environment(environment)
+        if config.teacher.prompt is not None and (environment.resets or environment.tools):
+            raise UserError(
+                f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
+                " others, by its `reset` or its tools: set teacher.prompt=null, or give an"
+                " environment without both"
+            )
         begun = environment.resets
     if config.learns_from_rewards:
         with user_input("policy"):
@@ -319,11 +316,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
 def reward_functions(
     config: Config, given: Mapping[str, bytes], opening: str = ""
 ) -> RewardFunctions:
-    """Starts the processes of the reward functions.
-
-    Args:
-        opening: as of `Job`.
-    """
+    """Starts the processes of the reward functions."""
     startup_s = config.deadlines.startup
     environment = config.environment if config.environment.name else None
     sizes = config.max_new_tokens, startup_s
@@ -341,7 +334,6 @@ def episodes(
     """Returns the environments of the run, or None if completions are single turns.
 
     Args:
-        given: as in `Setup`.
         run_dir: where their answers are recorded; None: nowhere.
     """
     if config.environment.name is None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import cloudpickle
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl.algorithms.methods import method_of
@@ -21,16 +22,19 @@ from jaxrl.algorithms.protocols import (
     ReferenceRole,
     RewardRole,
     RolloutRole,
+    SamplingTeacherRole,
     TeacherRole,
     protocols,
 )
+from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
+from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.formats import hub
 from jaxrl.models.kernels import Use, try_kernels
 from jaxrl.models.lora import frozen_and_trained
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.param_sharding import head_sharding, param_shardings
 from jaxrl.models.parameters import Layout, Params
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.plan.table import Plan
@@ -38,19 +42,18 @@ from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.gpu_memory import worker_share
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import worker_environment
-from jaxrl.roles.actor import Actor
+from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
 from jaxrl.roles.reward import Reward, RewardModel
 from jaxrl.roles.reward_model import open_reward
 from jaxrl.roles.rollout import Sampler
-from jaxrl.run import build_teacher
-from jaxrl.run.build_teacher import frozen_of_teacher, receiver_of_teacher
+from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import Setup, episodes, reward_functions
 from jaxrl.runtime.local import LocalWorkerGroup
 from jaxrl.runtime.worker import Future, WorkerGroup
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.ledger import HOST
+from jaxrl.sharding.ledger import HOST, current
 from jaxrl.sharding.mesh import (
     Visible,
     accelerators_here,
@@ -60,6 +63,12 @@ from jaxrl.sharding.mesh import (
     verify_arrays,
 )
 from jaxrl.sharding.placement import Placement, device_list, parse
+from jaxrl.sharding.reshard import put
+from jaxrl.teacher.cache import CachedTeacher, ScoreCache
+from jaxrl.teacher.local_teacher import AddFeedback, LocalTeacher, RoutedTeachers, Scorer
+from jaxrl.teacher.protocol import Info
+from jaxrl.teacher.remote import RemoteTeachers, remote_head
+from jaxrl.types import Tree
 
 Log = Callable[[str], None]
 STOP_S = 10.0
@@ -92,9 +101,6 @@ def devices_for(config: Config) -> Callable[[int], Visible]:
 def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
     """Starts one worker for each pool, with the plan's launcher, and builds the roles in them, all
     pools in parallel.
-
-    Args:
-        log: gets a line for each role that is ready.
 
     Returns:
         The running workers. If one fails to start, all are stopped and its error is raised.
@@ -191,6 +197,11 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
         shardings = param_shardings(student.config, receiver, "unstacked")
         _, loaded = frozen_and_trained(shardings)
+    follower = None
+    if config.teacher_follows:  # `places` are None where another process has the teacher
+        layout, teacher = _layout(setup), meshes.get("teacher")
+        places = None if teacher is None else param_shardings(student.config, teacher, layout)
+        follower = Receiver(layout, config.teacher.compute_dtype, places, SENT_TO_TEACHER)
     base = _base(setup, mesh, config.base_dtype, "stacked")
 
     def load(dtype: DTypeLike) -> Params:
@@ -211,7 +222,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         rollout_shardings=loaded,
         run_dir=setup.run_dir,
         restore=setup.restore,
-        teacher=receiver_of_teacher(setup, meshes.get("teacher")),
+        teacher=follower,
         base=base,
         base_name=student.base_name,
     )
@@ -252,8 +263,106 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
-    make_sampler = partial(_sampler, setup, teacher=True)
-    return build_teacher.make_teacher(setup, meshes.get("teacher"), make_sampler)
+    """Makes the role `teacher`: models on devices of the run, scores on disk (and a model for
+    samples of the policy, where there is one), or servers outside of the run."""
+    config, layout, dtype = setup.config, _layout(setup), setup.config.teacher.compute_dtype
+    cache = None if config.teacher.cache is None else ScoreCache(config.teacher.cache)
+    if not setup.teachers:
+        if cache is not None:
+            return CachedTeacher(config, cache, setup.vocab_size)
+        return RemoteTeachers(config, setup.vocab_size, setup.served)
+    mesh = meshes["teacher"]
+    limit, aligner = config.teacher_prompt_tokens, setup.open_aligner()
+    projection = Projection.of(config, mesh, setup.vocab_size)
+    if aligner is not None:
+        projection = replace(projection, vocab_size=aligner.teacher.vocab_size)
+    add_feedback: AddFeedback | None = None
+    if config.teacher_gets_feedback:
+        add_feedback = partial(with_feedback, tokenizer=setup.open_tokenizer(), max_tokens=limit)
+
+    def load(source: ModelSource, sends: Projection) -> tuple[Scorer, Sampler | None]:
+        params = None
+        if not config.teacher_follows:
+            params = source.load(mesh, jnp.dtype(dtype), layout)
+            verify_arrays("teacher", params, mesh)
+        scorer = Scorer(source.config, params, sends, limit, aligner, config.teacher_new_tokens)
+        samples = setup.teacher_samples
+        return scorer, _sampler(setup, source, mesh, params, teacher=True) if samples else None
+
+    local: SamplingTeacherRole
+    if config.teachers:
+        sends = projection
+        if projection.mixture is not None:  # is computed of the hidden states of all
+            hidden = config.distill.model_copy(update={"signal": "hidden"})
+            sends = replace(projection, distill=hidden)
+        width = max(source.config.d_model for source in setup.teachers.values())
+        local = several = RoutedTeachers(config, projection, width, add_feedback)
+        for name, source in setup.teachers.items():
+            current().enter("teacher.start")  # offloads the previous teacher first
+            several.add(name, *load(source, sends))
+    else:
+        follows = (layout, dtype) if config.teacher_follows else None
+        respell = None
+        if aligner is not None:
+            respell = partial(aligner.retokenize, max_new_tokens=config.max_new_tokens)
+        local = LocalTeacher(
+            *load(setup.teachers["teacher"], projection),
+            config.offloads_follower if follows else config.offload.frozen,
+            follows=follows,
+            add_feedback=add_feedback,
+            respell=respell,
+        )
+    return local if cache is None else CachedTeacher(config, cache, setup.vocab_size, local)
+
+
+def frozen_of_teacher(setup: Setup, mesh: Mesh) -> dict[str, Tree]:
+    """Returns the arrays of the teachers that the actor's loss reads (`signals.distill_loss`), on
+    the actor's mesh."""
+    config, everywhere = setup.config, NamedSharding(mesh, PartitionSpec())
+    frozen: dict[str, Tree] = {}
+    if config.learns_from_teacher and config.distill.signal == "hidden":
+        heads, caps = list[jax.Array](), [setup.student.config.final_softcap]
+        if not config.teacher_follows:  # else the head is the actor's own
+            caps.clear()
+            for head, cap in _heads(setup, mesh):
+                # Heads that are equal are one array; the comparison is False of other shapes.
+                same = (other for other in heads if bool(jnp.array_equal(other, head)))
+                heads.append(next(same, head))
+                caps.append(cap)
+            frozen["teacher_head"] = tuple(heads) if config.teachers else heads[0]
+        if any(caps):
+            placed = put([None if cap is None else np.float32(cap) for cap in caps], everywhere)
+            frozen["teacher_softcap"] = tuple(placed) if config.teachers else placed[0]
+    if setup.outcomes is not None:
+        frozen["outcomes"] = put(setup.outcomes, everywhere)
+    return frozen
+
+
+def _heads(setup: Setup, mesh: Mesh) -> Iterator[tuple[jax.Array, float | None]]:
+    """Yields the LM head [V, Dt] of each teacher on the actor's mesh, V being what all models
+    share, and `DecoderConfig.final_softcap`: a service's, a cache's, or a local model's."""
+    teacher, v = setup.config.teacher, setup.vocab_size
+
+    def placed(head: np.ndarray) -> jax.Array:
+        return put(head, head_sharding(head.shape, mesh))
+
+    for name, info in setup.served.items():
+        assert isinstance(info, Info), "`check_remote` refuses others"
+        yield placed(remote_head(setup.config, v, info, name)), info.final_softcap
+    if teacher.cache is not None and not setup.teachers:
+        cache = ScoreCache(teacher.cache)
+        stored = cache.head(v).astype(jnp.dtype(teacher.dtype))
+        yield placed(stored), cache.config.final_softcap
+    for source in setup.teachers.values():
+        head = source.load_head(mesh, jnp.dtype(teacher.dtype))
+        if setup.outcomes is None and head.shape[0] != v:
+            # Drops the rows of tokens that the student lacks: once here, not at every step.
+            head = first_rows_program(v, head.shape[1], mesh)(head)
+        yield head, source.config.final_softcap
+
+
+def _layout(setup: Setup) -> Layout:
+    return "unstacked" if setup.teacher_samples else "stacked"
 
 
 def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:

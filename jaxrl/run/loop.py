@@ -69,43 +69,35 @@ class Calls:
         """Number of batches after which the run ends; None until it is asked to end."""
         self.submitted = 0
         """Number of batches that the actor was asked to train on."""
-        self._config, self._ahead = config, SCHEDULES[config.schedule]
+        self._config, self._ahead, self._lazy = config, SCHEDULES[config.schedule], config.lazy
         self._role_calls = role_calls(config)
         self._open: list[tuple[str, int, Future[object]]] = []
         """Kind, row and future of the calls that may not have ended."""
-        self._kind, self._row = "publish", 0
+        self.kind, self.row = "publish", 0
+        """What the next calls belong to: `generate`, `score`, `train` or `publish`, as the action,
+        or `save`; and the row of metrics. Row v is of the batch that makes version v, and of what
+        follows on that version (publishing, evaluation)."""
         self.call = Ask(self._send)
         """Calls a role; raises Stopped for a call that the run no longer needs."""
 
-    def belong_to(self, kind: str, row: int) -> None:
-        """Sets what all following calls belong to.
-
-        Args:
-            kind: `generate`, `score`, `train` or `publish`, as the action, or `save`.
-            row: the row of metrics. Row v is of the batch that makes version v, and of what follows
-                on that version (publishing, evaluation).
-        """
-        self._kind, self._row = kind, row
-
     def _send(self, role: str, method: str, *args: object, **kwargs: object) -> Future[Any]:
         """Queues a call. For a lazy role its deadline includes the time to build the role."""
-        if self.end is not None and not self._needs(self._kind, self._row, self.end):
+        if self.end is not None and not self._needs(self.kind, self.row, self.end):
             raise Stopped("the run was asked to end")
         deadline = deadline_of(self._config, method)
-        if role in self._config.lazy:
+        if role in self._lazy:
             deadline += self._config.deadlines.startup
         aside = self._role_calls[role].concurrent or method == "saved"
         future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
         self._open = [call for call in self._open if not call[2].done()]
-        self._open.append((self._kind, self._row, future))
-        if self._kind == "train":
-            self.submitted = self._row
+        self._open.append((self.kind, self.row, future))
+        if self.kind == "train":
+            self.submitted = self.row
         return future
 
     def wait(self, future: Future[T]) -> T:
         """Waits for the value of a call. If the run is asked to end meanwhile, this cancels calls
-        that have not started, and raises Stopped if this call is no longer needed.
-        """
+        that have not started, and raises Stopped if this call is no longer needed."""
         while not future.wait(POLL_S):
             future.check()
             if self.asked_to_stop():
@@ -144,14 +136,19 @@ class Loop:
     calls: Calls
     reporter: Reporter
     checkpoints: CheckpointWriter
-    around: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
-    """A context manager around each action; profiling uses it (`Profile.around`)."""
+    around: Callable[[Action], AbstractContextManager[None]] | None = None
+    """A context manager around each action, where steps are profiled (`Profile.around`)."""
 
     def __post_init__(self) -> None:
         self.config, self._method = self.sources.config, method_of(self.sources.config)
         self.reporter.wait = self.calls.wait  # waits then end when the run is asked to stop
         self._roles = role_calls(self.config)
-        self._scorers = self._method.scorers(self.config)
+        # A role that needs the scores of others is called after them: a worker that they share
+        # takes calls in order, and would wait for ever.
+        scorers = self._method.scorers(self.config)
+        self._scorers = sorted(scorers, key=lambda role: len(self._roles[role].needs))
+        self._followers = [role for role in scorers if self._roles[role].publish is not None]
+        """Roles that score each batch with the weights that train on it."""
         self._futures: dict[tuple[str, int], Future[Any]] = {}
         """The futures whose rows are not written yet. Keys: (`rollout` or `update`, batch), or
         (`publish.ROLE`, `load.ROLE` or `eval.ROLE`, version)."""
@@ -166,16 +163,46 @@ class Loop:
 
         Returns the number of batches trained on, fewer than `steps` if the run was asked to stop.
         """
-        calls = self.calls
-        actions: dict[str, Callable[[int], None]] = {"generate": self._generate}
-        actions |= {"score": self._score, "train": self._train, "publish": self._publish}
+        calls, staleness = self.calls, SCHEDULES[self.config.schedule]
         try:
-            self._schedule = self._start() if resumed is None else self._resume(resumed)
+            if resumed is None:
+                self._publish(0)
+                for role in self.sources.evaluated:
+                    self._futures[f"eval.{role}", 0] = self.sources.held_out_samples(role)
+                ahead = not self._followers
+                self._schedule = Schedule(self.config.steps, staleness, scores_ahead=ahead)
+            else:
+                self._schedule = self._resume(resumed, staleness)
             while not calls.asked_to_stop() and (action := self._schedule.next()) is not None:
                 # Row i + 1 is of batch i; publishing version i + 1 belongs to that row as well.
-                calls.belong_to(action.kind, action.index + (action.kind != "publish"))
-                with self.around(action):
-                    actions[action.kind](action.index)
+                index = action.index
+                calls.kind, calls.row = action.kind, index + (action.kind != "publish")
+                with nullcontext() if self.around is None else self.around(action):
+                    if action.kind == "generate":
+                        completions = self._method.completions(self.sources, index)
+                        self._futures["rollout", index] = completions
+                    elif action.kind == "score":
+                        scores = self.sources.early_scores.pop(index, {})
+                        for role in self._scorers:
+                            if role not in scores:
+                                rollout = self._futures["rollout", index]
+                                scores[role] = self.sources.scores(role, rollout, scores)
+                        self._scores[index] = {role: scores[role] for role in self._scorers}
+                    elif action.kind == "train":
+                        rollout = self._futures["rollout", index]
+                        scores = {}
+                        for role, parts in self._scores[index].items():
+                            # The teacher's, the largest, are freed once the actor has them.
+                            consumed = self._roles[role].consumed
+                            scores[role] = [p.consume() for p in parts] if consumed else parts
+                        self._futures["update", index] = calls.call(
+                            "actor", ActorRole.update, rollout, scores, step=index
+                        )
+                        if self.checkpoints.due(index + 1):
+                            self._save(index + 1)
+                        self._report(until=index - 1)
+                    else:
+                        self._publish(index)
             if not calls.asked_to_stop():
                 self._close(self._schedule.trained)
         except Stopped:
@@ -185,22 +212,10 @@ class Loop:
             self._close(calls.stop())
         return max(self._reported, 0)
 
-    def _start(self) -> Schedule:
-        self._publish(0)
-        for role in self.sources.evaluated:
-            self._futures[f"eval.{role}", 0] = self.sources.held_out_samples(role)
-        staleness = SCHEDULES[self.config.schedule]
-        return Schedule(self.config.steps, staleness, scores_ahead=not self._followers)
-
-    @property
-    def _followers(self) -> list[str]:
-        """Roles that score each batch with the weights that train on it."""
-        return [role for role in self._scorers if self._roles[role].publish is not None]
-
-    def _resume(self, resumed: Resumed) -> Schedule:
-        step, staleness = resumed.step, SCHEDULES[self.config.schedule]
+    def _resume(self, resumed: Resumed, staleness: int) -> Schedule:
+        step = resumed.step
         self._saved = self.calls.submitted = step
-        self.calls.belong_to("publish", step)
+        self.calls.kind, self.calls.row = "publish", step
         self._publish(step, evaluate=not resumed.evaluated)
         self._reported = step
         self.reporter.amend(step, self._take(step))
@@ -209,55 +224,25 @@ class Loop:
         in_flight, ahead = len(resumed.rollouts), not self._followers
         return Schedule.after(step, in_flight, self.config.steps, staleness, ahead)
 
-    def _generate(self, index: int) -> None:
-        self._futures["rollout", index] = self._method.completions(self.sources, index)
-
-    def _score(self, index: int) -> None:
-        rollout, scores = self._futures["rollout", index], self.sources.early_scores.pop(index, {})
-        # A role that needs the scores of others is called after them: a worker that they share
-        # takes calls in order, and would wait for ever.
-        for role in sorted(self._scorers, key=lambda role: len(self._roles[role].needs)):
-            if role not in scores:
-                scores[role] = self.sources.scores(role, rollout, scores)
-        self._scores[index] = {role: scores[role] for role in self._scorers}
-
-    def _train(self, index: int) -> None:
-        rollout = self._futures["rollout", index]
-        scores = {  # the teacher's, the largest, are freed once the actor has them
-            role: [part.consume() if self._roles[role].consumed else part for part in parts]
-            for role, parts in self._scores[index].items()
-        }
-        self._futures["update", index] = self.calls.call(
-            "actor", ActorRole.update, rollout, scores, step=index
-        )
-        if self.checkpoints.due(index + 1):
-            self._save(index + 1)
-        self._report(until=index - 1)
-
     def _publish(self, version: int, evaluate: bool = True) -> None:
         """Sends new weights to the rollout, unless it will sample nothing with them, and to the
         scorers that follow the policy, unless no batch is left to score."""
         due = evaluate and bool(self.sources.held_out) and evaluates(self.config, version)
         left = version < self.config.steps
-        if due or (left and self._method.samples_policy(self.config)):
-            self._send_weights("rollout", version)
-        if due:
-            self._futures["eval.rollout", version] = self.sources.held_out_samples("rollout")
-        for role in self._followers if left else ():
-            self._send_weights(role, version)
-
-    def _send_weights(self, role: str, version: int) -> None:
-        """Has the actor send its weights to a role that takes them."""
-        publish = self._roles[role].publish
-        assert publish is not None
-        weights = self.calls.call("actor", publish, version=version)
-        self._futures[f"publish.{role}", version] = weights
-        loaded = self.calls.call(role, ReceivingRole.load, weights)
-        self._futures[f"load.{role}", version] = loaded
+        samples = due or (left and self._method.samples_policy(self.config))
+        for role in (["rollout"] if samples else []) + (self._followers if left else []):
+            publish = self._roles[role].publish
+            assert publish is not None
+            weights = self.calls.call("actor", publish, version=version)
+            loaded = self.calls.call(role, ReceivingRole.load, weights)
+            self._futures[f"publish.{role}", version] = weights
+            self._futures[f"load.{role}", version] = loaded
+            if due and role == "rollout":
+                self._futures["eval.rollout", version] = self.sources.held_out_samples("rollout")
 
     def _save(self, step: int) -> None:
         """Requests a checkpoint of the state after `step` batches, without waiting for it."""
-        self.calls.belong_to("save", step)
+        self.calls.kind, self.calls.row = "save", step
         folder = self.checkpoints.folder(step)
         asked = self.calls.call("actor", ActorRole.save, folder, step=step)
         saved = self.calls.call("actor", ActorRole.saved, asked)
@@ -277,8 +262,7 @@ class Loop:
 
     def _report(self, until: int) -> None:
         """Waits for all batches up to batch `until` and writes their rows, up to row `until` + 1.
-        -1: row 0 only, the evaluation before the first batch.
-        """
+        -1: row 0 only, the evaluation before the first batch."""
         while self._reported <= until:
             step = self._reported + 1
             taken = self._take(step)
@@ -293,8 +277,7 @@ class Loop:
     def _take(self, step: int) -> Futures:
         """Removes and returns the futures of one row: those of the batch that made version `step`,
         and those of what followed on that version (publishing, evaluation). The last part of each
-        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on.
-        """
+        role's scores is `score.ROLE`, the earlier parts are `score.ROLE.0` and so on."""
         keys = {kind: (kind, step - 1) for kind in ("rollout", "update")}
         for kind in ("publish", "load", "eval"):
             keys |= {f"{kind}.{role}": (f"{kind}.{role}", step) for role in self._roles}

@@ -28,8 +28,7 @@ import cloudpickle
 import numpy as np
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.compare import GIVEN_MODEL
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import GIVEN_MODEL, digest_model
 from jaxrl.checkpoint.model_source import Model
 from jaxrl.config.schema import Config
 from jaxrl.data.source import Rows, listed_rows
@@ -286,7 +285,11 @@ def write_model(model: GivenModel, folder: Path, weights_too: bool = True) -> No
         weights_too: False leaves only the config and the tokenizer there.
     """
     if isinstance(model, Model):
-        config, tokenizer, dtype = model.config, model.source.tokenizer_path, _dtype_of(model)
+        config, tokenizer, dtype = (
+            model.config,
+            model.source.tokenizer_path,
+            str(model.params["norm"]["scale"].dtype),
+        )
         if weights_too:
             read = weights.hf_tensors(config, model.params)
             hf.write_folder(folder, config, read, dtype=dtype, tokenizer_from=tokenizer)
@@ -320,10 +323,6 @@ def _pair(model: GivenModel) -> tuple[Any, Any]:
             " model=(model, tokenizer)"
         )
     return parts[0], parts[1]
-
-
-def _dtype_of(model: Model) -> str:
-    return str(model.params["norm"]["scale"].dtype)
 
 
 def _pieces(model: GivenModel) -> Iterator[bytes]:

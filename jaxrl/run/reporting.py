@@ -22,7 +22,7 @@ from jaxrl.process.compilations import Compilations
 from jaxrl.process.interrupt import Interrupt
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import Profile
-from jaxrl.run.evaluation import evaluation_row
+from jaxrl.run.evaluation import evaluation_row, judged
 from jaxrl.run.job import Job
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
@@ -53,7 +53,7 @@ class Notifier:
         self._console = console
         self._log: RunLog | None = None
         self._kept: list[str] = []
-        console.on_lost(self.to_log)
+        console.out.lost = self.to_log
 
     def __call__(self, text: str) -> None:
         self._console.message(text)
@@ -107,7 +107,7 @@ class Reporter:
     worker_group: WorkerGroup
     metrics: MetricsWriter
     samples: SamplesWriter
-    trackers: Trackers
+    trackers: Trackers | None
     timeline: Timeline
     checkpoints: CheckpointWriter
     profile: Profile
@@ -124,25 +124,30 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self.job, self._notify = self.run.job, self.run.notify
+        self._planned = self.run.plan.peaks
 
     def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row. Row 0 has the first
         weight sync, and the accuracy of the student and of other roles that are evaluated."""
+        row: dict[str, float] = {}
+        if step > 0:
+            rollout: Rollout = self.wait(futures["rollout"])
+            trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
+            sampled = rollout.policy_version >= 0 or rollout.decode_steps > 0  # else they are data
+            row = self._batch(rollout, sampled, futures) | trained.metrics
+        row |= self._version(step, futures)
+        for key, future in futures.items():
+            if future.times.made_s is not None:
+                role = _scored_by(key) or key.rpartition(".")[2]
+                self._notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
+        if moves := [move for future in futures.values() for move in future.times.moves]:
+            row["offload/to_host_bytes"] = float(sum(m.nbytes for m in moves if m.to == "host"))
+            row["offload/to_device_bytes"] = float(sum(m.nbytes for m in moves if m.to == "device"))
+            row["time/offload_s"] = sum(move.waited for move in moves)
         if step == 0:
-            row = self._syncs(0, futures) | self._evaluation(futures)
-            for key in futures:
-                role = key.removeprefix("eval.")
-                if role not in (key, "rollout"):
-                    samples = self.wait(futures[key])
-                    other = evaluation_row(self.job.held_out, samples, self.job.judge)
-                    row[f"{role}/accuracy"] = other.get("eval/accuracy", float("nan"))
-            self._written(self.metrics.write(0, row | self._work(futures)))
+            self._written(self.metrics.write(0, row))
             return
-        rollout: Rollout = self.wait(futures["rollout"])
-        trained: Trained = self.wait(futures["update"])  # so everything of the batch has ended
-        row = self._batch(rollout, futures) | trained.metrics
-        row |= self._syncs(step, futures) | self._evaluation(futures) | self._work(futures)
-        peaks, planned = self.worker_group.peaks(), self.run.plan.peaks
+        peaks, planned = self.worker_group.peaks(), self._planned
         for role, size in planned.items():  # as planned where nothing is measured
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
@@ -176,7 +181,7 @@ class Reporter:
         agreement = trained.by_row.get(AGREEMENT)  # both are [B], NaN where a sequence has none
         count = min(self.job.config.logging.samples, len(rollout.completions))
         stride = max(1, len(rollout.completions) // max(count, 1))
-        split: Literal["train", "data"] = "train" if _sampled(rollout) else "data"
+        split: Literal["train", "data"] = "train" if sampled else "data"
         samples = []
         for i in range(0, len(rollout.completions), stride)[:count]:
             reward, agreed = (
@@ -198,12 +203,13 @@ class Reporter:
             )
         if samples:
             self.samples.write(samples)
-            self.trackers.samples(samples)
+            if self.trackers is not None:
+                self.trackers.samples(samples)
             self.run.console.samples(samples)
 
     def amend(self, step: int, futures: Futures) -> None:
         """Adds to the last row, written before an interruption, the metrics of these futures."""
-        row = self._syncs(step, futures) | self._evaluation(futures)
+        row = self._version(step, futures)
         last = self.metrics.last or {}
         lacking = {name: value for name, value in row.items() if name not in last}
         if lacking and last.get("step") == step:
@@ -212,21 +218,26 @@ class Reporter:
     def _written(self, row: Row) -> None:
         """Passes on a row that is now in `metrics.jsonl`."""
         self.checkpoints.row(row)
-        self.trackers.write(row["step"], row)
+        if self.trackers is not None:
+            self.trackers.write(row["step"], row)
         self.run.console.step(row)
         self.timeline.flush()
-        self.profile.row(row)
+        if row["step"] in self.profile.steps:
+            self.profile.row(row)
         if self.run.on_step is not None and self.run.step_error is None:
             try:
                 self.run.on_step(dict(row))
             except Exception as error:
                 self.run.step_error = error
 
-    def _batch(self, rollout: Rollout, futures: Futures) -> dict[str, float]:
-        """Computes the metrics of sampling and scoring, with the times of the calls."""
+    def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
+        """Computes the metrics of sampling and scoring, with the times of the calls.
+
+        Args:
+            sampled: the policy or a teacher wrote the completions; else the data has them.
+        """
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
-        sampled = _sampled(rollout)
         row = {
             "policy_version": float(rollout.policy_version),
             "rollout/completion_tokens_mean": float(np.mean(lengths)),
@@ -275,29 +286,26 @@ class Reporter:
             row |= getattr(report, "metrics", {})
         return row
 
-    def _work(self, futures: Futures) -> dict[str, float]:
-        """Computes the overhead of the calls of a row: seconds to build roles, bytes moved by
-        offloading."""
-        for key, future in futures.items():
-            if future.times.made_s is not None:
-                role = _scored_by(key) or key.rpartition(".")[2]
-                self._notify(f"{role}: made on its first use, in {future.times.made_s:.1f} s")
-        moves = [move for future in futures.values() for move in future.times.moves]
-        if not moves:
-            return {}
-        return {
-            "offload/to_host_bytes": float(sum(m.nbytes for m in moves if m.to == "host")),
-            "offload/to_device_bytes": float(sum(m.nbytes for m in moves if m.to == "device")),
-            "time/offload_s": sum(move.waited for move in moves),
-        }
-
-    def _syncs(self, version: int, futures: Futures) -> dict[str, float]:
-        """Returns the metrics of the weight syncs to the rollout and to a teacher that follows the
-        policy."""
+    def _version(self, version: int, futures: Futures) -> dict[str, float]:
+        """Returns the metrics of what followed on a version: the weight syncs to the rollout and to
+        a teacher that follows the policy, and evaluations. What the run, asked to end, does not
+        need is left out; a resumed run adds it to the row (`amend`)."""
+        values: dict[str, Any] = {}
+        for key in futures:
+            if key.startswith(("load.", "eval.")):
+                try:
+                    values[key] = self.wait(futures[key])
+                except Stopped:
+                    continue
         row: dict[str, float] = {}
-        for role in [key.removeprefix("load.") for key in futures if key.startswith("load.")]:
-            taken = self._value(futures, f"load.{role}")
-            if taken is None:
+        for kind, role, taken in ((*key.split("."), value) for key, value in values.items()):
+            if kind == "eval":
+                scores = judged(self.job.held_out, taken, self.job.judge)
+                evaluation = evaluation_row(self.job.held_out, taken, scores)
+                if role == "rollout":
+                    row |= evaluation | {"time/evaluate_s": futures["eval.rollout"].times.seconds}
+                else:
+                    row[f"{role}/accuracy"] = evaluation.get("eval/accuracy", float("nan"))
                 continue
             sent, loaded = futures[f"publish.{role}"].times, futures[f"load.{role}"].times
             seconds, size = sent.seconds + loaded.seconds, taken["weights/sync_bytes"]
@@ -323,39 +331,18 @@ class Reporter:
                 )
         return row
 
-    def _evaluation(self, futures: Futures) -> dict[str, float]:
-        samples = self._value(futures, "eval.rollout")
-        if samples is None:
-            return {}
-        row = evaluation_row(self.job.held_out, samples, self.job.judge)
-        return row | {"time/evaluate_s": futures["eval.rollout"].times.seconds}
-
-    def _value(self, futures: Futures, key: str) -> Any:
-        """Waits for the value of a call. None if there was no such call, or if the run is ending
-        and does not need it; a resumed run adds what is missing to the row (`amend`)."""
-        if key not in futures:
-            return None
-        try:
-            return self.wait(futures[key])
-        except Stopped:
-            return None
-
     def checkpoint(self) -> dict[str, float]:
         """Returns the metrics of the newest checkpoint finished since the last call, or {} if there
         is none. Draws all finished ones in the timeline."""
         row: dict[str, float] = {}
-        for written in self.checkpoints.written():
+        while self.checkpoints.written:
+            written = self.checkpoints.written.pop(0)
             row["checkpoint/step"] = float(written.step)
             row["checkpoint/bytes"] = float(written.nbytes)
             row["time/checkpoint_s"] = written.finished - written.started
             span = (f"write {written.step}", written.started, written.finished)
             self.timeline.span("checkpoints", *span, bytes=written.nbytes)
         return row
-
-
-def _sampled(rollout: Rollout) -> bool:
-    """Returns whether the policy or a teacher sampled the completions; else the data has them."""
-    return rollout.policy_version >= 0 or rollout.decode_steps > 0
 
 
 def _scored_by(key: str) -> str | None:

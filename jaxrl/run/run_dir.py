@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.compare import compare
-from jaxrl.checkpoint.digest import changes
+from jaxrl.checkpoint.fingerprint import changes, compare
 from jaxrl.checkpoint.model_source import FINAL, chat_date_of
 from jaxrl.checkpoint.store import Checkpoint
 from jaxrl.checkpoint.writer import versions
@@ -57,11 +56,8 @@ class RunDir:
     def write(self, name: str, text: str) -> None:
         """Writes a file in the folder: all of it is there then, or what was there before. Raises
         UserError."""
-        partial = self.path / f".{name}.partial"
         try:
-            partial.unlink(missing_ok=True)  # what is there may be a link
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path / name)
+            store.put_file(self.path / name, lambda file: file.write_text(text, encoding="utf-8"))
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
@@ -237,7 +233,8 @@ class Lock:
 
     def _take(self) -> IO[str]:
         # The file is cut below: one that a link leads to is not ours.
-        file = open(self.path, "a+", encoding="utf-8", opener=_without_links)  # noqa: SIM115
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -250,10 +247,6 @@ class Lock:
             file.write(f"pid {os.getpid()} on {socket.gethostname()}")
             file.flush()
         return file
-
-
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class _Held(Exception):

@@ -60,8 +60,7 @@ class Host:
 
     def usable(self, kind: Kind) -> int:
         """Counts the devices for a run. A host's TPU chips are for one run: who has which is
-        known only where nobody else has any.
-        """
+        known only where nobody else has any."""
         return 0 if kind == "TPU" and self.free[kind] < self.has[kind] else self.free[kind]
 
 
@@ -111,9 +110,6 @@ def nvidia_smi(query: str, seconds: float = SMI_S) -> list[list[str]]:
     """Asks the driver of this host's NVIDIA GPUs, which takes no memory of theirs; returns the
     fields of each line.
 
-    Args:
-        query: an option of nvidia-smi, `--query-gpu=...` or `--query-compute-apps=...`.
-
     Raises:
         OSError, subprocess.SubprocessError: there is no nvidia-smi, it failed, or it hangs.
     """
@@ -162,46 +158,42 @@ def process_slots(
         if kind == "TPU" and n:
             (host, *others) = (host for host, _ in shares)
             if n not in BLOCKS or others or (most or n) < n:
-                raise UserError(_no_block(placement, hosts, pool.name, n, most))
-            block = _take_block(chips[host.id], n)
-            if block is None:
+                sizes = [size for size in BLOCKS if size <= max(host.has["TPU"] for host in hosts)]
+                cut = f" in processes of {most} (ray.devices_per_worker)" if (most or n) < n else ""
+                raise UserError(
+                    f"the mesh {placement.spec!r} gives {pool.name} {n} TPU chips{cut}; with"
+                    " launcher=ray a pool of TPUs is one process with"
+                    f" {', '.join(map(str, sizes))} chips of one host, which libtpu can set apart:"
+                    f" change that pool{' and leave the key out' if cut else ''}, or set"
+                    " launcher=local, where one process has all chips of this host and pools of any"
+                    " size"
+                )
+            # The first block that fits is always the smallest that does, so that blocks of any
+            # sizes use up a host of 1, 2, 4 or 8 chips.
+            left = chips[host.id]
+            starts = (
+                chip for chip in left if chip % n == 0 and {*range(chip, chip + n)} <= {*left}
+            )
+            if (start := next(starts, None)) is None:
                 raise UserError(_too_small(placement, hosts, kind, pool.name))
+            block = tuple(range(start, start + n))
+            chips[host.id] = [chip for chip in left if chip not in block]
             free[host.id] -= n
             found.append(ProcessSlot(index, 0, host, n, block))
             continue
         rank = 0
         for host, count in shares:
             free[host.id] -= count
-            for size in _processes(count, most, pool.name):
+            size = min(count, most or count)
+            if count % max(size, 1):
+                raise UserError(
+                    f"ray.devices_per_worker={most} does not divide the {count} devices of"
+                    f" {pool.name} on one host: every process of a pool has as many"
+                )
+            for _ in range(count // size if size else 1):
                 found.append(ProcessSlot(index, rank, host, size))
                 rank += 1
     return tuple(found)
-
-
-def _take_block(free: list[int], size: int) -> tuple[int, ...] | None:
-    """Takes the first chips that are a block. The first that fits is always the smallest that does,
-    so that blocks of any sizes use up a host of 1, 2, 4 or 8 chips.
-    """
-    for start in (chip for chip in free if chip % size == 0):
-        block = tuple(range(start, start + size))
-        if set(block) <= set(free):
-            free[:] = [chip for chip in free if chip not in block]
-            return block
-    return None
-
-
-def _no_block(
-    placement: Placement, hosts: Sequence[Host], pool: str, n: int, most: int | None
-) -> str:
-    largest = max(host.has["TPU"] for host in hosts)
-    sizes = [size for size in BLOCKS if size <= largest]
-    cut = f" in processes of {most} (ray.devices_per_worker)" if (most or n) < n else ""
-    return (
-        f"the mesh {placement.spec!r} gives {pool} {n} TPU chips{cut}; with launcher=ray a pool of"
-        f" TPUs is one process with {', '.join(map(str, sizes))} chips of one host, which libtpu"
-        f" can set apart: change that pool{' and leave the key out' if cut else ''}, or set"
-        " launcher=local, where one process has all chips of this host and pools of any size"
-    )
 
 
 def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dict[str, str]:
@@ -246,17 +238,6 @@ def _shares(
         if len(fitting) >= parts:
             return [(host, n // parts) for host in fitting[:parts]]
     return None
-
-
-def _processes(count: int, most: int | None, pool: str) -> list[int]:
-    if most is None or count <= most:
-        return [count]
-    if count % most:
-        raise UserError(
-            f"ray.devices_per_worker={most} does not divide the {count} devices of {pool} on one"
-            " host: every process of a pool has as many"
-        )
-    return [most] * (count // most)
 
 
 def _too_small(placement: Placement, hosts: Sequence[Host], kind: Kind, stuck: str) -> str:

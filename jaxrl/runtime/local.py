@@ -23,7 +23,6 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
-from jaxrl.runtime.wall_clock import wall_clock
 from jaxrl.runtime.worker import (
     POLL_S,
     PROFILE,
@@ -39,6 +38,7 @@ from jaxrl.runtime.worker import (
     map_leaves,
     methods_of,
     phase,
+    wall_clock,
 )
 from jaxrl.sharding.ledger import Ledger, use
 from jaxrl.sharding.targets import ceilings_of
@@ -78,9 +78,7 @@ class Tracer:
         begins or ends it with the last of them.
 
         Args:
-            folder: of all traces of the run.
             dtype: of the products that tell what an unknown device can do.
-            devices: of the worker.
         """
         with self._lock:
             self._device = self._device or next(iter(devices), None)
@@ -350,12 +348,8 @@ class LocalWorker:
             self.phase.detail,
             self.phase.since,
             time.monotonic(),
-            compiling=self.compiling(),
+            compiling=compiling(self.thread.ident),
         )
-
-    def compiling(self) -> str:
-        """Returns the program that its thread compiles now, "" where it compiles none."""
-        return compiling(self.thread.ident)
 
     def stack(self) -> str:
         """Returns the Python stack of the worker's thread, as text."""
@@ -366,7 +360,7 @@ class LocalWorker:
         """Tells what the worker does, for the error of a missed deadline."""
         in_phase = time.monotonic() - self.phase.since
         reported = f", {self.phase.detail}" if self.phase.detail else ""
-        reported += f", compiling {program}" if (program := self.compiling()) else ""
+        reported += f", compiling {program}" if (program := compiling(self.thread.ident)) else ""
         return (
             f"worker {self.name} ({socket.gethostname()}, pid {os.getpid()}) "
             f"in phase '{self.phase.name}' for {in_phase:.1f} s{reported}\n"
@@ -419,6 +413,8 @@ class LocalHandle:
 class LocalWorkerGroup:
     """The workers of a run, all of them threads of this process."""
 
+    ending: None = None
+
     def __init__(self, stop_s: float, protocols: Mapping[str, type] = MappingProxyType({})):
         """
         Args:
@@ -439,11 +435,7 @@ class LocalWorkerGroup:
         deadline: float,
         lazy: Collection[str] = (),
     ) -> dict[str, LocalFuture]:
-        """Starts a worker that makes its roles, one after the other; workers start up side by side.
-
-        Args:
-            lazy: roles that are made at their first call.
-        """
+        """Starts a worker that makes its roles, one after the other, beside the other workers."""
         worker = LocalWorker(name, tuple(dict.fromkeys(devices)), self.workers, self._tracer)
         self._handles |= {role: worker.handle(role) for role in makers}
         return {
@@ -457,9 +449,6 @@ class LocalWorkerGroup:
 
     def handle(self, role: str) -> LocalHandle:
         return self._handles[role]
-
-    def ending(self) -> str | None:
-        return None
 
     def states(self) -> list[WorkerState]:
         return [worker.state() for worker in self.workers]

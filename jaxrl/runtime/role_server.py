@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.compilations import Compilations, compilations
+from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import TUNED_VARIABLE, keep_autotuning
@@ -199,8 +199,6 @@ class WorkerServer:
 
         Args:
             coordinator: `host:port` of the pool's first process.
-            processes: number of processes of the pool.
-            devices: number of devices of this process, which are all that it sees.
             timeout: seconds until all must have joined.
         """
         jax.distributed.initialize(
@@ -280,11 +278,7 @@ class WorkerServer:
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)
 
     def answer(self, released: Sequence[int] = ()) -> ProcessStatus:
-        """Tells the state of this process. Also frees results that are no longer needed.
-
-        Args:
-            released: numbers of the calls that made those results.
-        """
+        """Tells the state of this process. Also frees results that are no longer needed."""
         for number in released:
             self._kept.pop(number, None)
         worker = self._worker
@@ -300,7 +294,7 @@ class WorkerServer:
             device_memory(worker.devices),
             worker.peak(),
             compilations(),
-            worker.compiling(),
+            compiling(worker.thread.ident),
         )
 
     def state(self) -> WorkerState:

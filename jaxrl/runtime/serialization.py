@@ -95,11 +95,7 @@ def pack(value: object, store: Store | None = None) -> Parcel:
 
 def unpack(parcels: Sequence[Parcel], fetch: Fetch | None = None) -> Any:
     """Returns the value that the processes of a pool packed: the first one's, with everyone's
-    pieces.
-
-    Args:
-        fetch: undoes `store`.
-    """
+    pieces."""
     first = parcels[0]
     arrays = []
     for i, sent in enumerate(first.arrays):

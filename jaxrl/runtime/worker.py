@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,8 +94,7 @@ _here = threading.local()
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Sets what the current worker does in this block, for the error of a missed deadline and for
-    a trace.
-    """
+    a trace."""
     worker_phase: Phase | None = getattr(_here, "phase", None)
     if worker_phase is None:
         yield
@@ -202,14 +202,12 @@ class Future(ABC, Generic[T_co]):
     @abstractmethod
     def check(self) -> None:
         """Raises for a failure in any worker of the group, and for a late call that this one waits
-        for; does not wait.
-        """
+        for; does not wait."""
 
     @abstractmethod
     def cancel(self) -> bool:
         """Cancels a call that has not started; `result` then raises `Stopped`. Returns False, and
-        changes nothing, if the call has started or ended.
-        """
+        changes nothing, if the call has started or ended."""
 
     @abstractmethod
     def consume(self) -> Self:
@@ -219,8 +217,7 @@ class Future(ABC, Generic[T_co]):
     def result(self) -> T_co:
         """Waits for the value. Raises as soon as anything fails in a worker of the group
         (`WorkerError` has the worker's traceback), or is late anywhere up the chain of calls
-        (`DeadlineExceeded`).
-        """
+        (`DeadlineExceeded`)."""
         while not self._done.wait(POLL_S):
             self.check()
         if self._error is not None:
@@ -275,9 +272,10 @@ class WorkerGroup(Protocol):
 
     def handle(self, role: str) -> Handle: ...
 
+    @property
     def ending(self) -> str | None:
-        """Tells why the workers will soon end, so that the run must save and end too; None if they
-        will not."""
+        """Why the workers will soon end, so that the run must save and end too; None if they will
+        not."""
         ...
 
     def states(self) -> list[WorkerState]: ...
@@ -308,3 +306,57 @@ class WorkerGroup(Protocol):
     def stop(self) -> None:
         """Ends the workers. One that is stuck is abandoned (a thread) or killed (a process)."""
         ...
+
+
+TICK_S = 0.5
+"""Seconds between two looks at the clock."""
+GAP_S = 3.0
+"""Seconds between two looks from which on the process was not awake."""
+MOST_GAPS = 1000
+
+
+class WallClock:
+    """A clock, and the stretches of time in which nobody looked at it. Any thread may ask."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_GAPS)
+        """End and seconds of each."""
+
+    def look(self) -> float:
+        """Notes how long nobody has looked; returns the time now."""
+        with self._lock:
+            now = self._clock()
+            if now - self._last > GAP_S:
+                self._gaps.append((now, now - self._last - TICK_S))
+            self._last = now
+            return now
+
+    def awake_since(self, at: float) -> float:
+        """Returns the seconds since `at` in which the process was awake."""
+        now = self.look()
+        with self._lock:
+            asleep = sum(min(gap, end - at) for end, gap in self._gaps if end > at)
+        return now - at - asleep
+
+    def watch(self) -> None:
+        """Looks for ever."""
+        while True:
+            time.sleep(TICK_S)
+            self.look()
+
+
+_starting = threading.Lock()
+_wall_clock: WallClock | None = None
+
+
+def wall_clock() -> WallClock:
+    """Returns the clock of this process, which a thread looks at from the first question on."""
+    global _wall_clock
+    with _starting:
+        if _wall_clock is None:
+            _wall_clock = WallClock()
+            threading.Thread(target=_wall_clock.watch, name="wall_clock", daemon=True).start()
+        return _wall_clock

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig

@@ -96,7 +96,7 @@ class ScoreManifest(ProtocolMessage):
     model: str
     """The teacher, as the user named it."""
     digest: str
-    """Of its files (`checkpoint.digest.digest_model`)."""
+    """Of its files (`checkpoint.fingerprint.digest_model`)."""
     dtype: DType
     """In which it computed."""
     stored: Stored

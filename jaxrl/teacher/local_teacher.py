@@ -20,7 +20,7 @@ from jaxrl.algorithms.signals import Projection, merged_signal, mixture_signal, 
 from jaxrl.algorithms.teacher_weights import by_teacher, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
-from jaxrl.data.feedback import with_feedback
+from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.losses.token_spans import Outcomes
@@ -54,7 +54,7 @@ from jaxrl.types import (
 COMBINE = "combine"
 """The turn in which a mixture is made of all teachers' hidden states."""
 AddFeedback = Callable[[Rollout, Sequence[str]], tuple[Rollout, int]]
-"""`data.feedback.with_feedback` of a tokenizer and a limit."""
+"""`data.prompt_encoder.with_feedback` of a tokenizer and a limit."""
 
 
 class Scorer:

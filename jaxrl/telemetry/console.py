@@ -137,15 +137,15 @@ class Console:
             start: batches trained by an earlier process.
             clock: seconds, in the time of the workers' states.
         """
-        notebook = out is None and in_notebook()
-        self._out = Output(sys.stdout if out is None else out)
+        notebook = out is None and RichConsole().is_jupyter  # also Colab's
+        self.out = Output(sys.stdout if out is None else out)
         self.mode: Mode = logging.console
         if self.mode == "auto":
-            self.mode = "rich" if notebook or self._out.isatty() else "plain"
+            self.mode = "rich" if notebook or self.out.isatty() else "plain"
         self._screen: Cell | Terminal | None = None
         """Where the display is drawn; None where lines are printed."""
         if self.mode == "rich":
-            self._screen = Cell(self._out) if notebook else Terminal(self._out)
+            self._screen = Cell(self.out) if notebook else Terminal(self.out)
         self._every, self._steps, self._clock = logging.every, steps, clock
         self._eta = Eta(steps, clock)
         self._lock = threading.Lock()
@@ -173,10 +173,6 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def on_lost(self, report: Callable[[str], None]) -> None:
-        """Sets what takes, elsewhere, the one message that the output cannot be written to."""
-        self._out.lost = report
 
     def attach(self, states: States) -> None:
         """Shows what the workers do: `states` is quick, from any thread, in the time of `clock`."""
@@ -216,6 +212,8 @@ class Console:
 
     def step(self, row: Row) -> None:
         """Shows a row of ``metrics.jsonl``; plain: one in ``every``, evaluations, both ends."""
+        if self.mode == "quiet":
+            return
         with self._lock:
             step, eta = row["step"], self._eta.step(row["step"])
             if self._screen is not None:
@@ -236,6 +234,8 @@ class Console:
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Shows completions of the step just shown: in a table, or one plain line each."""
+        if self.mode == "quiet":
+            return
         with self._lock:
             if self._screen is not None:
                 self._samples = tuple(samples)
@@ -266,7 +266,7 @@ class Console:
         if self._screen is not None:
             self._screen.message(text)
         elif self.mode == "plain":
-            self._out.line(text)
+            self.out.line(text)
             self._printed_at = self._clock()
 
     def _draw(self, screen: Cell | Terminal) -> None:
@@ -351,11 +351,6 @@ class Cell:
         else:
             self._handle.update(self._undrawn)
         self._undrawn, self._drawn_at = None, time.monotonic()
-
-
-def in_notebook() -> bool:
-    """Returns whether this process runs the cells of a notebook (Jupyter, Colab)."""
-    return RichConsole().is_jupyter
 
 
 def worker_line(state: WorkerState, now: float) -> str:

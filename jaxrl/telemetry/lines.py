@@ -94,7 +94,7 @@ class LineFile:
             if self._held:
                 self._held.pop()
             else:
-                self.size -= len(_encoded(old))
+                self.size -= len(f"{old}\n".encode("utf-8", "backslashreplace"))
                 self._torn = True
             self._append([new])
 
@@ -172,7 +172,8 @@ class LineFile:
 
     def _append(self, lines: Sequence[str]) -> None:
         self._lost += max(0, len(self._held) + len(lines) - HELD)
-        self._held += map(_encoded, lines)
+        # Paths and completions may hold what is no UTF-8; it is no reason to end a run.
+        self._held += [f"{line}\n".encode("utf-8", "backslashreplace") for line in lines]
         data = b"".join(self._held)
         try:
             if self._torn:
@@ -256,15 +257,9 @@ def _is_no_file(path: Path) -> bool:
         return True
 
 
-def _encoded(line: str) -> bytes:
-    # Paths and completions may hold what is no UTF-8; it is no reason to end a run.
-    return line.encode("utf-8", "backslashreplace") + b"\n"
-
-
 def _copy(old: IO[bytes], new: FileIO, start: int, end: int) -> int:
     """Writes these bytes of a file to a new one; returns how many: fewer where the old one cannot
-    be read any more, as on some network file systems.
-    """
+    be read any more, as on some network file systems."""
     at = start
     while at < end:
         try:

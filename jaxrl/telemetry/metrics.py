@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
 
@@ -269,6 +268,14 @@ METRICS: dict[str, Metric] = {
     ),
 }
 """Every name that may stand in a row; ``{...}`` stands for what ``PLACEHOLDERS`` says."""
+_PATTERNS = tuple(
+    (
+        re.compile(re.sub(r"\\{(\w+)\\}", lambda m: f"({PLACEHOLDERS[m[1]]})", re.escape(name))),
+        metric,
+    )
+    for name, metric in METRICS.items()
+    if "{" in name
+)
 
 _WHOLE = ("programs", "batches", "updates", "steps", "bytes", "completions", "flag")
 """Units that are counts: written without a decimal point."""
@@ -277,24 +284,11 @@ Value = SupportsFloat | None
 Row = dict[str, int | float | None]
 
 
-@cache
-def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    """Returns the names with a variable part, as regular expressions."""
-    found = []
-    for name, metric in METRICS.items():
-        parts = re.split(r"\{(\w+)\}", name)  # fixed text and placeholders by turns
-        if len(parts) > 1:
-            parts[::2] = map(re.escape, parts[::2])
-            parts[1::2] = (f"(?:{PLACEHOLDERS[variable]})" for variable in parts[1::2])
-            found.append((re.compile("".join(parts)), metric))
-    return tuple(found)
-
-
 def describe(name: str) -> Metric | None:
     """Returns what ``name`` means; None where the table does not have it."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
-    matches = (metric for pattern, metric in _patterns() if pattern.fullmatch(name))
+    matches = (metric for pattern, metric in _PATTERNS if pattern.fullmatch(name))
     return next(matches, None)
 
 

@@ -114,8 +114,7 @@ def _draw_panel(axes: Axes, name: str, runs: Mapping[str, Rows]) -> None:
 
 def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
     """Sets the range of a panel: all of its values but single ones far away from the others, such
-    as the speed of the step that compiles.
-    """
+    as the speed of the step that compiles."""
     least, largest = min(values), max(values)
     few, most = np.percentile(values, (2, 98), method="nearest")
     if may_be_log and least > 0 and most / few >= DECADES:

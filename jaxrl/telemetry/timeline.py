@@ -14,7 +14,9 @@ import os
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -50,10 +52,12 @@ CLOSE_S = 5.0
 """Longest wait for a call that is under way when a ticker is closed."""
 
 States = Callable[[], Sequence[WorkerState]]
+WatchedCall = tuple[str, str, Times, Mapping[str, object]]
+"""Role, method, times and the plain arguments that have a name."""
 
 
 class Timeline:
-    """Records spans; ``flush`` writes those that have ended. Any thread may call it.
+    """Records spans, from any thread; ``flush``, from one, writes those that have ended.
 
     It keeps the times of a call and never its future, so that no array lives longer for it.
     """
@@ -74,8 +78,8 @@ class Timeline:
         """
         self._lock = threading.Lock()
         self._most_bytes = most_bytes
-        self._calls: list[tuple[str, str, Times, Mapping[str, object]]] = []
-        """Role, method, times and arguments of those that have not ended."""
+        self._calls: deque[WatchedCall] = deque()
+        """Those that have not ended."""
         self._lines: list[str] = []
         self._tracks: set[str] = set()
         self._file: LineFile | None = None
@@ -90,19 +94,20 @@ class Timeline:
             self._file.append(FIRST_LINES)
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         args = {"at": started, "pid": os.getpid()}
-        self._add("i", BEGUN[self._zero < now], 0, s="g", ts=self._us(now), args=args)
+        ts = int((now - self._zero) * 1e6)
+        self._add("i", BEGUN[self._zero < now], 0, s="g", ts=ts, args=args)
         self.flush()
 
     def watch(self, role: str, handle: Handle) -> Handle:
         """Returns the handle, with a span on the track ``role`` for every call through it."""
-        return handle if self._file is None else Watched(role, handle, self._watch)
+        return handle if self._file is None else Watched(role, handle, self._calls.append)
 
     def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
         """Draws what took from ``start`` to ``end`` (`time.monotonic` seconds), with plain args."""
         if self._file is None:
             return
         # Each end is rounded by itself: spans that follow one another never overlap.
-        begin_us, end_us = self._us(start), self._us(end)
+        begin_us, end_us = (int((at - self._zero) * 1e6) for at in (start, end))
         # The trace's thread of a track: the same number in every process that uses the file.
         number = zlib.crc32(track.encode()) & 0x7FFFFFFF
         times = {"cat": track, "ts": begin_us, "dur": end_us - begin_us}
@@ -112,30 +117,23 @@ class Timeline:
                 self._add("M", "thread_name", number, args={"name": track})
             self._add("X", name, number, **times, args=args)
 
-    def state(self, worker: str, phase: str, start: float, end: float) -> None:
-        """Draws the phase of a worker from ``start`` to ``end`` (`time.monotonic` seconds)."""
-        self.span(f"worker {worker}", phase, start, end)
-
     def watch_states(self, states: States, every_s: float = STATES_EVERY_S) -> None:
         """Draws what ``states`` returns, until the file is closed, by looking every ``every_s``
         seconds: what is shorter than that may be missed, and then belongs to the state before it.
         """
         if self._file is None:
             return
-        spans = self._spans = StateSpans(self.state, time.monotonic())
+        spans = self._spans = StateSpans(self.span, time.monotonic())
         self._ticker = Ticker("timeline", every_s, lambda: spans.look(states(), time.monotonic()))
 
     def flush(self) -> None:
         """Writes what has ended; a disk that refuses is reported once and raises nothing."""
         if self._file is None:
             return
-        with self._lock:
-            calls, self._calls = self._calls, []
-        pending = []
-        for call in calls:
-            role, method, times, args = call
+        for _ in range(len(self._calls)):
+            role, method, times, args = call = self._calls.popleft()
             if times.finished is None:
-                pending.append(call)
+                self._calls.append(call)
                 continue
             if times.started is not None:
                 self.span(role, method, times.started, times.finished, **args)
@@ -143,7 +141,6 @@ class Timeline:
                 name = f"{move.name} to the {move.to}"
                 self.span(f"offload {role}", name, move.started, move.finished, bytes=move.nbytes)
         with self._lock:
-            self._calls += pending
             lines, self._lines = self._lines, []
             if lines:
                 self._file.append(lines)
@@ -178,31 +175,26 @@ class Timeline:
 
     def _keep(self, file: IO[bytes]) -> int:
         """Returns the bytes up to the last whole event of the file that is there, after which the
-        trace's time continues. 0: it is no timeline, and is written from its beginning.
-        """
+        trace's time continues. 0: it is no timeline, and is written from its beginning."""
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         begins = file.read(len(OPEN)) == OPEN
         start = file.seek(max(size - END_BYTES, 0))
         end = file.read()
         whole = end[: end.rfind(b"\n") + 1].removesuffix(CLOSE)
-        ended_us = [us for line in whole.split(b"\n") if (us := _end_us(line)) is not None]
+        ended_us: list[int] = []
+        for line in whole.split(b"\n"):  # other lines have no time
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                event = parse_json(line.removeprefix(b","))
+                ended_us.append(int(event["ts"]) + int(event.get("dur", 0)))
         if not begins or not ended_us:
             return 0
         self._zero -= (max(ended_us) + GAP_US) / 1e6
         return start + len(whole)
 
-    def _us(self, at: float) -> int:
-        """Returns the microseconds of the trace at ``at``, `time.monotonic` seconds."""
-        return int((at - self._zero) * 1e6)
-
     def _add(self, kind: str, name: str, thread: int, **fields: object) -> None:
         event = {"pid": PROCESS, "tid": thread, "ph": kind, "name": name} | fields
         self._lines.append("," + json.dumps(event))
-
-    def _watch(self, role: str, method: str, times: Times, args: Mapping[str, object]) -> None:
-        with self._lock:
-            self._calls.append((role, method, times, args))
 
 
 class Ticker:
@@ -229,7 +221,11 @@ class StateSpans:
     """From looks at the workers to spans without gap or overlap. One thread at a time."""
 
     def __init__(self, draw: Callable[[str, str, float, float], None], begun: float) -> None:
-        """Draws each state that is over (worker, phase, start, end), and nothing before `begun`."""
+        """
+        Args:
+            draw: takes track, phase, start and end of each state that is over.
+            begun: nothing is drawn before it.
+        """
         self._draw = draw
         self._open: dict[str, tuple[WorkerState, float]] = {}
         """The states that are not over, and where the span of each begins."""
@@ -246,17 +242,17 @@ class StateSpans:
                 # A phase inside another one ends without a new `since`: the outer one has its own
                 # back. It ended after the last look then, at the latest now.
                 began = state.since if state.since > self._looked else now
-                self._draw(state.name, before.phase, start, began)
+                self._draw(f"worker {state.name}", before.phase, start, began)
                 self._open[state.name] = state, began
         for name in self._open.keys() - {state.name for state in states}:
             gone, start = self._open.pop(name)
-            self._draw(name, gone.phase, start, self._looked)
+            self._draw(f"worker {name}", gone.phase, start, self._looked)
         self._looked = now
 
     def close(self, now: float) -> None:
         """Draws the states that last."""
         for name, (last, start) in self._open.items():
-            self._draw(name, last.phase, start, now)
+            self._draw(f"worker {name}", last.phase, start, now)
         self._open.clear()
 
 
@@ -266,8 +262,7 @@ class Watched:
 
     role: str
     handle: Handle
-    report: Callable[[str, str, Times, Mapping[str, object]], None]
-    """Takes role, method, times and the plain arguments that have a name."""
+    report: Callable[[WatchedCall], None]
 
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
@@ -276,14 +271,5 @@ class Watched:
         plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
         if aside:
             plain["aside"] = True
-        self.report(self.role, method, future.times, plain)
+        self.report((self.role, method, future.times, plain))
         return future
-
-
-def _end_us(line: bytes) -> int | None:
-    """Returns the microsecond at which the event of a line ended; None where it has none."""
-    try:
-        event = parse_json(line.removeprefix(b","))
-        return int(event["ts"]) + int(event.get("dur", 0))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -76,8 +76,9 @@ def check_trackers(config: LoggingConfig) -> None:
             )
 
 
-def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers:
-    """Opens the trackers that ``config`` asks for, each starting up in its thread."""
+def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers | None:
+    """Opens the trackers that ``config`` asks for, each starting up in its thread; None: it asks
+    for none."""
     check_trackers(config)
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
@@ -87,7 +88,8 @@ def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers:
         makers["wandb"] = partial(Wandb, facts, config.wandb)
     if config.mlflow is not None:
         makers["mlflow"] = partial(MLflow, facts, config.mlflow)
-    return Trackers([TrackerThread(name, make, facts.notify) for name, make in makers.items()])
+    threads = [TrackerThread(name, make, facts.notify) for name, make in makers.items()]
+    return Trackers(threads) if threads else None
 
 
 class Trackers:
@@ -203,7 +205,25 @@ def import_tensorboard() -> None:
             del sys.modules["torch"]
 
 
-class TensorBoard:
+class Tracker:
+    """Made, called and closed in a thread of its own."""
+
+    def write(self, row: Row) -> None:
+        """Sends a row."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Sends what is left."""
+        raise NotImplementedError
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Sends no texts."""
+
+    def flush(self) -> None:
+        """Does nothing: what was written is sent by itself."""
+
+
+class TensorBoard(Tracker):
     """Event files in ``RUN/tensorboard``: scalars by their names, samples and config as text.
 
     The writer classes of tensorboardX are not used: they have queues and threads of their own,
@@ -255,7 +275,7 @@ class TensorBoard:
         self._file.write_event(Event(wall_time=time.time(), step=step, **content))
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of the wandb project ``project``; its server and login are wandb's own settings."""
 
     def __init__(self, run: RunFacts, project: str) -> None:
@@ -285,17 +305,11 @@ class Wandb:
     def write(self, row: Row) -> None:
         self._run.log(dict(row))
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Sends no texts."""
-
-    def flush(self) -> None:
-        """Does nothing: wandb sends by itself."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of the mlflow experiment ``experiment``, on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: RunFacts, experiment: str) -> None:
@@ -330,18 +344,8 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=values)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Sends no texts."""
-
-    def flush(self) -> None:
-        """Does nothing: each row has been sent."""
-
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-Tracker = TensorBoard | Wandb | MLflow
-"""Made, called and closed in its own thread."""
 
 
 def flat(settings: JsonObject) -> JsonObject:

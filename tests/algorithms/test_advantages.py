@@ -10,7 +10,7 @@ from jaxrl.algorithms.advantages import (
     opd_advantages,
     select_groups,
 )
-from jaxrl.rewards.combine import combine_rewards, soft_overlong
+from jaxrl.rewards.batch_rewards import combine_rewards, soft_overlong
 
 RNG = np.random.default_rng(0)
 IDS = np.array([7, 3, 7, 7, -1, 3, 100000, 3, 7, -1])

@@ -15,7 +15,7 @@ from jaxrl.algorithms import refill
 from jaxrl.algorithms.advantages import group_advantages, turn_advantages
 from jaxrl.algorithms.objective import configured
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
-from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
+from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardFunctions, episode_rewards
 from jaxrl.telemetry.metrics import Sample

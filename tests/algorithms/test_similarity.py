@@ -17,8 +17,8 @@ from jaxrl.algorithms.similarity import (
 )
 from jaxrl.config.roles import GrouperConfig
 from jaxrl.config.schema import Config
-from jaxrl.data.thoughts import after_thoughts
 from jaxrl.errors import RunError, UserError
+from jaxrl.rewards.verifiers import after_thoughts
 
 REFERENCES = np.load(Path(__file__).parent.parent / "references" / "similarity.npz")
 CASES = sorted({int(name.split("/")[0]) for name in REFERENCES})

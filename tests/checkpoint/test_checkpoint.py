@@ -14,10 +14,8 @@ from tiny_models import random_params
 
 from jaxrl.algorithms.methods import METHODS
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.arrays import Saving
-from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
 from jaxrl.checkpoint.store import Damaged, Manifest
-from jaxrl.checkpoint.writer import CheckpointWriter
+from jaxrl.checkpoint.writer import CheckpointWriter, Saving, load_rollout, save_rollout
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
@@ -379,7 +377,7 @@ def test_a_save_during_which_files_were_removed_is_no_checkpoint(tmp_path):
     save(6)
     writer.close(30)
     assert [folder.name for folder in store.folders(tmp_path / "run")] == ["6"]
-    assert writer.newest == 6 and [written.step for written in writer.written()] == [6]
+    assert writer.newest == 6 and [written.step for written in writer.written] == [6]
     (line,) = lines
     assert line.startswith("checkpoint 3 could not be written: files of the run were removed")
 

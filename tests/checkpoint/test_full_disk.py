@@ -12,7 +12,7 @@ SAVE = """
 import resource, sys, threading, time
 from pathlib import Path
 import jax.numpy as jnp
-from jaxrl.checkpoint.arrays import save_arrays
+from jaxrl.checkpoint.writer import save_arrays
 from orbax.checkpoint import v1
 
 def tree(start):

@@ -222,7 +222,7 @@ def test_eval_max_new_tokens_is_the_limit_whatever_the_run_s_was(tiny, tmp_path)
     ],
 )
 def test_bad_input_is_told_in_a_line_with_exit_code_2(arguments, told, capsys, monkeypatch):
-    monkeypatch.setattr("jaxrl.run.held_out._sample", lambda job: pytest.fail("it sampled"))
+    monkeypatch.setattr("jaxrl.run.evaluation._sample", lambda job: pytest.fail("it sampled"))
     assert cli.run(main, ["builtin:student", *arguments]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and "Traceback" not in captured.err

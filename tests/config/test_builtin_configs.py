@@ -18,7 +18,7 @@ from jaxrl.config.builtin_configs import (
 from jaxrl.config.schema import Config
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
-from jaxrl.run.held_out import prepare
+from jaxrl.run.evaluation import prepare
 from jaxrl.train import main
 
 NAMES = sorted(builtin_configs())

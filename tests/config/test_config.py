@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jaxrl.checkpoint.compare import compare
+from jaxrl.checkpoint.fingerprint import compare
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths, yaml_text
 from jaxrl.config.schema import QUICKSTART, Config

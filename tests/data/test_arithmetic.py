@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxrl.data.arithmetic import Arithmetic, correction, score, solve, split_of
+from jaxrl.data.tasks import EXPRESSIONS_HELD_OUT, Arithmetic, correction, score, solve, split_of
 from jaxrl.errors import UserError
 
 TASKS = [
@@ -66,7 +66,7 @@ def test_the_splits_share_no_expression():
     other_seed = Arithmetic(digits=1, terms=2, seed=99)
     held_out = {other_seed.example(index, "eval").prompt for index in range(500)}
     assert train and held_out and not train & held_out
-    assert all(split_of(prompt.rstrip("=")) == "eval" for prompt in held_out)
+    assert all(split_of(prompt.rstrip("="), EXPRESSIONS_HELD_OUT) == "eval" for prompt in held_out)
 
 
 def test_an_example_depends_on_seed_split_and_index_only():

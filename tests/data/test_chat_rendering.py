@@ -30,13 +30,12 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from jaxrl.data import chat_template
 from jaxrl.data.batch import data_rollout
-from jaxrl.data.chat_template import dated, render
+from jaxrl.data.chat_template import dated, program, render
 from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, source_of
 from jaxrl.data.stream import PromptStream
-from jaxrl.data.template_limits import program
 from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.data.turns import TurnEncoder

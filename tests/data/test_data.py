@@ -10,7 +10,8 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from words import Words
 
-from jaxrl.data.source import Keys, Source, is_missing, listed_rows, open_source
+from jaxrl.data.rows import Keys
+from jaxrl.data.source import Source, is_missing, listed_rows, open_source
 from jaxrl.data.stream import PromptEncoder, PromptStream, eval_set
 from jaxrl.data.tasks import parse_options
 from jaxrl.data.tokenizer import decode, encode_completion, encode_prompt, load_tokenizer

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxrl.data.example import Part
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Part, Source, open_source
+from jaxrl.data.source import Source, open_source
 from jaxrl.data.tables import GroupCache, ParquetReader
 from jaxrl.errors import UserError
 

@@ -16,8 +16,7 @@ from jaxrl.config.key_help import about
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Example
-from jaxrl.data.feedback import PLACES, with_feedback
-from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt, few_shot
+from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot, with_feedback
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.data.stream import PromptStream, eval_sets

@@ -18,7 +18,7 @@ from hub_server import Hub
 from references.tiny import batch
 
 from jaxrl import load_model
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf as gguf_module

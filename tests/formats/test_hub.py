@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from runs import save_model, save_reward_model
 from tiny_models import tiny_model
 
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights

@@ -16,7 +16,7 @@ from runs import save_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from transformers import AutoTokenizer
 
-from jaxrl.checkpoint.digest import digest_model
+from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.export import export

@@ -14,7 +14,7 @@ import pytest
 from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
 from jaxrl.__main__ import COMMANDS
-from jaxrl.checkpoint.compare import FREE, REPORTED
+from jaxrl.checkpoint.fingerprint import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.keys import keys
 from jaxrl.config.roles import GrouperConfig

@@ -22,7 +22,6 @@ from jaxrl.runtime.local import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline
-from jaxrl.telemetry.trackers import RunFacts, open_trackers
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
@@ -105,7 +104,6 @@ def pretended_loop(folder, on_row):
     for worker in workers:
         worker.start_role(worker.name, Pretender, deadline=5).result()
     timeline = Timeline(folder / "timeline.json", most_bytes=TIMELINE)
-    trackers = open_trackers(config.logging, RunFacts("run", folder, {}, None, print))
     files = [
         Console(config.logging, steps=700, out=Nowhere()),
         MetricsWriter(folder / "metrics.jsonl"),
@@ -115,7 +113,7 @@ def pretended_loop(folder, on_row):
     console, metrics, samples, _ = files
     saves = SimpleNamespace(
         row=lambda row: None,
-        written=lambda: [],
+        written=[],
         due=lambda step: False,
         folder=lambda step: None,
         begin=lambda *_: None,
@@ -135,10 +133,10 @@ def pretended_loop(folder, on_row):
         group,
         metrics,
         samples,
-        trackers,
+        None,
         timeline,
         saves,
-        profile=SimpleNamespace(row=lambda row: None),
+        profile=SimpleNamespace(steps=()),
         scorers={},
     )
     handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
@@ -149,7 +147,6 @@ def pretended_loop(folder, on_row):
     def close():
         for file in files:
             file.close()
-        trackers.close()
         assert all(worker.stop(5) for worker in workers)
 
     return loop, close

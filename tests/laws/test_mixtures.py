@@ -19,7 +19,7 @@ from jaxrl import Config, load_model
 from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.model_source import resolve_model
-from jaxrl.checkpoint.rollouts import load_rollout, save_rollout
+from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.formats import peft

@@ -40,7 +40,7 @@ from jaxrl.process.interrupt import Interrupted
 from jaxrl.report.html_page import facts
 from jaxrl.report.read import read_run
 from jaxrl.report.timeline_lanes import understand
-from jaxrl.run.held_out import prepare
+from jaxrl.run.evaluation import prepare
 from jaxrl.run.run_dir import SESSIONS_FILE, RunDir, meshes, sessions
 from jaxrl.telemetry.metrics import read_metrics
 from jaxrl.train import main, train

@@ -15,8 +15,8 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.settings import DistillConfig
-from jaxrl.data.arithmetic import correction
 from jaxrl.data.batch import as_the_teacher_reads, make_rollout
+from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import forward, logits
 from jaxrl.teacher.local_teacher import Scorer

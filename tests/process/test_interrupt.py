@@ -25,7 +25,7 @@ def test_the_first_signal_asks_and_the_second_ends(number: int) -> None:
     interrupt = Interrupt(60)
     with interrupt.listening(), interrupt.patient():
         os.kill(os.getpid(), number)
-        assert interrupt.asked()
+        assert interrupt.asked
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
@@ -38,7 +38,7 @@ def test_a_hangup_that_is_ignored_from_the_start_stays_ignored() -> None:
         interrupt = Interrupt(60)
         with interrupt.listening(), interrupt.patient():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not interrupt.asked()
+            assert not interrupt.asked
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -51,4 +51,4 @@ def test_a_terminal_that_has_gone_does_not_end_the_run(monkeypatch: pytest.Monke
     interrupt = Interrupt(60)
     with interrupt.listening(), interrupt.patient():
         os.kill(os.getpid(), signal.SIGHUP)
-        assert interrupt.asked()
+        assert interrupt.asked

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 
+from jaxrl.data.chat_template import THOUGHTS as THOUGHTS_OF_FAMILIES
 from jaxrl.data.example import Example
-from jaxrl.data.thoughts import THOUGHTS as THOUGHTS_OF_FAMILIES
-from jaxrl.data.thoughts import after_thoughts
 from jaxrl.rewards.answers import marked, read_number
-from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.rewards.verifiers import VERIFIERS, after_thoughts
 
 Spellings = dict[str, tuple[list[str], list[str]]]
 """Answer -> right and wrong spellings."""

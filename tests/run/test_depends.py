@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxrl.checkpoint import store
-from jaxrl.checkpoint.digest import WHOLE_BYTES, changes, digest_file, digest_model
+from jaxrl.checkpoint.fingerprint import WHOLE_BYTES, changes, digest_file, digest_model
 from jaxrl.checkpoint.store import Manifest
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config.schema import Config

@@ -15,6 +15,7 @@ from jaxrl.run.evaluation import (
     Z,
     estimates,
     evaluation_row,
+    judged,
     mean_of,
     pass_at_k,
     pass_ks,
@@ -40,7 +41,8 @@ def judge(text, prompt):
 def row(*texts, sets=None):
     """Each argument holds the scores of one prompt's samples, as words."""
     groups = [[sampled(word) for word in several.split()] for several in texts]
-    return evaluation_row(sets or [held(len(groups))], groups, judge)
+    sets = sets or [held(len(groups))]
+    return evaluation_row(sets, groups, judged(sets, groups, judge))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -168,7 +170,7 @@ def test_a_row_by_hand():
         [sampled("1", 3), sampled("0", 5, "length"), sampled("0", 4)],
         [sampled("1", 2), sampled("1", 2), sampled("0.5", 2)],
     ]
-    found = evaluation_row([held(2)], groups, judge)
+    found = evaluation_row([held(2)], groups, judged([held(2)], groups, judge))
     # Prompts: means 1/3 and 5/6; one and two of three pass.
     assert found["eval/accuracy"] == pytest.approx((1 / 3 + 5 / 6) / 2)
     assert found["eval/pass@2"] == pytest.approx((2 / 3 + 1) / 2)
@@ -213,7 +215,7 @@ def test_an_answer_that_the_verifier_cannot_read_ends_no_evaluation():
     groups = [[sampled(r"\boxed{42}"), sampled("no idea {")] for _ in answers]
     sets = [EvalSet(prompts, 0)]
     for name in ("math", "number"):
-        found = evaluation_row(sets, groups, verifier(name))
+        found = evaluation_row(sets, groups, judged(sets, groups, verifier(name)))
         assert found["eval/accuracy"] == 0.5 and found["eval/unjudged"] == 8
     data = {"train": "x", "verifier": "math"}
     config = Config.parse({"algorithm": "sft", "student": {"model": "m"}, "data": data})

@@ -14,14 +14,14 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.schema import Config
-from jaxrl.data.thoughts import opening_of
+from jaxrl.data.chat_template import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward_model import score
 from jaxrl.run.check_inputs import end_ids, tokenizer_of
+from jaxrl.run.evaluation import prepare
 from jaxrl.run.generation import end_ids_of
-from jaxrl.run.held_out import prepare
 from jaxrl.run.job import make_job
 
 NEW = "<new>"

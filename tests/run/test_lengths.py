@@ -14,7 +14,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.formats.hf import save_hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.rope import LongRope
-from jaxrl.run.held_out import prepare
+from jaxrl.run.evaluation import prepare
 from jaxrl.run.job import make_job
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.runtime import wall_clock
 from jaxrl.runtime.local import LocalFuture, LocalWorker
-from jaxrl.runtime.wall_clock import GAP_S, TICK_S, WallClock
-from jaxrl.runtime.worker import DeadlineExceeded
+from jaxrl.runtime.worker import GAP_S, TICK_S, DeadlineExceeded, WallClock
 
 
 class Clock:
@@ -50,7 +48,7 @@ def test_a_busy_machine_is_awake() -> None:
 def test_a_call_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     watch = WallClock(clock)
-    monkeypatch.setattr(wall_clock, "_wall_clock", watch)
+    monkeypatch.setattr("jaxrl.runtime.worker._wall_clock", watch)
     worker = LocalWorker("actor")
     call = LocalFuture("actor", "update", (), {}, 600, False, worker)
     call.times.started = clock.now

@@ -211,7 +211,7 @@ def test_each_name_of_the_table_has_one_entry() -> None:
         for variable, example in examples.items():
             name = name.replace(variable, example)
         assert describe(name) is metric, name
-        assert sum(p.fullmatch(name) is not None for p, _ in metrics._patterns()) <= 1, name
+        assert sum(p.fullmatch(name) is not None for p, _ in metrics._PATTERNS) <= 1, name
 
 
 def test_the_page_of_the_table_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:

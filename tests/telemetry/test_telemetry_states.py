@@ -241,8 +241,8 @@ def read(path: Path, kind: str = "X") -> list[dict[str, Any]]:
 
 
 class Drawn(list[tuple[str, str, float, float]]):
-    def __call__(self, worker: str, phase: str, start: float, end: float) -> None:
-        self.append((worker, phase, start, end))
+    def __call__(self, track: str, phase: str, start: float, end: float) -> None:
+        self.append((track.removeprefix("worker "), phase, start, end))
 
 
 def test_states_become_spans_without_gap_or_overlap() -> None:
@@ -318,7 +318,7 @@ def test_the_file_is_whole_after_every_flush_with_states(tmp_path: Path) -> None
     for resumed in (False, True):
         with Timeline(path, after_resume=resumed) as timeline:
             now = time.monotonic()
-            timeline.state("teacher", "idle", now, now + 1.0)
+            timeline.span("worker teacher", "idle", now, now + 1.0)
             assert [span["name"] for span in read(path)] == ["idle"] * resumed
             timeline.flush()
             (*_, begun) = read(path, "i")
@@ -334,7 +334,7 @@ def test_without_a_path_no_state_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(timeline_module, "Ticker", None)
     with Timeline(None) as timeline:
         timeline.watch_states(lambda: [ACTOR])
-        timeline.state("actor", "idle", 0.0, 1.0)
+        timeline.span("worker actor", "idle", 0.0, 1.0)
         timeline.flush()
 
 

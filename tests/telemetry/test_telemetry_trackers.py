@@ -46,7 +46,9 @@ def open_for(
     run_dir: Path, messages: list[str], resumed_at: int | None = None, **keys: Any
 ) -> Trackers:
     config = LoggingConfig(**({"tensorboard": False} | keys))
-    return open_trackers(config, RunFacts("name", run_dir, SETTINGS, resumed_at, messages.append))
+    opened = open_trackers(config, RunFacts("name", run_dir, SETTINGS, resumed_at, messages.append))
+    assert opened is not None
+    return opened
 
 
 def events(run_dir: Path) -> list[list[Event]]:
@@ -301,7 +303,9 @@ def test_mlflow_takes_every_key_of_a_config(tmp_path: Path, mlflow: FakeMLflow) 
     messages: list[str] = []
     config = LoggingConfig(tensorboard=False, mlflow="tests")
     facts = RunFacts("name", tmp_path, settings, None, messages.append)
-    open_trackers(config, facts).close(timeout=20)
+    opened = open_trackers(config, facts)
+    assert opened is not None
+    opened.close(timeout=20)
     params = {call[1]: call[2] for call in mlflow.calls if call[0] == "param"}
     assert len(messages) == 1 and params == {
         key: str(value)[:500] for key, value in flatten_dict(settings, sep=".").items()

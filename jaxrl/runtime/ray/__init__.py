@@ -17,7 +17,7 @@ In the order of a run:
     connect.py        the devices that a run would get; joins a cluster
     local_cluster.py  a cluster of the run's own on this host: how it listens, is watched, and ends
     hosts.py          the hosts of a cluster, and processes seen from outside
-    calls.py          pools, calls to them, how arguments travel, and when each call is sent
+    remote_calls.py   pools, calls to them, how arguments travel, and when each call is sent
     worker_group.py   new processes with their devices and roles; what the loop sees of them
     supervise.py      the thread that decides: reports, deadlines, losses
 

@@ -91,8 +91,7 @@ def find_seats(
     config: RayConfig, placement: Placement, look_at: Callable[[], list[Host]]
 ) -> tuple[Kind, tuple[ProcessSlot, ...]]:
     """Returns what the devices are, and where each process goes. What ended a moment ago gets a
-    while to leave the cluster.
-    """
+    while to leave the cluster."""
     end = time.monotonic() + FREE_S
     while True:
         hosts = look_at()

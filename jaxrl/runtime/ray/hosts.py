@@ -172,8 +172,7 @@ def end_here(pools: Sequence[RayPool]) -> None:
 
 def _there(pool: RayPool, rank: int, function: Callable[..., object], *args: object) -> object:
     """Runs a function on the host of a process: its result, or where that will be. Hosts may have
-    the same name, as containers often do: only the node's number tells them apart.
-    """
+    the same name, as containers often do: only the node's number tells them apart."""
     host = pool.process_slots[rank].host.id
     if host in ("", ray.get_runtime_context().get_node_id()):
         return function(*args)

@@ -167,8 +167,7 @@ def in_cluster() -> bool:
 
 def usable() -> bool:
     """Returns whether no daemon of a cluster of this process has ended or is stopped, so that Ray
-    may be called without a bound.
-    """
+    may be called without a bound."""
     return all(_status(daemon) == "works" for daemon in daemons().values())
 
 
@@ -341,8 +340,7 @@ def leave(answers: bool = True) -> None:
 
 def bounded(function: Callable[[], object], seconds: float) -> bool:
     """Calls `function` on a thread of its own; returns whether it has come back in time. One that
-    has not keeps the process from ending as Python would end it (`left_behind`).
-    """
+    has not keeps the process from ending as Python would end it (`left_behind`)."""
     thread = threading.Thread(target=function, name=f"bounded:{function.__name__}", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -234,8 +234,7 @@ class Sender:
 
     def fail(self, error: BaseException) -> None:
         """Ends all calls: whoever waits gets the first error. Where the thread with the lock
-        does not come back from Ray, they find it by themselves (`check`).
-        """
+        does not come back from Ray, they find it by themselves (`check`)."""
         self.failure = self.failure or error
         if not self.lock.acquire(timeout=LOCK_S):
             return
@@ -248,8 +247,7 @@ class Sender:
 
     def flush(self, pool: RayPool) -> None:
         """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.
-        With the lock held.
-        """
+        With the lock held."""
         if not pool.alive or pool.lost_at is not None:
             return
         for future in self.unfinished(pool):

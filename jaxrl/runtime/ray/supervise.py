@@ -19,8 +19,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.runtime.ray.hosts import check_nodes, diagnosis, kill, last_line
 from jaxrl.runtime.ray.remote_calls import STATEFUL, RayFuture, RayPool, Sender
 from jaxrl.runtime.role_server import CallReport, InputLost, ProcessStatus
-from jaxrl.runtime.wall_clock import wall_clock
-from jaxrl.runtime.worker import RunLost, WorkerError
+from jaxrl.runtime.worker import RunLost, WorkerError, wall_clock
 
 Log = Callable[[str], None]
 ASK_S = 1.0

@@ -54,8 +54,16 @@ from jaxrl.runtime.ray.local_cluster import (
 from jaxrl.runtime.ray.remote_calls import FETCH_S, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.ray.supervise import Log, NeverRan, NotStarted, Supervisor
 from jaxrl.runtime.role_server import STARTING, CallRequest, WorkerServer
-from jaxrl.runtime.wall_clock import wall_clock
-from jaxrl.runtime.worker import POLL_S, PROFILE, Phase, RunLost, Stopped, WorkerError, WorkerState
+from jaxrl.runtime.worker import (
+    POLL_S,
+    PROFILE,
+    Phase,
+    RunLost,
+    Stopped,
+    WorkerError,
+    WorkerState,
+    wall_clock,
+)
 from jaxrl.sharding.placement import Placement, device_list
 
 MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
@@ -147,7 +155,7 @@ class RayWorkerGroup:
             config, self._sender, self._pools, log, self._launch, self._longest_s
         )
         self._reserved: Any = None
-        self._ending: str | None = None
+        self.ending: str | None = None
         self._guard = Guard(self._lost if started_here() else self._lose_head)
 
     # How they start.
@@ -180,7 +188,7 @@ class RayWorkerGroup:
                     raise NotStarted("Ray has not answered while the workers were started")
             started.result(timeout=0)
         except NeverRan as error:
-            self._ending = str(error)  # a raylet starts no other process for a minute
+            self.ending = str(error)  # a raylet starts no other process for a minute
             raise
         except NotStarted as error:
             raise RunLost(str(error)) from error
@@ -366,10 +374,6 @@ class RayWorkerGroup:
         pool = next(pool for pool in self._pools if role in pool.roles)
         return RayHandle(self._sender, pool, role)
 
-    def ending(self) -> str | None:
-        """Tells why the workers will soon end (`WorkerGroup.ending`)."""
-        return self._ending
-
     def states(self) -> list[WorkerState]:
         """Tells what each process does, as far as it was heard."""
         return [
@@ -428,16 +432,15 @@ class RayWorkerGroup:
 
     def _lose_head(self, why: str) -> None:
         """Notes the loss: workers and calls do without the head for a minute, time to save."""
-        self._ending = why
+        self.ending = why
 
     def stop(self) -> None:
         """Asks every process to end, then kills it. Who still waits for a call gets an error. Where
-        Ray does not answer, they are ended without it, and the cluster is left.
-        """
+        Ray does not answer, they are ended without it, and the cluster is left."""
         self._guard.stop()
         self._sender.fail(Stopped("the run is over"))
         self._supervisor.join()
-        if self._ending or not usable() or not bounded(self._end, END_S):
+        if self.ending or not usable() or not bounded(self._end, END_S):
             end_here(self._pools)
             leave(answers=False)
 
