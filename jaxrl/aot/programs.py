@@ -69,9 +69,9 @@ class Program:
     name: str
     jitted: Any
     args: tuple[Any, ...]
-    phases: tuple[str, ...] = ()
-    """Phases of the role in the plan (`plan_inputs.Account`) that this program covers. () if the
-    plan has no figure of its own for it."""
+    phases: tuple[str, ...] | None = None
+    """Phases of the role in the plan (`plan_inputs.Account`) that this program covers. None: the
+    one of its name, if there is one. (): the plan has no figure of its own for it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     beside: int = 0
     """Bytes that the role holds on a device meanwhile, apart from the arguments; without those of
@@ -93,7 +93,8 @@ class Program:
     def planned(self, account: Account) -> int | None:
         """Returns the bytes of its role on one device while it runs, as the plan has them; None
         where the plan does not count it apart, because a larger program of the role covers it."""
-        more = [size for phase, size in account.phases().items() if phase in self.phases]
+        phases = (self.name,) if self.phases is None else self.phases
+        more = [size for phase, size in account.phases().items() if phase in phases]
         return account.resident + max(more) if more else None
 
     def held(self, compiled: Any, total: int | None = None) -> int:
@@ -255,16 +256,6 @@ class RunPrograms:
             ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
         given = (self.params("teacher", model), self.sequences(role, rows, group), ids, *aligned)
         return score_program(model, projection), given
-
-
-PHASES = {
-    "prefill": "prefill",
-    "decode": "decode",
-    "longer cache": "longer cache",
-    "answers of environments": "answers",
-    "read again": "read again",
-}
-"""Program -> the phase of the plan that covers it."""
 
 
 def actor(run: RunPrograms) -> Iterator[Program]:
@@ -553,7 +544,7 @@ def reference(run: RunPrograms) -> Iterator[Program]:
     )
     rows = run.scored("reference", model, parts)
     given = (run.params("reference", model), run.sequences("reference", *rows))
-    yield Program("reference", "score", jitted, given, ("score",), calls=parts)
+    yield Program("reference", "score", jitted, given, calls=parts)
 
 
 def reward(run: RunPrograms) -> Iterator[Program]:
@@ -566,7 +557,7 @@ def reward(run: RunPrograms) -> Iterator[Program]:
     head = shaped((model.d_model,), jnp.float32, run.everywhere("reward"))
     batch = _batch(run, "reward", min(longest, model.max_positions), c.batch_tokens)
     given = (model, run.meshes["reward"], params, head, *batch)
-    yield Program("reward", "score", score_batch, given, ("score",))
+    yield Program("reward", "score", score_batch, given)
 
 
 def grouper(run: RunPrograms) -> Iterator[Program]:
@@ -579,7 +570,7 @@ def grouper(run: RunPrograms) -> Iterator[Program]:
     params = jax.tree.map(lambda x, s: shaped(x.shape, dtype, s), bert.tree(shapes), shardings)
     longest = min(run.setting.new_tokens, model.max_tokens)
     batch = _batch(run, "grouper", longest, c.batch_tokens)
-    yield Program("grouper", "embed", encode_batch, (model, mesh, params, *batch), ("embed",))
+    yield Program("grouper", "embed", encode_batch, (model, mesh, params, *batch))
 
 
 def _batch(
@@ -647,9 +638,8 @@ def engine_programs(
     def program(
         name: str, jitted: Any, *arrays: Any, beside: Any, calls: int, **static: Any
     ) -> Program:
-        phases = (PHASES[name],) if name in PHASES else ()
         otherwise = "waits" if name.endswith("again") else "eval"
-        given = (config, mesh, *arrays), phases, static, local_bytes(beside), calls, otherwise
+        given = (config, mesh, *arrays), (name,), static, local_bytes(beside), calls, otherwise
         return Program(role, name, jitted, *given)
 
     # The caches of prefilled prompts, of rows that slots share, and of slots or pages.

@@ -9,10 +9,9 @@ these programs also say which share of them travels while something is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -152,7 +151,7 @@ def stage_costs(
         link = min(links.of(copy, host_size) for copy in copies) * LINKS
         across = links.of(where, host_size) * LINKS
         computed = sum(part_seconds(part, n, ceilings) for part in parts)
-        sent, seen = _COLLECTIVES[role](m), compiled.get(role, Traffic())
+        sent, seen = _sent(m, role), compiled.get(role, Traffic())
         hidden = sum(sent[kind] * seen.hidden.get(kind, share) for kind, share in HIDDEN.items())
         replicas = sent.get(REPLICAS, 0.0)
         waited = (sum(sent.values()) - hidden - replicas) / link + replicas / across
@@ -175,7 +174,8 @@ def stage_costs(
 def counted_bytes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> dict[str, float]:
     """Counts, for each role, the bytes that its collectives send from a device in a step."""
     m = Setting(config, inputs, axes)
-    return {role: sum(_COLLECTIVES[role](m).values()) for role in axes if role in _COLLECTIVES}
+    roles = ("actor", "rollout", "teacher", "reference")
+    return {role: sum(_sent(m, role).values()) for role in roles if role in axes}
 
 
 def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
@@ -243,57 +243,38 @@ def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
     return whole * (axes.weights - 1) / axes.weights
 
 
-def _update(m: Setting) -> Sent:
-    axes, c = m.axes["actor"], m.config
+def _sent(m: Setting, role: str) -> Sent:
+    """Returns the bytes that a device of a role sends in a step."""
+    axes, c, student = m.axes[role], m.config, m.student
+    if role == "rollout":
+        prompts = c.batch_size * m.prompt_tokens // axes.rows
+        tokens = prompts + m.rows(role, m.sequences) * m.new_tokens
+        waited = _reduced(m, role, student, tokens) + _exchanged(m, role, student, tokens)
+        return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
+    if role != "actor":
+        models = m.inputs.teachers if role == "teacher" else (student,)
+        section: Any = c.roles[role]
+        tokens = m.rows(role, m.sequences) * (m.prompts(role) + m.new_tokens) // axes.context
+        gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
+        share = 1 / len(models) if c.mixture is None else 1.0
+        each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
+        return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
     count, rows = m.micro_batches()
     passes = count * c.minibatches * c.actor.epochs_per_batch
     forward = 2 if c.actor.remat == "full" else 1
-    gathers = (forward + 1) * _gathered(m, "actor", m.student)
     reduced = c.actor.reduce_dtype or c.actor.compute_dtype
-    grads = trained_bytes(m.student, axes.gathered, reduced)
-    if m.student.lora is None:
-        grads = layer_bytes(m.student, axes.gathered, reduced)
-    scattered = grads * (axes.weights - 1) / axes.weights
+    counted = layer_bytes if student.lora is None else trained_bytes
+    grads = counted(student, axes.gathered, reduced)
     tokens = rows * m.width // axes.context
-    moved = (forward + 1) * _reduced(m, "actor", m.student, tokens)
     exchanges = 2 if c.actor.remat == "none" else 3  # dots keeps no exchanged heads either
-    moved += exchanges * _exchanged(m, "actor", m.student, tokens)
-    replicas = grads / axes.weights * 2 * (axes.data - 1) / axes.data
+    moved = (forward + 1) * _reduced(m, role, student, tokens)
+    moved += exchanges * _exchanged(m, role, student, tokens)
     return {
-        GATHER: passes * gathers,
-        SCATTER: passes * scattered,
+        GATHER: passes * (forward + 1) * _gathered(m, role, student),
+        SCATTER: passes * grads * (axes.weights - 1) / axes.weights,
         OTHERS: passes * moved,
-        REPLICAS: passes * replicas,
+        REPLICAS: passes * grads / axes.weights * 2 * (axes.data - 1) / axes.data,
     }
-
-
-def _generate(m: Setting) -> Sent:
-    axes = m.axes["rollout"]
-    prompts = m.config.batch_size * m.prompt_tokens // axes.rows
-    drawn = m.rows("rollout", m.sequences) * m.new_tokens
-    waited = _reduced(m, "rollout", m.student, prompts + drawn)
-    waited += _exchanged(m, "rollout", m.student, prompts + drawn)
-    return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
-
-
-def _score(role: str, m: Setting) -> Sent:
-    models = m.inputs.teachers if role == "teacher" else (m.student,)
-    section: Any = m.config.roles[role]
-    width = m.prompts(role) + m.new_tokens
-    tokens = m.rows(role, m.sequences) * width // m.axes[role].context
-    gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
-    share = 1 / len(models) if m.config.mixture is None else 1.0
-    each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
-    return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
-
-
-_COLLECTIVES: dict[str, Callable[[Setting], Sent]] = {
-    "actor": _update,
-    "rollout": _generate,
-    "teacher": partial(_score, "teacher"),
-    "reference": partial(_score, "reference"),
-}
-"""Role -> the bytes that a device sends in a step."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def decode(
         mix,
         dict.fromkeys(config.lenders),
         mesh,
-        ridge=ridge(target_on(mesh).kind),
+        ridge=None if config.experts is None else ridge(target_on(mesh).kind),
     )
     reads = jnp.ones(tokens.shape, bool) if live is None else live
 

@@ -182,9 +182,11 @@ def build(
     """
     target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
     asked, config = config, config.with_dtypes(default_dtype(target))
+
     # A process of another launcher than Ray's has a host alone.
     names = [getattr(device, "host", device.process_index) for device in seen.devices]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+
     # Emulated devices share the free memory of their host, where that is known, with each process.
     by_host: dict[str, list[tuple[int, DeviceFacts]]] = {}
     for item in enumerate(seen.devices if target.platform == "cpu" and limit_gb is None else ()):
@@ -197,6 +199,7 @@ def build(
             beside = len({device.process_index for _, device in devices}) * PROCESS_BYTES + mapped
             counts = tuple(len(own.intersection(pool.devices)) for pool in placement.pools)
             hosts.append(HostMemory(host, free, beside, counts))
+
     # The smallest device of each pool counts; of accelerators that all know their own.
     limits: list[int | None] = []
     for pool in placement.pools:
@@ -216,6 +219,7 @@ def build(
         hosts=tuple(hosts),
         **(frozen or {}),
     )
+
     try_kernels(seen.devices, inputs.kernel_uses(config, inputs.roles))  # the plan counts them
     run = config
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
@@ -228,6 +232,7 @@ def build(
         chosen = (*chosen, what)
     accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)
+
     shares = []  # of the GPUs, for each kind that there is
     for device in seen.devices:
         limit = bytes_limit(device) if device.platform in GPU else None
@@ -248,9 +253,11 @@ def build(
         *_transfer_notes(config, inputs),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),
     )
+
     verdict, advice = [_verdict(pools, hosts)], advise(config, inputs)
     verdict += filter(None, [room(config, inputs)])
     verdict += faster(config, inputs)
+
     planning = fits_elsewhere = False
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())

@@ -224,11 +224,11 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
         answers = m.run(role, model, ANSWER_ROWS, ANSWER_TOKENS[1])
         picked = 2 * cache // of.slots * min(of.slots, ANSWER_ROWS)
         scored = heads * ANSWER_ROWS * ANSWER_TOKENS[1] * of.positions
-        work["answers"] = picked + max(answers.forward(), 2 * F32 * scored)
+        work["answers of environments"] = picked + max(answers.forward(), 2 * F32 * scored)
     if of.pages:  # the pool does not grow
         read = cache_bytes(model, axes, 1, of.whole, dtype)
         work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
-    if of.pages or "answers" in work:
+    if of.pages or "answers of environments" in work:
         del work["longer cache"]
     yield Entry("cache", "keys and values of prompts", held, "prefill")
     for phase, size in work.items():

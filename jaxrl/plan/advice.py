@@ -56,7 +56,7 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
         changes, name = [change for change, _ in helpful], peak.pool.name
         together = _peak(config, inputs, index, changes) if changes else None
         more = f"give {name} more than its {counted(len(peak.pool.devices), 'device')} in the mesh"
-        if together is None:
+        if together is None or inputs.limits[index] is None:
             lines.append(f"{name}: {more}")
         elif together <= peak.limit:
             lines.append(f"{name}: all of them together take {together / 1e9:.1f} GB, which fits")

@@ -4,6 +4,7 @@ widths, and what follows from them of how roles cut and share their work."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,11 +71,11 @@ class Account:
 
     def phases(self) -> dict[str, int]:
         """Maps each phase to its bytes beyond what is resident."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = defaultdict(int)
         for entry in self.entries:
             if entry.phase is not None:
-                found[entry.phase] = found.get(entry.phase, 0) + entry.bytes
-        return found
+                sizes[entry.phase] += entry.bytes
+        return dict(sizes)
 
     def column(self, column: Column) -> int:
         """Returns what is resident of a column, and the most that one phase adds to it."""
@@ -146,15 +147,15 @@ class HostMemory:
         needed = self.needed([pool.bytes for pool in pools])
         if needed <= self.limit:
             return ""
-        each = [
+        parts = [
             f"{f'{n} x ' if n > 1 else ''}{peak.bytes / GB:.1f} {peak.pool.name}"
             for peak, n in zip(pools, self.devices, strict=True)
             if n
         ]
-        parts = " + ".join([*each, f"{self.beside / GB:.1f} processes and mapped files"])
+        parts.append(f"{self.beside / GB:.1f} processes and mapped files")
         return (
-            f"{self.name} needs {needed / GB:.1f} GB of {self.limit / GB:.1f} ({parts}),"
-            f" {(needed - self.limit) / GB:.1f} too much"
+            f"{self.name} needs {needed / GB:.1f} GB of {self.limit / GB:.1f}"
+            f" ({' + '.join(parts)}), {(needed - self.limit) / GB:.1f} too much"
         )
 
     def note(self, sizes: Sequence[int]) -> str:
@@ -166,12 +167,6 @@ class HostMemory:
             f" {self.needed(sizes) / GB:.1f} GB of it, {self.beside / GB:.1f} GB of that for"
             " processes and mapped files. A limit in the table is what the others leave"
         )
-
-    def left(self, pool: int, sizes: Sequence[int]) -> int | None:
-        """Returns the bytes that the other pools leave to a device of this one; None where it has
-        none here."""
-        n, size = self.devices[pool], sizes[pool]
-        return (self.limit - self.needed(sizes)) // n + size if n else None
 
 
 @dataclass(frozen=True)
@@ -209,8 +204,8 @@ class PlanInputs:
     def widths(self, config: Config) -> tuple[int, int]:
         """Returns the widths of the longest prompts and completions, as arrays have them."""
         multiple = self.target.width_multiple
-        asked = config.max_prompt_tokens, config.max_new_tokens
-        return round_up(asked[0], multiple), round_up(asked[1], multiple)
+        tokens = config.max_prompt_tokens, config.max_new_tokens
+        return round_up(tokens[0], multiple), round_up(tokens[1], multiple)
 
     def model(self, role: str) -> DecoderConfig | EncoderConfig:
         own = {"teacher": self.teacher, "reward": self.reward, "grouper": self.grouper}
@@ -291,23 +286,23 @@ class PlanInputs:
         Where devices are emulated, the limit of a pool is what the others leave of its hosts: one
         fits where all do.
         """
-        where, found = self.placement.roles, []
+        where, pools = self.placement.roles, []
         for pool, limit in zip(self.placement.pools, self.limits, strict=True):
+            mine = [role for role in pool.roles if role in accounts]
             loads = [
-                peak(
-                    accounts[r] for r in pool.roles if r in accounts and device in where[r].devices
-                )
+                peak(accounts[role] for role in mine if device in where[role].devices)
                 for device in pool.devices
             ]
-            found.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
-        if not self.hosts:
-            return tuple(found)
-        sizes = [pool.bytes for pool in found]
-        left = [[host.left(i, sizes) for host in self.hosts] for i in range(len(found))]
-        return tuple(
-            replace(pool, limit=min((n for n in each if n is not None), default=None))
-            for pool, each in zip(found, left, strict=True)
-        )
+            pools.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
+        sizes = [pool.bytes for pool in pools]
+        for i, pool_peak in enumerate(pools if self.hosts else ()):
+            left = [
+                (host.limit - host.needed(sizes)) // host.devices[i] + sizes[i]
+                for host in self.hosts
+                if host.devices[i]
+            ]
+            pools[i] = replace(pool_peak, limit=min(left, default=None))
+        return tuple(pools)
 
     def spanned(self, role: str) -> int:
         """Returns the number of hosts among which the devices of a role are divided evenly; 1 where

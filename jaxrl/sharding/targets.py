@@ -217,50 +217,46 @@ def target_machine(name: str, option: str) -> TargetMachine:
         UserError: there is no such machine.
     """
     gpu = re.fullmatch(r"([a-z]\w*?)x(\d+)", name)
-    tpu = re.fullmatch(r"tpu-(\w+?)(?::(\d+(?:x\d+)*))?", name)
     if gpu is not None and gpu[1] in GPUS and int(gpu[2]) > 0:
-        return _gpus(name, option, int(gpu[2]), GPUS[gpu[1]])
+        count = int(gpu[2])
+        hosts = -(-count // HOST_GPUS)
+        if hosts > 1 and (count % HOST_GPUS or count > MOST_GPUS):
+            raise UserError(
+                f"{option} {name}: {count} GPUs; allowed are 1 to {HOST_GPUS} on one host, and"
+                f" several hosts of {HOST_GPUS}, that is multiples of {HOST_GPUS} up to {MOST_GPUS}"
+            )
+        return TargetMachine(name, GPUS[gpu[1]], (count,), hosts)
+
+    tpu = re.fullmatch(r"tpu-(\w+?)(?::(\d+(?:x\d+)*))?", name)
     if tpu is not None and tpu[1] in TPUS:
-        return _slice(name, option, tpu[1], tpu[2] or "1x1")
+        chip, sizes = TPUS[tpu[1]], [int(n) for n in (tpu[2] or "1x1").split("x")]
+        dims = len(chip.largest)
+        sizes += [1] * (dims - len(sizes))
+        hosts_of = HOST_CHIPS[:dims]
+        part = math.prod(sizes) in (1, 2)  # of a host
+        whole = len(sizes) == dims and all(
+            n % host == 0 and 0 < n <= most
+            for n, host, most in zip(sizes, hosts_of, chip.largest, strict=True)
+        )
+        if len(sizes) > dims or not (part or whole):
+            one, largest = ("x".join(map(str, shape)) for shape in (hosts_of, chip.largest))
+            raise UserError(
+                f"{option} {name}: there is no such slice; a tpu-{tpu[1]} is 1 or 2 chips, or hosts"
+                f" of {one} chips side by side, up to {largest} chips, as in tpu-{tpu[1]}:{one}"
+            )
+        hosts = 1 if part else math.prod(sizes) // math.prod(hosts_of)
+        return TargetMachine(name, chip, tuple(sizes), hosts)
+
     slices = (f"tpu-{chip}:{'x'.join('NMK'[: len(tpu.largest)])}" for chip, tpu in TPUS.items())
     known = ", ".join([*(f"{gpu}xN" for gpu in GPUS), *slices])
-    count = name.rpartition("x")[2]
-    count = count if count.isdigit() and 0 < int(count) <= HOST_GPUS else "1"
+    digits = name.rpartition("x")[2]
+    digits = digits if digits.isdigit() and 0 < int(digits) <= HOST_GPUS else "1"
     plain = re.sub(r"[-_ ]", "", name.lower())
-    hint = near(plain, [*(f"{gpu}x{count}" for gpu in GPUS), *(f"tpu-{chip}" for chip in TPUS)])
+    hint = near(plain, [*(f"{gpu}x{digits}" for gpu in GPUS), *(f"tpu-{chip}" for chip in TPUS)])
     raise UserError(
         f"{option} {shlex.quote(name)}: no such target{hint}; allowed are {known}, as in h200x8,"
         " h200x16 (two hosts of 8) and tpu-v5e:2x4"
     )
-
-
-def _gpus(name: str, option: str, count: int, chip: Gpu) -> TargetMachine:
-    hosts = -(-count // HOST_GPUS)
-    if hosts > 1 and (count % HOST_GPUS or count > MOST_GPUS):
-        raise UserError(
-            f"{option} {name}: {count} GPUs; allowed are 1 to {HOST_GPUS} on one host, and several"
-            f" hosts of {HOST_GPUS}, that is multiples of {HOST_GPUS} up to {MOST_GPUS}"
-        )
-    return TargetMachine(name, chip, (count,), hosts)
-
-
-def _slice(name: str, option: str, chip: str, shape: str) -> TargetMachine:
-    tpu, sizes = TPUS[chip], [int(n) for n in shape.split("x")]
-    sizes += [1] * (len(tpu.largest) - len(sizes))
-    hosts_of = HOST_CHIPS[: len(tpu.largest)]
-    part = math.prod(sizes) in (1, 2)  # of a host
-    whole = len(sizes) == len(tpu.largest) and all(
-        n % host == 0 and 0 < n <= most
-        for n, host, most in zip(sizes, hosts_of, tpu.largest, strict=True)
-    )
-    if len(sizes) > len(tpu.largest) or not (part or whole):
-        one, largest = ("x".join(map(str, shape)) for shape in (hosts_of, tpu.largest))
-        raise UserError(
-            f"{option} {name}: there is no such slice; a tpu-{chip} is 1 or 2 chips, or hosts of"
-            f" {one} chips side by side, up to {largest} chips, as in tpu-{chip}:{one}"
-        )
-    hosts = 1 if part else math.prod(sizes) // math.prod(hosts_of)
-    return TargetMachine(name, tpu, tuple(sizes), hosts)
 
 
 PUBLISHED: dict[str, tuple[float, float]] = {
