@@ -221,7 +221,7 @@ def test_the_commands_of_a_config_are_understood(
 
 
 NEEDS = {
-    r"^(python -m )?pytest|^pip ": "",  # checked in full above; the package is built in its test
+    r"^(\S+=\S* )*(python -m )?pytest|^pip ": "",  # checked in full above; the package is built in its test
     r"FIRST|^ray |RAY_AUTH_MODE": "ray start",  # hosts: tests/runtime has clusters
     r"--compile|benchmarks/(decode_step|plan_compared)": r"\[(\w+,)*aot",
     r"serve[_-]teacher|teacher\.address=": r"\[serve\]|served",  # tests/teacher has servers
@@ -230,8 +230,8 @@ NEEDS = {
     r"draw_rooms|run_notebooks": "",
 }
 """What is not run: a pattern of the command, and one of what its page then says."""
-FEW = {"steps": "2", "eval.every": "0", "eval.prompts": "4", "max_new_tokens": "8"}
-OF_YAML = {"batch_size": "8", "max_prompt_tokens": "64"}
+FEW = {"steps": 2, "eval.every": 0, "eval.prompts": 4, "max_new_tokens": 8}
+OF_YAML = {"batch_size": 8, "max_prompt_tokens": 64}
 """For run.yaml beside these, whose sizes are those of a GPU."""
 PLACEHOLDERS = {
     "MODEL": "runs/quickstart",
@@ -288,7 +288,7 @@ def run(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         name, _, value = words[0].partition("=")
         monkeypatch.setenv(name, value)
         words = words[1:]
-    name, argv = split([PLACEHOLDERS.get(word, word) for word in words])
+    name, argv = split(words)
     if name == "train" and not {"--dry-run", "--help"} & set(argv):
         argv = in_small(argv)
     if name in ("evaluate", "score"):
@@ -298,9 +298,8 @@ def run(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("scripts."):
         with monkeypatch.context() as patch:
             if hasattr(module, "train"):
-                small = dict(word.split("=") for word in in_small([]))
                 train = jaxrl.train
-                patch.setattr(module, "train", lambda config: train(Config.of(config, small)))
+                patch.setattr(module, "train", lambda config: train(Config.of(config, FEW)))
             assert cli.run(module.main, argv) == 0, words
         return
     if not hasattr(module, "main"):
@@ -356,9 +355,13 @@ def test_the_commands_of_a_page_run(
     (reader / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_examples(page, reader)
     of_their_run = ["student.lora.rank=4"] if "lora.rank" in page.read_text("utf-8") else []
+    doors = ({"question": "Find the treasure.", "door": 1 + n % 3} for n in range(9))
+    (reader / "data" / "doors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in doors))
     for words in commands(page):
         if what_is_needed(words) is not None:
             continue
+        words = [PLACEHOLDERS.get(word, word) for word in words]
+        shutil.rmtree("runs/run", ignore_errors=True)  # of another command of the page
         add_models(hub, None if "--dry-run" in words else tiny)
         train = "train" in split(words)[0]
         for folder in () if train else re.findall(r"runs/\w+(?!\S*\.\w)", " ".join(words)):
