@@ -221,7 +221,8 @@ def test_the_commands_of_a_config_are_understood(
 
 
 NEEDS = {
-    r"^(\S+=\S* )*(python -m )?pytest|^pip ": "",  # checked in full above; the package is built in its test
+    # Checked in full above; the package is built and installed in its test.
+    r"^(\S+=\S* )*(python -m )?pytest|^pip ": "",
     r"FIRST|^ray |RAY_AUTH_MODE": "ray start",  # hosts: tests/runtime has clusters
     r"--compile|benchmarks/(decode_step|plan_compared)": r"\[(\w+,)*aot",
     r"serve[_-]teacher|teacher\.address=": r"\[serve\]|served",  # tests/teacher has servers
