@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
@@ -92,8 +92,6 @@ CASES = {
     },
 }
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota")
-Moved = tuple[str, float, float]
-"""Shape of an array, and the bytes of it that a kernel reads and writes."""
 SLICES = ("dynamic-slice", "slice")
 POINTWISE = (
     *("bitcast", "bitcast-convert", "convert", "reshape", "pad", "add", "subtract", "multiply"),
@@ -119,6 +117,14 @@ class Step:
 
     def __mul__(self, n: float) -> Step:
         return Step(*(n * a for a in astuple(self)))
+
+
+class Moved(NamedTuple):
+    """An array of a kernel, and its bytes that the kernel reads and writes."""
+
+    shape: str
+    read: float
+    wrote: float
 
 
 def size(shapes: str) -> int:
@@ -167,8 +173,7 @@ def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
 def moved(
     line: Instruction, held: Mapping[str, str], lines_of: dict[str, list[Instruction]]
 ) -> Iterator[Moved]:
-    """Yields the shape of each array that an instruction reads or writes, and the bytes it reads
-    and writes of it."""
+    """Yields each array that an instruction reads or writes."""
     given = operands(line)
     if line.kind == "fusion":
         called = re.search(r"calls=%?([\w.\-]+)", line.rest)
@@ -176,22 +181,22 @@ def moved(
         body = lines_of[called[1]]
         names = {int(x.rest.partition(")")[0]): x.name for x in body if x.kind == "parameter"}
         for i, name in enumerate(given):
-            yield held[name], read_of(names[i], size(held[name]), body), 0
+            yield Moved(held[name], read_of(names[i], size(held[name]), body), 0)
         by_name = {x.name: x for x in body}
         root = body[-1]
         for name in operands(root) if root.kind == "tuple" else [root.name]:
-            yield by_name[name].result, 0, written(by_name[name], by_name)
+            yield Moved(by_name[name].result, 0, written(by_name[name], by_name))
     elif line.kind == "dynamic-update-slice":
         part = size(held[given[1]])
-        yield held[given[1]], part, part
+        yield Moved(held[given[1]], part, part)
     elif line.kind in (*SLICES, "gather"):
-        yield line.result, size(line.result), size(line.result)
+        yield Moved(line.result, size(line.result), size(line.result))
     else:
         for name in given:
-            yield held[name], size(held[name]), 0
+            yield Moved(held[name], size(held[name]), 0)
         for array in ARRAY.finditer(line.result):
             scratch = "cublas" in line.rest and array[0].startswith("s8[")
-            yield array[0], 0, 0 if scratch else size(array[0])
+            yield Moved(array[0], 0, 0 if scratch else size(array[0]))
 
 
 def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
@@ -210,7 +215,7 @@ def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
 
 def total(arrays: Iterable[Moved]) -> float:
     """Sums what `moved` says."""
-    return sum(read + wrote for _, read, wrote in arrays)
+    return sum(array.read + array.wrote for array in arrays)
 
 
 def step(text: str) -> tuple[int, float]:
@@ -225,9 +230,8 @@ def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
     logits = slots * vocabulary * 4
     padded = slots * -(-vocabulary // BLOCK) * BLOCK * 4
     every = (array for _, arrays in kernels(text) for array in arrays)
-    arrays = [array for array in every if size(array[0]) in (logits, padded)]
-    read, wrote = (sum(array[i] for array in arrays) / logits for i in (1, 2))
-    return read, wrote
+    arrays = [array for array in every if size(array.shape) in (logits, padded)]
+    return sum(x.read for x in arrays) / logits, sum(x.wrote for x in arrays) / logits
 
 
 def compiled(case: Case, layers: int) -> Compiling:
@@ -264,7 +268,7 @@ def listed(case: Case) -> Iterator[str]:
     """Yields a line for each kernel of the step of a model of one layer: MB that it reads and
     writes, its result, and the operation that it is named after."""
     for line, arrays in kernels(compiled(case, 1).text):
-        read, wrote = (sum(array[i] for array in arrays) / 1e6 for i in (1, 2))
+        read, wrote = sum(x.read for x in arrays) / 1e6, sum(x.wrote for x in arrays) / 1e6
         operation = re.search(r'op_name="[^"]*?([^"/]*)"', line.rest)
         yield f"{read:9.3f} {wrote:8.3f} {operation[1] if operation else '':24} {line.result}"
 
