@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
@@ -138,23 +139,22 @@ def operands(line: Instruction) -> list[str]:
     return OPERAND.findall(re.split(r"\), |\)$", line.rest)[0])
 
 
-def read_of(name: str, whole: int, body: Sequence[Instruction]) -> float:
-    """Counts the bytes that a fusion reads of a parameter of so many, or of what it computes of one
-    element by element: slices and gathers read parts of it, also of sums over an outer dim, and
+def read_shares(body: Sequence[Instruction]) -> dict[str, float]:
+    """Returns for each value of a fusion the part of it that is read. Slices and gathers read parts
+    of it, also through what is computed of one element by element, or summed over an outer dim;
     what is updated in place is not read."""
-    total = 0.0
-    for line in body:
+    sizes, shares = {line.name: size(line.result) for line in body}, defaultdict[str, float](float)
+    for line in reversed(body):
         given = operands(line) if line.kind != "parameter" else []
-        if name not in given:
-            continue
-        if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
-            result = size(line.result)
-            total += whole * read_of(line.name, result, body) / result
-        elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
-            total += size(line.result)
-        elif line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name:
-            return whole
-    return min(total, whole)
+        for name in set(given):
+            if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
+                part = shares[line.name]
+            elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
+                part = sizes[line.name] / max(sizes[name], 1)
+            else:
+                part = line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name
+            shares[name] = min(shares[name] + part, 1)
+    return shares
 
 
 def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
@@ -180,8 +180,9 @@ def moved(
         assert called is not None
         body = lines_of[called[1]]
         names = {int(x.rest.partition(")")[0]): x.name for x in body if x.kind == "parameter"}
+        shares = read_shares(body)
         for i, name in enumerate(given):
-            yield Moved(held[name], read_of(names[i], size(held[name]), body), 0)
+            yield Moved(held[name], size(held[name]) * shares[names[i]], 0)
         by_name = {x.name: x for x in body}
         root = body[-1]
         for name in operands(root) if root.kind == "tuple" else [root.name]:

@@ -335,6 +335,7 @@ ONE_GPU = {"mesh": "actor+rollout+teacher=1"}
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("t4x1", ONE_GPU),
     "top-p": ("h100x1", ONE_GPU | {"sampling": {"top_p": 0.95, "top_k": 50}}),
+    "greedy": ("h100x1", ONE_GPU | {"sampling": {"temperature": 0.0}, "group_size": 1}),
     "tensor": (
         "h100x2",
         {"mesh": "actor+rollout+teacher=2", "rollout": {"parallel": {"tensor": 2}}},
@@ -381,16 +382,12 @@ def test_a_decode_step_moves_little_beside_weights_and_keys(steps):
 
 
 @pytest.mark.parametrize(("name", "reads"), [("plain", 2), ("top-p", 3), ("greedy", 2)])
-def test_the_logits_are_written_once_and_read_in_few_passes(name, reads, steps, on_a_t4):
+def test_the_logits_are_written_once_and_read_in_few_passes(name, reads, steps):
     """For the largest of each block of ids, and for the sums of blocks: all that a draw and its
     log-probs need. Top-p needs the total before its sums; what it reads of candidates is little.
     No weights are stored."""
-    if name == "greedy":
-        (decode,) = (x for x in on_a_t4["gspo"] if x.program.name == "decode for evaluations")
-    else:
-        decode = steps[name]
-    slots, vocabulary = len(decode.program.args[4]), STUDENT["vocab_size"]
-    read, wrote = passes(decode.text, slots, vocabulary)
+    slots = steps[name].program.args[4].shape[0]
+    read, wrote = passes(steps[name].text, slots, STUDENT["vocab_size"])
     assert reads <= read < reads + 0.15 and wrote == 1
 
 
