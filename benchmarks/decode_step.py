@@ -15,11 +15,12 @@ import math
 import re
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
@@ -92,8 +93,6 @@ CASES = {
     },
 }
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota")
-Moved = tuple[str, float, float]
-"""Shape of an array, and the bytes of it that a kernel reads and writes."""
 SLICES = ("dynamic-slice", "slice")
 POINTWISE = (
     *("bitcast", "bitcast-convert", "convert", "reshape", "pad", "add", "subtract", "multiply"),
@@ -121,6 +120,14 @@ class Step:
         return Step(*(n * a for a in astuple(self)))
 
 
+class Moved(NamedTuple):
+    """An array of a kernel, and its bytes that the kernel reads and writes."""
+
+    shape: str
+    read: float
+    wrote: float
+
+
 def size(shapes: str) -> int:
     return sum(
         int(bits or 8) * math.prod(int(n) for n in dims.split(",") if n) // 8
@@ -132,23 +139,22 @@ def operands(line: Instruction) -> list[str]:
     return OPERAND.findall(re.split(r"\), |\)$", line.rest)[0])
 
 
-def read_of(name: str, whole: int, body: Sequence[Instruction]) -> float:
-    """Counts the bytes that a fusion reads of a parameter of so many, or of what it computes of one
-    element by element: slices and gathers read parts of it, also of sums over an outer dim, and
+def read_shares(body: Sequence[Instruction]) -> dict[str, float]:
+    """Returns for each value of a fusion the part of it that is read. Slices and gathers read parts
+    of it, also through what is computed of one element by element, or summed over an outer dim;
     what is updated in place is not read."""
-    total = 0.0
-    for line in body:
+    sizes, shares = {line.name: size(line.result) for line in body}, defaultdict[str, float](float)
+    for line in reversed(body):
         given = operands(line) if line.kind != "parameter" else []
-        if name not in given:
-            continue
-        if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
-            result = size(line.result)
-            total += whole * read_of(line.name, result, body) / result
-        elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
-            total += size(line.result)
-        elif line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name:
-            return whole
-    return min(total, whole)
+        for name in set(given):
+            if line.kind in (*POINTWISE, "reduce") and line is not body[-1]:
+                part = shares[line.name]
+            elif line.kind in SLICES or (line.kind == "gather" and given[0] == name):
+                part = sizes[line.name] / max(sizes[name], 1)
+            else:
+                part = line.kind not in ("dynamic-update-slice", "scatter") or given[0] != name
+            shares[name] = min(shares[name] + part, 1)
+    return shares
 
 
 def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
@@ -167,31 +173,31 @@ def written(line: Instruction, body: Mapping[str, Instruction]) -> int:
 def moved(
     line: Instruction, held: Mapping[str, str], lines_of: dict[str, list[Instruction]]
 ) -> Iterator[Moved]:
-    """Yields the shape of each array that an instruction reads or writes, and the bytes it reads
-    and writes of it."""
+    """Yields each array that an instruction reads or writes."""
     given = operands(line)
     if line.kind == "fusion":
         called = re.search(r"calls=%?([\w.\-]+)", line.rest)
         assert called is not None
         body = lines_of[called[1]]
         names = {int(x.rest.partition(")")[0]): x.name for x in body if x.kind == "parameter"}
+        shares = read_shares(body)
         for i, name in enumerate(given):
-            yield held[name], read_of(names[i], size(held[name]), body), 0
+            yield Moved(held[name], size(held[name]) * shares[names[i]], 0)
         by_name = {x.name: x for x in body}
         root = body[-1]
         for name in operands(root) if root.kind == "tuple" else [root.name]:
-            yield by_name[name].result, 0, written(by_name[name], by_name)
+            yield Moved(by_name[name].result, 0, written(by_name[name], by_name))
     elif line.kind == "dynamic-update-slice":
         part = size(held[given[1]])
-        yield held[given[1]], part, part
+        yield Moved(held[given[1]], part, part)
     elif line.kind in (*SLICES, "gather"):
-        yield line.result, size(line.result), size(line.result)
+        yield Moved(line.result, size(line.result), size(line.result))
     else:
         for name in given:
-            yield held[name], size(held[name]), 0
+            yield Moved(held[name], size(held[name]), 0)
         for array in ARRAY.finditer(line.result):
             scratch = "cublas" in line.rest and array[0].startswith("s8[")
-            yield array[0], 0, 0 if scratch else size(array[0])
+            yield Moved(array[0], 0, 0 if scratch else size(array[0]))
 
 
 def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
@@ -210,7 +216,7 @@ def kernels(text: str) -> list[tuple[Instruction, list[Moved]]]:
 
 def total(arrays: Iterable[Moved]) -> float:
     """Sums what `moved` says."""
-    return sum(read + wrote for _, read, wrote in arrays)
+    return sum(array.read + array.wrote for array in arrays)
 
 
 def step(text: str) -> tuple[int, float]:
@@ -225,9 +231,8 @@ def passes(text: str, slots: int, vocabulary: int) -> tuple[float, float]:
     logits = slots * vocabulary * 4
     padded = slots * -(-vocabulary // BLOCK) * BLOCK * 4
     every = (array for _, arrays in kernels(text) for array in arrays)
-    arrays = [array for array in every if size(array[0]) in (logits, padded)]
-    read, wrote = (sum(array[i] for array in arrays) / logits for i in (1, 2))
-    return read, wrote
+    arrays = [array for array in every if size(array.shape) in (logits, padded)]
+    return sum(x.read for x in arrays) / logits, sum(x.wrote for x in arrays) / logits
 
 
 def compiled(case: Case, layers: int) -> Compiling:
@@ -264,7 +269,7 @@ def listed(case: Case) -> Iterator[str]:
     """Yields a line for each kernel of the step of a model of one layer: MB that it reads and
     writes, its result, and the operation that it is named after."""
     for line, arrays in kernels(compiled(case, 1).text):
-        read, wrote = (sum(array[i] for array in arrays) / 1e6 for i in (1, 2))
+        read, wrote = sum(x.read for x in arrays) / 1e6, sum(x.wrote for x in arrays) / 1e6
         operation = re.search(r'op_name="[^"]*?([^"/]*)"', line.rest)
         yield f"{read:9.3f} {wrote:8.3f} {operation[1] if operation else '':24} {line.result}"
 
