@@ -46,7 +46,7 @@ class Manifest:
     versions: dict[str, str]
     """Of the libraries that wrote it."""
     depends: dict[str, str] = field(default_factory=dict)
-    """What the run depends on -> its digest (`run.depends.dependencies`)."""
+    """What the run depends on -> its digest (`run.job.dependencies`)."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path in the folder -> (bytes, CRC-32)."""
     format: int = FORMAT

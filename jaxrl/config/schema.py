@@ -2,8 +2,8 @@
 of a run come from: a file, the quickstart or the plain defaults.
 
 The keys of models and their devices are in `config.roles`, all others in `config.settings` and
-`config.run_config`; conditions on several sections are in `config.rules`. The class defaults suit
-models of one to several billion parameters on accelerators; the built-in quickstart
+`config.run_config`; conditions on several sections are in `config.cross_rules`. The class defaults
+suit models of one to several billion parameters on accelerators; the built-in quickstart
 (``configs/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
 algorithm learns from a teacher, ``teacher.model`` have no default.
 """

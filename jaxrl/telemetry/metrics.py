@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
-from jaxrl.process.json_types import JsonObject, finite, parse_json
+from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
 
@@ -309,7 +310,7 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
             kind = type(value).__name__
             raise TypeError(f"metric {name} must be one number, got {kind}") from error
         whole = metric.unit in _WHOLE and number.is_integer()
-        row[name] = int(number) if whole else finite(number)
+        row[name] = int(number) if whole else number if math.isfinite(number) else None
     if row["step"] != step:
         raise ValueError(f"row of step {step} carries step={row['step']}")
     return row
@@ -503,13 +504,11 @@ class SamplesWriter(JsonLines):
     """
 
     def write(self, samples: Sequence[Sample]) -> None:
-        rows = [
-            {
-                name: finite(value) if isinstance(value, float) else value  # null, as in metrics
-                for name, value in dataclasses.asdict(sample).items()
+        rows = [dataclasses.asdict(sample) for sample in samples]
+        for row in rows:  # null, as in metrics
+            row |= {
+                n: None for n, v in row.items() if isinstance(v, float) and not math.isfinite(v)
             }
-            for sample in samples
-        ]
         self.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
