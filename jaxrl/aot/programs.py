@@ -334,8 +334,16 @@ def actor(run: RunPrograms) -> Iterator[Program]:
                 whole = (model.vocab_size, model.d_model)
                 at = shaped(whole, dtype, head_sharding(whole, mesh))
                 yield one("rows of the head", jitted, at, start=True)
-    if signal is not None and "teacher" in run.meshes:
-        yield from _signal_moves(run, signal, own)
+    if signal is not None and "teacher" in run.meshes:  # a batch's signal comes from there
+        parts, sent = c.teacher.num_microbatches, []
+        size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)
+        part = replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
+        for leaf in jax.tree.leaves(part):
+            counts = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
+            pieces = [shaped((k, *leaf.shape[1:]), leaf.dtype, run.rows("teacher")) for k in counts]
+            sent.append(Rows(tuple(pieces)) if len(pieces) > 1 else pieces[0])
+        held = sum(run.teacher_bytes.values()), own
+        yield from _moves(run, "signal", ("teacher", "actor"), sent, [rows] * len(sent), held)
     if isinstance(signal, AlignedSignal):
         sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
         mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
@@ -352,30 +360,12 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     if batch.old_logprobs is not None:
         policy = join(base, state.params)
         given = (policy, TrainBatch(sequences), place, group)
-        held = local_bytes((state.opt_state, state.ema, frozen, batch))
-        held -= local_bytes((sequences, base))
-        yield Program("actor", "log-probs before", programs.old, given, beside=held)
+        beside = local_bytes((state.opt_state, state.ema, frozen, batch))
+        beside -= local_bytes((sequences, base))
+        yield Program("actor", "log-probs before", programs.old, given, beside=beside)
     yield from _published(run, programs, state.params, "rollout", own)
     if c.teacher_follows:
         yield from _published(run, programs, state.ema or state.params, "teacher", own)
-
-
-def _signal_moves(run: RunPrograms, signal: TeacherSignal, own: int) -> Iterator[Program]:
-    """Yields the programs that bring a batch's signal from the teacher to the actor."""
-    section, at = run.config.teacher, run.rows("teacher")
-    parts = section.num_microbatches
-    size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)
-
-    def sent(leaf: jax.ShapeDtypeStruct) -> Any:
-        rows = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
-        each = [shaped((n, *leaf.shape[1:]), leaf.dtype, at) for n in rows]
-        return Rows(tuple(each)) if len(each) > 1 else each[0]
-
-    if isinstance(signal, AlignedSignal):
-        signal = replace(signal, baseline=None)
-    xs = [sent(leaf) for leaf in jax.tree.leaves(signal)]
-    targets, held = [run.rows("actor")] * len(xs), sum(run.teacher_bytes.values())
-    yield from _moves(run, "signal", ("teacher", "actor"), xs, targets, (held, own))
 
 
 def _published(

@@ -62,8 +62,14 @@ def apart(ended: threading.Event, work: Callable[..., Iterable[T]], *args: objec
                     raise item
                 yield item
             if child.wait() != 0:
+                code = child.returncode
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 log.seek(0)
-                raise Died(_reason(child.returncode, log.read().decode(errors="replace")))
+                text = log.read().decode(errors="replace")
+                lines = [line.strip() for line in text.splitlines() if line.strip()]
+                fatal = next((found[1] for line in lines if (found := FATAL.match(line))), None)
+                last = fatal or next(iter(lines[-1:]), "it printed nothing")
+                raise Died(f"its process ended ({how}): {last}")
         finally:
             child.kill()
             child.wait()
@@ -97,11 +103,3 @@ def answer() -> None:
 def _end_with_stdin() -> None:
     sys.stdin.buffer.read()
     os._exit(1)
-
-
-def _reason(code: int, printed: str) -> str:
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    fatal = next((found[1] for line in lines if (found := FATAL.match(line))), None)
-    last = fatal or next(iter(lines[-1:]), "it printed nothing")
-    return f"its process ended ({how}): {last}"

@@ -134,10 +134,20 @@ def stage_costs(
     work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
-    prefill, decode = work["rollout", "generate"]
-    more = _step_experts(m, batch.tokens, steps)
-    decode = Work(decode.flops + more.flops, decode.bytes + more.bytes)
-    work["rollout", "generate"] = [prefill, decode]
+    if (c := m.student).experts is not None:
+        # What decode steps compute and move for their experts beside `decode_work`: rows that no
+        # token chose, kernels that are gathered, and what goes in and out of each product.
+        run, sampler = m.run("rollout", c, m.slots("rollout").slots, 1), axes["rollout"]
+        rows, gathered = run.step_blocks(ridge(inputs.target.kind))
+        wide, times = split(c.d_ff, sampler.tensor), sampler.size * c.n_layers * steps
+        chosen = c.n_layers * c.d_ff * c.experts.chosen * batch.tokens
+        moved = rows * 6 * wide
+        if gathered:
+            moved += rows * 4 * c.d_model + MOVES * gathered * 3 * c.d_model * wide
+        prefill, decode = work["rollout", "generate"]
+        flops = decode.flops + max(6 * c.d_model * (times * wide * rows - chosen), 0)
+        decode = Work(flops, decode.bytes + times * moved * run.itemsize)
+        work["rollout", "generate"] = [prefill, decode]
     if config.distill.signal == "student_topk" and known:
         once = forward * (1 / config.actor.epochs_per_batch)
         work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
@@ -192,23 +202,6 @@ def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
         kernels += ADAPTER_KERNELS
     latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
     return steps * (layers * kernels * LAUNCH_S + latency)
-
-
-def _step_experts(m: Setting, tokens: float, steps: int) -> Work:
-    """Returns what `steps` decode steps, of `tokens` in all, compute and move for their experts
-    beside `decode_work`: rows that no token chose, kernels that are gathered, and what goes in and
-    out of each product."""
-    c, axes = m.student, m.axes["rollout"]
-    if c.experts is None:
-        return Work(0, 0)
-    run = m.run("rollout", c, m.slots("rollout").slots, 1)
-    rows, gathered = run.step_blocks(ridge(m.inputs.target.kind))
-    wide, times = split(c.d_ff, axes.tensor), axes.size * c.n_layers * steps
-    flops = 6 * c.d_model * (times * wide * rows - c.n_layers * c.d_ff * c.experts.chosen * tokens)
-    moved = rows * 6 * wide
-    if gathered:
-        moved += rows * 4 * c.d_model + MOVES * gathered * 3 * c.d_model * wide
-    return Work(max(flops, 0), times * moved * run.itemsize)
 
 
 def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:

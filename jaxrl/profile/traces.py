@@ -255,16 +255,8 @@ class Profile:
                 self.notify(f"profile.steps: JAX's profiler wrote no trace: {problem}")
         if not self._rows:
             return
-        table = self._table(ended)
-        self.notify(f"{table.text()}\nprofile: {self.folder}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / STAGES_FILE).write_text(table.to_json(), encoding="utf-8")
-        except OSError as error:  # a disk that refuses ends no run
-            self.notify(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
 
-    def _table(self, ended: Mapping[str, Traced]) -> StageTable:
-        """Builds the table of the steps that have a row."""
+        # The table of the steps that have a row.
         placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
         steps = [row["step"] for row in rows]
@@ -294,13 +286,19 @@ class Profile:
             {role: len(placement.roles[role].devices) for role in pool_of},
             ceilings,
         )
-        return StageTable(
+        table = StageTable(
             (steps[0], steps[-1]),
             sum(end - start for start, end in windows) / len(steps),
             ceilings,
             stages,
             tuple(pool_waits(spans, windows, len(steps), pool_of)),
         )
+        self.notify(f"{table.text()}\nprofile: {self.folder}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / STAGES_FILE).write_text(table.to_json(), encoding="utf-8")
+        except OSError as error:  # a disk that refuses ends no run
+            self.notify(f"cannot write {self.folder / STAGES_FILE}: {error.strerror}")
 
     def _windows(self, spans: Sequence[Span], steps: Sequence[int]) -> list[Window]:
         """Returns the windows from update to update, without the time in which the trace began."""
