@@ -28,12 +28,11 @@ from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
 from jaxrl.plan.plan_context import asked, evaluated
 from jaxrl.roles.grouper import encode_batch
 from jaxrl.roles.reference import reference_program
-from jaxrl.roles.reward_model import score_batch
+from jaxrl.roles.reward import score_batch
 from jaxrl.roles.rollout import (
-    evaluation_sampling,
     merge_adapters_program,
+    sampling_params,
     topk_program,
-    training_sampling,
 )
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sampling.abstract_programs import abstract_programs
@@ -260,9 +259,9 @@ class Sampling:
         """
         c, width = self.run.config, self.run.setting.prompts(self.role)
         asks = asked(c, self.role)
-        ways = [(training_sampling(c, self.most), asks[0])] if share > 0 else []
+        ways = [(sampling_params(c, "train", self.most), asks[0])] if share > 0 else []
         if evaluated(c, self.role):
-            ways.append((evaluation_sampling(c, self.most), asks[-1]))
+            ways.append((sampling_params(c, "eval", self.most), asks[-1]))
         kinds = set()
         for i, (sampling, (prompts, samples)) in enumerate(ways):
             for name, jitted, arguments, static, beside, calls in abstract_programs(

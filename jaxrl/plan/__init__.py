@@ -41,7 +41,7 @@ from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.process.text_tables import WIDTH
-from jaxrl.roles.reward_model import read_reward
+from jaxrl.roles.reward import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit

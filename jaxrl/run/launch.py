@@ -41,8 +41,7 @@ from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.reward import Reward, RewardModel
-from jaxrl.roles.reward_model import open_reward
+from jaxrl.roles.reward import Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.run import build_teacher
 from jaxrl.run.build_teacher import frozen_of_teacher, receiver_of_teacher

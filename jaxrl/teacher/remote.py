@@ -19,8 +19,7 @@ from types import MappingProxyType
 import jax
 import numpy as np
 
-from jaxrl.algorithms.signals import merged_signal
-from jaxrl.algorithms.teacher_weights import teacher_weights
+from jaxrl.algorithms.signals import merged_signal, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
 from jaxrl.errors import UserError
