@@ -28,7 +28,7 @@ from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
 from jaxrl.plan.advice import with_choices
 from jaxrl.plan.plan_inputs import Account, PlanInputs
-from jaxrl.roles.rollout import training_sampling
+from jaxrl.roles.rollout import sampling_params
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import sampling_arrays
 from jaxrl.sharding.axes import Axes, row_shards
@@ -245,7 +245,7 @@ def arguments(run: DescribedRun, program: Program) -> list[Any]:
         )
         columns[:, decode.LIMIT] = columns[:, decode.COUNT] + steps + 1  # so that all steps run
         columns[:, decode.PROMPT] = np.arange(slots)
-        sampling = sampling_arrays(training_sampling(run.config, steps), 0, 0)
+        sampling = sampling_arrays(sampling_params(run.config, "train", steps), 0, 0)
         return [
             *(filled(params, below), zeros(cache), put(columns, table.sharding)),
             put(np.int32(slots + 1), number.sharding),

@@ -33,7 +33,7 @@ from comparison import (
 )
 
 from jaxrl import Config
-from jaxrl.algorithms.objective import configured
+from jaxrl.algorithms.methods import configured
 from jaxrl.losses.algorithm_table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent

@@ -36,7 +36,7 @@ _NAMES = {
 _HOMES = {
     "jaxrl.advantages": "jaxrl.algorithms.advantages",
     "jaxrl.models.encoder": "jaxrl.roles.grouper",
-    "jaxrl.models.reward": "jaxrl.roles.reward_model",
+    "jaxrl.models.reward": "jaxrl.roles.reward",
     "jaxrl.similarity": "jaxrl.algorithms.similarity",
 }
 """Public name of a module -> where it is."""

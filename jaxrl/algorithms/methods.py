@@ -7,7 +7,7 @@ differences are in `losses.algorithm_table`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -15,29 +15,46 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.algorithms.objective import by_row, mean_metrics, policy_metrics, policy_objective
-from jaxrl.algorithms.refill import refilled
-from jaxrl.algorithms.sampled_batch import prepare_rewarded
+from jaxrl.algorithms.advantages import opd_advantages
+from jaxrl.algorithms.protocols import Sources
+from jaxrl.algorithms.sampled_batch import credits_turns, prepare_rewarded, refilled
 from jaxrl.algorithms.signals import (
     Projection,
     completion_hidden,
     distill_loss,
+    entropy_aware_loss,
     packed,
-    packed_completions,
 )
-from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
-from jaxrl.losses.divergence import masked_sum
-from jaxrl.losses.head import logprobs_from_hidden
+from jaxrl.losses.correction import (
+    Correction,
+    NoCorrection,
+    TokenTIS,
+    correct,
+    diagnostics,
+    make_correction,
+)
+from jaxrl.losses.divergence import clamped_gap, masked_sum
+from jaxrl.losses.head import logprobs_and_entropy_from_hidden, logprobs_from_hidden
+from jaxrl.losses.policy import (
+    Objective,
+    entropy_term,
+    kl_term,
+    make_objective,
+    policy_loss,
+    ratio_notes,
+    token_mean,
+    token_metric,
+)
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Routed, balance_loss, expert_load, tokens_of_experts
 from jaxrl.models.packing import Packing, pack
 from jaxrl.models.parameters import Params, head
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import Future
-from jaxrl.sharding.split_rows import join_parts
+from jaxrl.sharding.reshard import join_parts
 from jaxrl.types import (
     Finish,
     Frozen,
@@ -46,11 +63,19 @@ from jaxrl.types import (
     Prepare,
     RoleScores,
     Rollout,
-    SumCount,
+    SampledSignal,
     Sums,
     Totals,
     TrainBatch,
 )
+
+
+def mean_metrics(
+    sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
+) -> dict[str, float]:
+    """Divides each metric's sum by its count; 0 where the count is 0. The usual `Finish`."""
+    metrics = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+    return metrics | dict(maxima)
 
 
 @dataclass(frozen=True)
@@ -152,19 +177,66 @@ def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
     return sources.data_completions(index)
 
 
+Terms = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
+"""(streams of a micro-batch, hidden states [X, m, D] of the completions in them (X streams of m
+scored tokens), LM head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`. Hidden
+states and head are in the compute dtype."""
+BALANCE = "policy/experts_balance"
+
+
+def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> Loss:
+    """Returns the loss of a micro-batch: its terms, on the policy's hidden states, and where the
+    model has experts the term that balances them, with metrics of their routers."""
+    coef = config.student.router_aux_loss_coef
+
+    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
+        packing, hidden, routed = _forward(config, model, mesh, params, batch)
+        kernel = head(params).astype(config.actor.dtype)
+        (total, count), sums, maxima = terms(packing, hidden, kernel, batch, frozen, totals)
+        if routed is None:
+            return (total, count), sums, maxima
+        # Entropy and load of the routers, as means over tokens and layers; and the loss that
+        # balances the experts, the only one of these with a gradient.
+        experts, real = model.experts, packing.real
+        assert experts is not None
+        load = expert_load(experts, routed.ids, real)
+        measured = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
+        tokens = real.sum(dtype=jnp.float32) * len(load)
+        names = "policy/experts_entropy", "policy/experts_load"
+        kept: Sums = {name: (x.sum(), tokens) for name, x in zip(names, measured, strict=True)}
+        own = tokens_of_experts(experts, routed, packing.copies)
+        whole = own if totals.of_experts is None else totals.of_experts
+        balance = balance_loss(experts, routed, whole) * whole[-1]
+        sums |= jax.lax.stop_gradient(kept) | {BALANCE: (balance, own[-1])}
+        if coef != 0:
+            # This micro-batch's part of the term. The actor divides by the tokens of all
+            # micro-batches, and the parts add up to the term itself (`balance_loss`), because f is
+            # that of the whole minibatch: how it is cut changes nothing.
+            total = total + coef * balance / jnp.maximum(whole[-1], 1) * totals.tokens
+        return (total, count), sums, maxima
+
+    return loss
+
+
 def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
     """Returns the loss function: the divergence between teacher and student at the completion
     tokens (GKD, arXiv 2306.13649)."""
     projection = Projection.of(config, mesh, vocab_size, model)
 
-    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
+    def divergence(
+        packing: Packing,
+        hidden: jax.Array,
+        kernel: jax.Array,
+        batch: TrainBatch,
+        frozen: Frozen,
+        totals: Totals,
+    ) -> LossParts:
         flat = packed(packing, batch)
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
         sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
-        return _balanced(config, (total, count), of_experts, totals), sums | of_experts, {}
+        return (total, count), sums, {}
 
-    return loss
+    return loss_of(config, model, mesh, divergence)
 
 
 def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
@@ -172,45 +244,27 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     options: Keywords = {"chunk": config.distill.loss_chunk, "mesh": mesh}
     options["softcap"] = model.final_softcap
 
-    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
-        completions = packed_completions(packing, batch.sequences)
+    def likelihood(
+        packing: Packing,
+        hidden: jax.Array,
+        kernel: jax.Array,
+        batch: TrainBatch,
+        frozen: Frozen,
+        totals: Totals,
+    ) -> LossParts:
+        completions = packed(packing, batch).sequences
         tokens, mask = completions.tokens, completions.loss_mask
         logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options)
         total = (-masked_sum(logprobs, mask), mask.astype(jnp.float32).sum())
-        return _balanced(config, total, of_experts, totals), {"sft/loss": total} | of_experts, {}
+        return total, {"sft/loss": total}, {}
 
-    return loss
+    return loss_of(config, model, mesh, likelihood)
 
 
-def _hidden(
-    config: Config,
-    model: DecoderConfig,
-    mesh: Mesh,
-    params: Params,
-    batch: TrainBatch,
-    totals: Totals,
-) -> tuple[Packing, jax.Array, jax.Array, Sums]:
-    """Returns the packing, the hidden states [X, m, D] of the completions in it (X streams of m
-    scored tokens) and the LM head [V, D], both in the compute dtype; and the metrics of the
-    experts, if there are any."""
-    packing, hidden, routed = _forward(config, model, mesh, params, batch)
-    kernel = head(params).astype(config.actor.dtype)
-    if routed is None:
-        return packing, hidden, kernel, {}
-    # Entropy and load of the routers, as means over tokens and layers; and the loss that balances
-    # the experts, the only one of these with a gradient.
-    experts, real = model.experts, packing.real
-    assert experts is not None
-    load = expert_load(experts, routed.ids, real)
-    measured = jnp.where(real[None], routed.entropy, 0.0).sum((1, 2)), load * real.sum()
-    count = real.sum(dtype=jnp.float32) * len(load)
-    names = "policy/experts_entropy", "policy/experts_load"
-    kept: Sums = {name: (x.sum(), count) for name, x in zip(names, measured, strict=True)}
-    own = tokens_of_experts(experts, routed, packing.copies)
-    whole = own if totals.of_experts is None else totals.of_experts
-    balance = {BALANCE: (balance_loss(experts, routed, whole) * whole[-1], own[-1])}
-    return packing, hidden, kernel, jax.lax.stop_gradient(kept) | balance
+def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
+    """Returns the loss function: the policy loss, plus the terms to which the config gives a weight
+    (KL, entropy, divergence)."""
+    return loss_of(config, model, mesh, policy_objective(config, model, mesh, vocab_size))
 
 
 def _forward(
@@ -225,9 +279,6 @@ def _forward(
     return packing, hidden, None if model.experts is None else routed[0]
 
 
-BALANCE = "policy/experts_balance"
-
-
 def tokens_to_balance(
     config: Config, model: DecoderConfig, mesh: Mesh, params: Params, batch: TrainBatch
 ) -> jax.Array:
@@ -237,31 +288,179 @@ def tokens_to_balance(
     return tokens_of_experts(model.experts, routed, packing.copies)
 
 
-def _balanced(config: Config, pair: SumCount, of_experts: Sums, totals: Totals) -> SumCount:
-    """Adds to the loss of a micro-batch its part of the term that balances experts.
+def configured(config: Config) -> Objective:
+    """Returns the algorithm's own objective, with the changes that `policy.*` makes to it. Raises
+    ValueError."""
+    p, loss = config.policy, config.spec.loss
+    if loss is None:
+        raise ValueError(f"algorithm={config.algorithm} has no policy loss")
+    constant = p.constant
+    own = p.aggregation is None and loss.aggregation == "sum_over_constant"
+    if constant is None and own and loss.constant is None:
+        constant = float(config.max_new_tokens)
+    objective = make_objective(
+        loss,
+        ratio=p.ratio,
+        aggregation=p.aggregation,
+        constant=constant,
+        clip_low=p.clip_low,
+        clip_high=p.clip_high,
+        clip_dual=p.clip_dual,
+        ratio_cap=p.ratio_cap,
+        tau_positive=p.tau_positive,
+        tau_negative=p.tau_negative,
+        clip_log=p.clip_log,
+    )
+    for used, what in (
+        (p.opd_coef > 0, f"opd_coef={p.opd_coef:g} weighs single tokens"),
+        (credits_turns(config), "environment.credit=turn weighs single turns"),
+    ):
+        if used and objective.ratio == "sequence":
+            raise ValueError(
+                f"{what}, and the ratio of algorithm={config.algorithm} is one of whole sequences:"
+                " take algorithm=gspo_token, or policy.ratio=sequence_token"
+            )
+    return objective
 
-    The actor divides by the tokens of all micro-batches, and the parts add up to the term itself
-    (`balance_loss`), because f is that of the whole minibatch: how it is cut changes nothing.
+
+def configured_correction(config: Config) -> Correction:
+    """Returns the off-policy correction that `policy.correction*` and the schedule describe. Raises
+    ValueError."""
+    p = config.policy
+    return make_correction(
+        config.correction,
+        cap=p.correction_cap,
+        low=p.correction_low,
+        high=p.correction_high,
+        threshold=p.correction_threshold,
+    )
+
+
+def objective_notes(config: Config) -> list[str]:
+    """Returns what a reader of the config should know."""
+    notes = ratio_notes(configured(config), config.updates_per_batch, config.policy.bypass)
+    own = config.spec.minibatches
+    if config.actor.minibatches is None and config.minibatches < own:
+        notes.insert(
+            0,
+            f"its paper makes {own} updates of a batch; batch_size={config.batch_size} divides into"
+            f" minibatches of whole prompts for {config.minibatches}",
+        )
+    stated = [f"algorithm={config.algorithm}: {note}" for note in notes]
+    if config.policy.correction is None and config.correction != ("none",):
+        cap = config.policy.correction_cap or TokenTIS().cap
+        stated.append(
+            f"schedule={config.schedule}: completions are of older weights, so each token's term is"
+            f" multiplied by min(pi_old / mu, {cap:g}) (policy.correction=tis_token;"
+            " policy.correction=none leaves it out)"
+        )
+    return stated
+
+
+def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Terms:
+    """Returns the terms of algorithms that learn from rewards, for `loss_of`:
+
+        policy_weight * policy loss + distill_weight * divergence
+            + policy.kl_coef * KL(policy || reference) - policy.entropy_coef * entropy
+
+    Each term is divided by its own count over the whole update, of tokens or of sequences depending
+    on its aggregation. The divergence includes every token that trains; the other terms include
+    the tokens of `TrainBatch.policy_mask`. All log-probs are at the sampling temperature.
+    `policy.opd_coef` adds the gap to the teacher to the advantages, and `policy.correction` weights
+    each token's policy loss.
     """
-    coef, (total, count) = config.student.router_aux_loss_coef, pair
-    if coef == 0:
-        return pair
-    part, own = of_experts[BALANCE]
-    whole = own if totals.of_experts is None else totals.of_experts[-1]
-    return total + coef * part / jnp.maximum(whole, 1) * totals.tokens, count
+    objective, correction, p = configured(config), configured_correction(config), config.policy
+    projection = Projection.of(config, mesh, vocab_size, model)
+    options: Keywords = {
+        "softcap": model.final_softcap,
+        "temperature": config.sampling.temperature,
+        "chunk": config.distill.loss_chunk,
+        "mesh": mesh,
+    }
+
+    def evaluate(
+        packing: Packing,
+        hidden: jax.Array,
+        kernel: jax.Array,
+        batch: TrainBatch,
+        frozen: Frozen,
+        totals: Totals,
+    ) -> LossParts:
+        mask, flat = batch.policy_mask, packed(packing, batch)
+        values = logprobs_and_entropy_from_hidden(
+            hidden, kernel, flat.sequences.tokens, mask=packing.pack(mask), **options
+        )
+        logprobs, entropy = map(packing.unpack, values)
+        start = jax.lax.stop_gradient(logprobs)
+        if batch.old_logprobs is not None:
+            start = batch.old_logprobs
+        corrected = correct(correction, start, batch.sampler_logprobs, mask)
+        advantages, opd = batch.advantages, Sums()
+        if p.opd_coef > 0:
+            assert isinstance(batch.teacher, SampledSignal)
+            gap = (start, batch.teacher.token_logprobs, mask)
+            advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
+            opd = {"opd_clamped": token_metric(clamped_gap(*gap)[1], mask)}
+        old, weights = start, None if isinstance(correction, NoCorrection) else corrected.weights
+        if p.bypass:
+            old = batch.sampler_logprobs
+        total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
+        metrics |= corrected.sums | opd | {"entropy": token_metric(entropy, mask)}
+        # A micro-batch's share of the mean that the aggregation stands for.
+        by_token = objective.aggregation is token_mean
+        terms = totals.policy_tokens if by_token else totals.policy_sequences
+        loss = config.policy_weight * (total / terms)
+        if p.kl_coef > 0:
+            total, _, more = kl_term(
+                logprobs,
+                batch.ref_logprobs,
+                mask,
+                estimator=p.kl_estimator,
+                aggregation=objective.aggregation,
+            )
+            loss += p.kl_coef * (total / terms)
+            metrics |= more
+        if p.entropy_coef > 0:
+            total, _ = entropy_term(entropy, mask, aggregation=objective.aggregation)
+            loss += p.entropy_coef * (total / terms)
+        sums = {f"policy/{name}": pair for name, pair in metrics.items()}
+        if config.distill_weight > 0:
+            total, _, more = distill_loss(projection, hidden, kernel, flat, frozen)
+            loss += config.distill_weight * total / totals.tokens
+            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
+        elif p.opd_coef > 0 and config.distill.entropy_aware:
+            total, _, more = entropy_aware_loss(projection, hidden, kernel, flat)
+            loss += config.policy_weight * p.opd_coef * total / totals.tokens
+            sums |= {f"distill/{name}": pair for name, pair in by_row(packing, more).items()}
+        # The actor divides by the sum of the counts, which is totals.tokens.
+        pair = (loss * totals.tokens, batch.sequences.loss_mask.sum(dtype=loss.dtype))
+        maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
+        return pair, sums, maxima
+
+    return evaluate
 
 
-def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """Returns the loss function: the policy loss, plus the terms to which the config gives a weight
-    (KL, entropy, divergence)."""
-    objective = policy_objective(config, model, mesh, vocab_size)
+def by_row(packing: Packing, metrics: Sums) -> Sums:
+    """Returns the metrics, with those of each token [X, m] summed into those of each row [B]."""
+    rows: Sums = {}
+    for name, (total, count) in metrics.items():
+        if total.ndim:
+            total, count = packing.unpack(total).sum(-1), packing.unpack(count).sum(-1)
+        rows[name] = total, count
+    return rows
 
-    def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
-        packing, hidden, kernel, of_experts = _hidden(config, model, mesh, params, batch, totals)
-        pair, sums, maxima = objective(packing, hidden, kernel, batch, frozen, totals)
-        return _balanced(config, pair, of_experts, totals), sums | of_experts, maxima
 
-    return loss
+def policy_metrics(
+    sums: Mapping[str, tuple[float, float]], maxima: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the metrics of a batch; computes the gap between learner and sampler from its
+    sums."""
+    plain = {name.removeprefix("policy/"): pair for name, pair in sums.items()}
+    gap = {k: pair for k, pair in plain.items() if k.startswith(("mismatch_", "correction_"))}
+    rest = {k: pair for k, pair in sums.items() if k.removeprefix("policy/") not in gap}
+    largest = {name.removeprefix("policy/"): value for name, value in maxima.items()}
+    reported = {f"policy/{name}": value for name, value in diagnostics(gap, largest).items()}
+    return mean_metrics(rest, {}) | reported
 
 
 def rewarded_completions(sources: Sources, index: int) -> Future[Rollout]:

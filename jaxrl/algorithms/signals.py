@@ -1,5 +1,6 @@
 """Signals: what a teacher sends for each completion token (`teacher_signal`), and the loss that the
-student computes from it (`distill_loss`).
+student computes from it (`distill_loss`); of several teachers, which share of each has the rows of
+a batch (`teacher_weights`).
 
 | `distill.signal` | sent per token | loss |
 |---|---|---|
@@ -11,8 +12,9 @@ student computes from it (`distill_loss`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import jax
@@ -23,6 +25,8 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
+from jaxrl.data.rows import find, listed
+from jaxrl.errors import UserError, near
 from jaxrl.losses import token_spans
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.losses.chunked import Softcap
@@ -48,6 +52,8 @@ from jaxrl.types import (
     Array,
     Frozen,
     HiddenSignal,
+    Prompt,
+    Rollout,
     SampledSignal,
     Sequences,
     TeacherSignal,
@@ -91,14 +97,11 @@ class Projection:
 
     @property
     def options(self) -> Keywords:
+        """Returns the options of the functions of `losses`, with the student's softcap."""
         d = self.distill
         temperature = d.distill_temperature if self.temperature is None else self.temperature
-        return {"chunk": d.loss_chunk, "mesh": self.mesh, "temperature": temperature}
-
-    @property
-    def of_student(self) -> Keywords:
-        """Returns `options` together with those that are the student's own."""
-        return self.options | {"softcap": self.softcap}
+        options: Keywords = {"chunk": d.loss_chunk, "mesh": self.mesh, "v": self.vocab_size}
+        return options | {"temperature": temperature, "softcap": self.softcap}
 
     @property
     def term(self) -> EntropyAware:
@@ -146,19 +149,15 @@ def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
 
 
 def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
-    """Returns what the losses of single tokens read from a batch, as streams [X, m, ...]."""
+    """Returns what the losses of single tokens read from a batch, as streams [X, m, ...]: of its
+    sequences the completions, without their prompts."""
+    tokens, trained = completion_tokens(batch.sequences), batch.sequences.loss_mask
     return TrainBatch(
-        packed_completions(packing, batch.sequences),
+        Sequences(*map(packing.pack, (tokens, trained, trained))),
         jax.tree.map(packing.pack, batch.teacher),
         jax.tree.map(packing.pack, batch.sampler_logprobs),
         teacher_weights=jax.tree.map(packing.pack, batch.teacher_weights),
     )
-
-
-def packed_completions(packing: Packing, sequences: Sequences) -> Sequences:
-    """Returns the completions as streams [X, m], without their prompts."""
-    trained = packing.pack(sequences.loss_mask)
-    return Sequences(packing.pack(completion_tokens(sequences)), trained, trained)
 
 
 def score(
@@ -181,11 +180,11 @@ def score(
     packing = pack(sequences, p.mesh)
     hidden, kernel = completion_hidden(model, params, packing, p.mesh), head(params)
     if alignment is not None and outcomes is not None:
-        d, options = p.distill, p.options | {"v": p.vocab_size, "softcap": model.final_softcap}
+        d, options = p.distill, p.options | {"softcap": model.final_softcap}
         sent = token_spans.teacher_signal(
             hidden,
             kernel,
-            packed_completions(packing, sequences).tokens,
+            packing.pack(completion_tokens(sequences)),
             outcomes,
             signal=d.signal,
             top_k=d.top_k,
@@ -253,7 +252,8 @@ def _unpacked(
     mixture: TeacherMixture | None,
     softcap: Softcap | Sequence[Softcap],
 ) -> TeacherSignal:
-    completions, asked = packed_completions(packing, sequences), jax.tree.map(packing.pack, ids)
+    completions = packed(packing, TrainBatch(sequences)).sequences
+    asked = jax.tree.map(packing.pack, ids)
     streams = teacher_signal(p, hidden, kernel, completions, asked, mixture, softcap)
     signal: TeacherSignal = jax.tree.map(packing.unpack, streams)
     if p.distill.signal == "student_topk":  # at padding too the ids are those that were asked for
@@ -276,7 +276,7 @@ def teacher_signal(
     if p.distill.signal == "hidden":
         return HiddenSignal(hidden)
     teachers = hidden, kernel
-    options = p.options | {"v": p.vocab_size, "softcap": softcap}
+    options = p.options | {"softcap": softcap}
     mixed = options | {"mixture": mixture}
     uncertainty: dict[str, Array] = {}
     if p.distill.entropy_aware:
@@ -327,8 +327,7 @@ def distill_loss(
             teacher_softcap=frozen.get("teacher_softcap"),
             beta=d.jsd_beta,
             ratio_cap=d.ratio_cap,
-            v=p.vocab_size,
-            **p.of_student,
+            **p.options,
         )
     if isinstance(signal, HiddenSignal):
         heads, teachers, mixture = frozen["teacher_head"], signal.hidden, None
@@ -352,7 +351,7 @@ def distill_loss(
             beta=d.jsd_beta,
             lean=d.lean,
             entropy_aware=p.term if d.entropy_aware else None,
-            **p.of_student,
+            **p.options,
         )
     elif isinstance(signal, TopKSignal):
         total, count, metrics = topk_divergence_from_hidden(
@@ -364,14 +363,13 @@ def distill_loss(
             mask,
             beta=d.jsd_beta,
             lean=d.lean,
-            v=p.vocab_size,
-            **p.of_student,
+            **p.options,
         )
     else:
         assert isinstance(signal, SampledSignal)
-        tokens, options = completion_tokens(batch.sequences), p.of_student | {"v": p.vocab_size}
+        tokens = completion_tokens(batch.sequences)
         total, count, metrics = sampled_reverse_kl(
-            logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options),
+            logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **p.options),
             signal.token_logprobs,
             mask,
             sampler_logprobs=batch.sampler_logprobs,
@@ -405,8 +403,7 @@ def entropy_aware_loss(
         term=p.term,
         teacher_tail=signal.best_tail,
         lean=p.distill.lean,
-        v=p.vocab_size,
-        **p.of_student,
+        **p.options,
     )
 
 
@@ -417,6 +414,83 @@ def policy_topk(
     log-probs."""
     packing = pack(sequences, p.mesh)
     hidden = completion_hidden(model, params, packing, p.mesh)
-    options = p.options | {"v": p.vocab_size, "softcap": model.final_softcap}
+    options = p.options | {"softcap": model.final_softcap}
     best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)
     return packing.unpack(best.ids)
+
+
+def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:
+    """Returns [B, K] float32: the share of each of `config.teachers` in the distribution from which
+    a row learns. Rows sum to 1; padding rows are 0. None where there is one teacher."""
+    if not config.teachers:
+        return None
+    weights = np.zeros((len(rollout.group_ids), len(config.teachers)), np.float32)
+    for row, prompt in enumerate(rollout.prompts):
+        weights[row] = prompt_weights(config, prompt)
+    return weights
+
+
+def with_weights(
+    config: Config, rollout: Rollout, batch: TrainBatch
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Returns the training batch of a rollout with the weights of several teachers, and the tokens
+    that learn from each."""
+    weights = teacher_weights(config, rollout)
+    assert weights is not None, "there are several teachers"
+    mask = np.asarray(batch.sequences.loss_mask)
+    tokens = mask.sum(-1) @ weights.astype(np.float64)
+    each = zip(config.teachers, tokens, strict=True)
+    metrics = {f"distill/{name}/tokens": float(count) for name, count in each}
+    shares = np.repeat(weights[:, None], mask.shape[1], 1)
+    return replace(batch, teacher_weights=shares), metrics
+
+
+def row_weights(config: Config, columns: Mapping[str, object], where: str) -> tuple[float, ...]:
+    """Returns the share of each of `config.teachers` for one row of data.
+
+    Args:
+        columns: of the row.
+        where: the row, for the error.
+
+    Raises:
+        UserError: `data.teacher_key` does not say from which teacher the row learns.
+    """
+    key, names = config.data.teacher_key, tuple(config.teachers)
+    if key is None:
+        fixed = [one.weight or 1.0 for one in config.teachers.values()]
+        return tuple(weight / sum(fixed) for weight in fixed)
+    given = find(columns, key)
+    if isinstance(given, str) and given in names:
+        return tuple(float(name == given) for name in names)
+    if config.mixture is None or not isinstance(given, Mapping):
+        hint = near(given, names) if isinstance(given, str) else ""
+        found = f"has {given!r} there" if key in columns else "has no such field"
+        raise UserError(
+            f"data.teacher_key={key}: {where} {found}; it must name one of the teachers"
+            f" {listed(names)}{hint}"
+        )
+    # A table of rows with different names has null for those that a row leaves out.
+    weights = {name: weight for name, weight in given.items() if weight is not None}
+    wrong = any(
+        name not in names or not isinstance(weight, Real) or not 0 <= float(weight) < np.inf
+        for name, weight in weights.items()
+    )
+    if wrong or not any(weights.values()):
+        raise UserError(
+            f"data.teacher_key={key}: {where} has the weights {weights}; they must be numbers of at"
+            f" least 0, not all of them 0, by the teachers {listed(names)}"
+        )
+    shares = [float(weights.get(name, 0.0)) for name in names]
+    return tuple(share / sum(shares) for share in shares)
+
+
+def by_teacher(config: Config, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Returns name -> positions of the prompts that learn from this teacher alone."""
+    names = tuple(config.teachers)
+    chosen = [names[int(np.argmax(prompt_weights(config, prompt)))] for prompt in prompts]
+    return {name: [i for i, c in enumerate(chosen) if c == name] for name in names}
+
+
+def prompt_weights(config: Config, prompt: Prompt) -> tuple[float, ...]:
+    """Returns the shares of one prompt. Raises UserError if its row does not give any."""
+    return row_weights(config, prompt.columns, f"the row {prompt.text[:60]!r}")

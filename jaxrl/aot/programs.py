@@ -33,12 +33,11 @@ from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
 from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting, asked, evaluated, generates
 from jaxrl.roles.grouper import encode_batch
 from jaxrl.roles.reference import reference_program
-from jaxrl.roles.reward_model import score_batch
+from jaxrl.roles.reward import score_batch
 from jaxrl.roles.rollout import (
-    evaluation_sampling,
     merge_adapters_program,
+    sampling_params,
     topk_program,
-    training_sampling,
 )
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
@@ -437,9 +436,9 @@ def _sampling(run: RunPrograms, role: str, model: DecoderConfig, share: float) -
         episodes=role == "rollout" and c.environment.name is not None,
     )
     asks = asked(c, role)
-    ways = [(training_sampling(c, most), asks[0])] if share > 0 else []
+    ways = [(sampling_params(c, "train", most), asks[0])] if share > 0 else []
     if evaluated(c, role):
-        ways.append((evaluation_sampling(c, most), asks[-1]))
+        ways.append((sampling_params(c, "eval", most), asks[-1]))
     kinds = set()
     for i, (sampling, (prompts, samples)) in enumerate(ways):
         for program in engine_programs(

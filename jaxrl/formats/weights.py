@@ -29,8 +29,7 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.param_sharding import param_shardings, param_specs
 from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
 from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed, quantise
-from jaxrl.sharding.reshard import to_host
-from jaxrl.sharding.shards import Box, box_of
+from jaxrl.sharding.reshard import Box, box_of, to_host
 from jaxrl.types import Tree
 
 Index = tuple[slice, ...]

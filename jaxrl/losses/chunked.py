@@ -246,10 +246,8 @@ class ShardedTerm:
 
     def axes(self, *names: str) -> tuple[str, ...]:
         """Returns the axes of the mesh that hold more than one device."""
-        return tuple(a for a in names if self.size(a) > 1)
-
-    def size(self, *names: str) -> int:
-        return 1 if self.mesh is None else math.prod(self.mesh.shape.get(a, 1) for a in names)
+        sizes = {} if self.mesh is None else self.mesh.shape
+        return tuple(a for a in names if sizes.get(a, 1) > 1)
 
     def on_mesh(
         self,
@@ -269,7 +267,8 @@ class ShardedTerm:
         if self.mesh is None or self.mesh.size == 1:
             return body(hidden, head, given, *saved)
         token = PartitionSpec(self.axes(*ROWS) or None, self.axes(TOKENS) or None)
-        tensor, width = self.axes("tensor") or None, self.size(*WEIGHTS)
+        tensor = self.axes("tensor") or None
+        width = math.prod(self.mesh.shape.get(axis, 1) for axis in WEIGHTS)
         heads = [
             PartitionSpec(tensor, (x.shape[1] % width == 0 and self.axes(*WEIGHTS)) or None)
             for x in (head, *given.teacher_head)
@@ -347,7 +346,8 @@ def shard_inputs(
     else:
         # 0 * NaN is NaN: what stands where masked must not reach the head's gradient.
         hidden = jnp.where(mask[..., None], hidden, 0)
-    row_parts, token_parts = sharded.size(*ROWS), sharded.size(TOKENS)
+    sizes = {} if mesh is None else mesh.shape
+    row_parts, token_parts = math.prod(sizes.get(a, 1) for a in ROWS), sizes.get(TOKENS, 1)
     hidden, mask, tokens, teacher_hidden = jax.tree.map(
         lambda x: jnp.pad(
             x,
@@ -357,7 +357,7 @@ def shard_inputs(
         (hidden, mask, tokens, tuple(states for states, _ in teachers)),
     )
     # The first V rows, and zeros up to a number that `tensor` divides.
-    more = -sharded.vocab % sharded.size("tensor")
+    more = -sharded.vocab % sizes.get("tensor", 1)
     head, of_model, teacher_head = jax.tree.map(
         lambda x: jnp.pad(x[: sharded.vocab], [(0, more)] + [(0, 0)] * (x.ndim - 1)),
         (
@@ -546,7 +546,8 @@ def _gather(
         whole.append(kernel)
     rows, axes = head.shape[0], sharded.axes("tensor")
     start = jax.lax.axis_index(axes) * rows if axes else 0
-    padded = rows * sharded.size("tensor") > sharded.vocab
+    parts = 1 if sharded.mesh is None else sharded.mesh.shape.get("tensor", 1)
+    padded = rows * parts > sharded.vocab
     columns = VocabShard(start, rows, sharded.vocab, padded, axes)
     return (whole[-1], tuple(whole[:-1]), given.outcomes), columns
 

@@ -39,7 +39,7 @@ from jaxrl.plan.table import Plan
 from jaxrl.process.gpu_memory import VARIABLE as SHARE_VARIABLE
 from jaxrl.process.gpu_memory import gpu_share, taken_share
 from jaxrl.process.json_types import Keywords
-from jaxrl.roles.reward_model import read_reward
+from jaxrl.roles.reward import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.teacher_weights import with_weights
+from jaxrl.algorithms.signals import with_weights
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
 from jaxrl.config.schema import Config
@@ -128,7 +128,8 @@ class Actor:
             # Waits, because arrays that a program still reads must not be offloaded.
             opt_state = jax.block_until_ready(programs.start(params))
             ema = jax.block_until_ready(programs.initial_ema(params)) if config.keeps_ema else None
-            self.state = TrainState(params, opt_state, self._scalar(0), ema)
+            updates = put(np.int32(0), programs.replicated)
+            self.state = TrainState(params, opt_state, updates, ema)
         else:
             # Into the shapes, dtypes and shardings of this run, which may differ from those saved.
             with phase("restore"):
@@ -141,7 +142,7 @@ class Actor:
                 self.version = counters["version"]
                 self._skipped_in_a_row = counters["skipped_in_a_row"]
                 trained = loaded["params"], loaded["opt_state"]
-                updates = self._scalar(counters["updates"])
+                updates = put(np.int32(counters["updates"]), programs.replicated)
                 self.state = TrainState(*trained, updates, loaded.get("ema"))
         self._keep()
 
@@ -166,7 +167,9 @@ class Actor:
             self._frozen = {**self._frozen, "teacher_head": head}
             current().changed()
         batch, prepared = self._prepare(rollout, scores)
-        batch, of_teachers = with_weights(self.config, rollout, batch)
+        if self.config.teachers and batch.teacher is not None:
+            batch, of_teachers = with_weights(self.config, rollout, batch)
+            prepared |= of_teachers
         tokens = np.asarray(batch.sequences.mask).sum(-1)
         lengths = np.where(np.asarray(batch.sequences.loss_mask).any(-1), tokens, 0)
         with phase("place the batch"):
@@ -210,12 +213,11 @@ class Actor:
             real += int(held_tokens(sequences, devices, together)[0].sum())
             computed += len(together) * devices.count * size[0]
             for number, (chosen, index) in enumerate(zip(parts, cuts, strict=True), 1):
-                rows = rows_of_groups(chosen, group)
                 # Fewer minibatches than planned are spread over the places of all, the last
                 # one at the last, so that the schedule ends with the last batch.
                 planned = (step * c.epochs_per_batch + epoch) * minibatches
                 planned += -(-number * minibatches // len(parts)) - 1
-                read = {**frozen, PLANNED: self._scalar(planned)}
+                read = {**frozen, PLANNED: put(np.int32(planned), self.programs.replicated)}
                 given = (self.state, read, placed, index, group, size)
                 with (
                     phase(f"update {epoch * len(parts) + number}/{all_updates}"),
@@ -226,6 +228,7 @@ class Actor:
                     sums, maxima, each, last = jax.device_get(out)
                 if last["finite"]:
                     norms.append(float(last["grad_norm"]))
+                    self._skipped_in_a_row = 0
                 for name, pair in sums.items():
                     totals.setdefault(name, []).append(pair)
                 for name, value in maxima.items():
@@ -234,15 +237,17 @@ class Actor:
                     values = by_row.setdefault(name, np.full(len(lengths), np.nan))
                     real_rows = (index >= 0) & (count > 0)
                     values[index[real_rows]] = total[real_rows] / count[real_rows].astype(float)
-                skipped += self._count_skipped(bool(last["finite"]), placed, rows, step)
                 empty += not last["trains"]
+                if not last["finite"]:
+                    skipped += 1
+                    self._skipped(placed, rows_of_groups(chosen, group), step)
         self.version += 1
         current().drop("actor.batch")
         added = {
             name: (float(sum(p[0] for p in pairs)), float(sum(p[1] for p in pairs)))
             for name, pairs in totals.items()
         }
-        metrics = prepared | of_teachers | self._finish(added, largest)
+        metrics = prepared | self._finish(added, largest)
         updates = int(jax.device_get(self.state.updates))
         metrics |= {
             "actor/grad_norm": float(np.mean(norms)) if norms else float("nan"),
@@ -382,9 +387,6 @@ class Actor:
         for name, (access, stages, away) in each.items():
             current().resident(f"actor.{name}", *access, stages=stages, offload=away)
 
-    def _scalar(self, value: int) -> jax.Array:
-        return put(np.int32(value), self.programs.replicated)
-
     def _with_old_logprobs(
         self, placed: TrainBatch, sequences: Sequences, units: np.ndarray, live: int
     ) -> TrainBatch:
@@ -410,10 +412,8 @@ class Actor:
                 logprobs = jax.block_until_ready(self.programs.old(*given))
             return replace(placed, old_logprobs=logprobs)
 
-    def _count_skipped(self, finite: bool, batch: TrainBatch, rows: np.ndarray, step: int) -> int:
-        if finite:
-            self._skipped_in_a_row = 0
-            return 0
+    def _skipped(self, batch: TrainBatch, rows: np.ndarray, step: int) -> None:
+        """Dumps the batch of a non-finite gradient, and ends the run after too many in a row."""
         self._skipped_in_a_row += 1
         path = self._run_dir / "nonfinite" / f"step_{step + 1}.npz"
         tries = 1
@@ -436,4 +436,3 @@ class Actor:
                 f" (actor.max_nonfinite); the last batch is in {path}."
                 " A lower optimizer.learning_rate or actor.dtype=float32 may help."
             )
-        return 1

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.models.packing import RowDevices, held_tokens, room_of
 from jaxrl.sharding.axes import ROWS, row_shards
-from jaxrl.sharding.split_rows import part_rows
 from jaxrl.types import Array, Rollout, Sequences, TokenAlignment, TrainBatch
 
 ROOMS = 4
@@ -77,6 +76,15 @@ def shares(group: int, prompt: int, completion: int, budget: int | None) -> bool
     )
 
 
+def part_rows(n: int, part: int, parts: int, unit: int) -> slice | None:
+    """Returns the rows of the `part`-th of `parts` slices of n, of a size that is a multiple of
+    `unit`; if there are few rows the last slices are empty: None."""
+    assert 0 <= part < parts, (part, parts)
+    size = -(-n // (parts * unit)) * unit
+    start, stop = part * size, min((part + 1) * size, n)
+    return None if start >= stop else slice(start, stop)
+
+
 @dataclass(frozen=True)
 class ScoredPart:
     """Rows of a batch that are scored at once."""
@@ -87,13 +95,10 @@ class ScoredPart:
     """numpy arrays of these rows, followed by empty rows if whole groups need padding."""
     ids: Array
     """[rows, C, K] of `Rollout.student_topk`, or None; padded like the sequences."""
-    alignment: TokenAlignment | None = None
+    alignment: TokenAlignment | None
     """These rows of `Rollout.alignment`, padded likewise."""
-
-    @property
-    def live(self) -> int:
-        """Returns the number of rows without the padding."""
-        return self.rows.stop - self.rows.start
+    live: int
+    """Number of rows without the padding."""
 
 
 def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) -> ScoredPart | None:
@@ -115,18 +120,16 @@ def scored_part(rollout: Rollout, part: int, parts: int, devices: RowDevices) ->
     if part >= len(cuts):
         return None
     index = cuts[part]
-    live = index[index >= 0]
-    rows, more = slice(int(live[0]), int(live[-1]) + 1), len(index) - len(live)
-
-    def cut(x: np.ndarray) -> np.ndarray:
-        return np.pad(x[rows], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[rows]
-
+    rows = indices[part]
+    live, more = slice(int(rows[0]), int(rows[-1]) + 1), len(index) - len(rows)
     alike = np.stack([each for each in cuts if len(each) == len(index)])  # one room, one program
     room = room_of(whole, devices, alike)
     given = rollout.sequences, rollout.student_topk, rollout.alignment
-    sequences, ids, alignment = jax.tree.map(cut, given)
+    sequences, ids, alignment = jax.tree.map(
+        lambda x: np.pad(x[live], [(0, more)] + [(0, 0)] * (x.ndim - 1)) if more else x[live], given
+    )
     sequences = replace(sequences, group=whole.group, room=room)
-    return ScoredPart(rows, sequences, ids, alignment)
+    return ScoredPart(live, sequences, ids, alignment, len(rows))
 
 
 def own_parts(
@@ -211,29 +214,6 @@ def padded_count(rows: int, most: int) -> int:
     return next(size for size in sizes if size >= rows)
 
 
-def minibatch_rows(
-    lengths: np.ndarray, count: int, seed: tuple[int, ...], signal: np.ndarray | None = None
-) -> list[np.ndarray]:
-    """Partitions the rows that train into `count` minibatches, in an order drawn from `seed`.
-
-    One minibatch holds all rows in their own order. Sizes differ by at most one row, and so does
-    the number of rows of each value of `signal`. Where nothing trains, there is one empty
-    minibatch.
-
-    Args:
-        lengths: [B] tokens of each row; a row of 0 tokens trains nothing and is in no minibatch.
-        signal: [B] how much of the policy loss each row has, where not all have the same.
-    """
-    rows = np.flatnonzero(lengths > 0)
-    if count == 1:
-        return [rows]
-    rows = np.random.default_rng(seed).permutation(rows)
-    if signal is not None:
-        rows = rows[np.argsort(signal[rows], kind="stable")]
-    dealt = [rows[k::count] for k in range(count)]
-    return [part for part in dealt if len(part)] or [rows]
-
-
 def cut_minibatches(
     lengths: np.ndarray,
     signal: np.ndarray,
@@ -242,19 +222,29 @@ def cut_minibatches(
     count: int,
     seed: tuple[int, ...],
 ) -> list[np.ndarray]:
-    """Cuts a batch into the `minibatch_rows` of whole units, each given as the numbers of the
-    groups that are computed for it.
+    """Partitions the rows that train into `count` minibatches of whole units, in an order drawn
+    from `seed`; each is given as the numbers of the groups that are computed for it.
+
+    One minibatch holds all units in their own order. Sizes differ by at most one unit, and so does
+    the number of units of each amount of signal. Where nothing trains, there is one empty
+    minibatch.
 
     Args:
-        lengths: [B] tokens of each row, 0 where it trains nothing.
-        signal: [B] whether a row is in the policy loss.
+        lengths: [B] tokens of each row; a row of 0 tokens trains nothing and is in no minibatch.
+        signal: [B] how much of the policy loss each row has.
         unit: rows that are in one minibatch together (`unit_rows`).
         group: rows that are computed with one prompt (`shared_group`): `unit`, or 1.
     """
+    units = np.flatnonzero(tokens_of(lengths, unit) > 0)
+    parts = [units]
+    if count > 1:
+        units = np.random.default_rng(seed).permutation(units)
+        units = units[np.argsort(tokens_of(signal, unit)[units], kind="stable")]
+        dealt = [units[k::count] for k in range(count)]
+        parts = [part for part in dealt if len(part)] or [units]
     computed = tokens_of(lengths, group)
-    units = minibatch_rows(tokens_of(lengths, unit), count, seed, tokens_of(signal, unit))
-    parts = [rows_of_groups(chosen, unit // group) for chosen in units]
-    return [part[computed[part] > 0] for part in parts]
+    groups = [rows_of_groups(part, unit // group) for part in parts]
+    return [part[computed[part] > 0] for part in groups]
 
 
 def split_rows(

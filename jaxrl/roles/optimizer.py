@@ -47,13 +47,10 @@ def learning_rate(config: OptimizerConfig, updates: int) -> Schedule:
 
 def schedule_at(state: Tree, number: jax.Array) -> Tree:
     """Returns the optimizer's state with its schedule at update `number`, a scalar int32."""
-
-    def is_schedule(x: Tree) -> bool:
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    return jax.tree.map(
-        lambda x: x._replace(count=number) if is_schedule(x) else x, state, is_leaf=is_schedule
-    )
+    schedule = optax.ScaleByScheduleState
+    states, form = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, schedule))
+    moved = [x._replace(count=number) if isinstance(x, schedule) else x for x in states]
+    return jax.tree.unflatten(form, moved)
 
 
 def make_optimizer(
@@ -222,12 +219,10 @@ def _mixed(x: jax.Array) -> jax.Array:
 def decayed(params: Tree) -> Tree:
     """Returns True for the kernels of the blocks, and for adapters: embeddings, head, norms, biases
     and sinks are not decayed."""
-
-    def is_kernel(path: KeyPath, _: object) -> bool:
-        names = [getattr(key, "key", "") for key in path]
-        return names[0] == "layers" and names[-1] in ("kernel", *NAMES)
-
-    return jax.tree_util.tree_map_with_path(is_kernel, params)
+    leaves, form = jax.tree_util.tree_flatten_with_path(params)
+    paths = [[getattr(key, "key", "") for key in path] for path, _ in leaves]
+    kernels = [path[0] == "layers" and path[-1] in ("kernel", *NAMES) for path in paths]
+    return jax.tree.unflatten(form, kernels)
 
 
 def state_shardings(

@@ -1,22 +1,271 @@
-"""The role that judges completions: reward functions, and a reward model with its own tokenizer."""
+"""The role that judges completions: reward functions, and a reward model with its own tokenizer.
+
+A reward model is a decoder whose head gives one number for each sequence: the
+`*ForSequenceClassification` checkpoints of transformers: `score.weight` [1, D] without bias, at the
+hidden state of the last token. The mask alone decides which token is last, since padding and EOS
+may share an id.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from jaxrl.data.chat_template import dated
+from jaxrl.data.chat_template import dated, has_template
 from jaxrl.data.example import Message
-from jaxrl.data.tokenizer import chat_of
-from jaxrl.models.batching import BATCH_TOKENS
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    as_messages,
+    chat_of,
+    check_every_token,
+    encode_text,
+    load_tokenizer,
+    render_chat,
+)
+from jaxrl.errors import UserError, about
+from jaxrl.formats import hf, weights
+from jaxrl.formats.hf import open_weights
+from jaxrl.formats.hub import find_folder, open_tensors
+from jaxrl.models import decoder
+from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.encoder_config import read_json
+from jaxrl.models.parameters import Params
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
-from jaxrl.roles.reward_model import RewardScorer, RewardSource, render
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.reshard import put
 from jaxrl.types import Completion, Prompt, Rollout
+
+HEAD = "score.weight"
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """A reward model that was found and understood, of which no weight has been read."""
+
+    name: str
+    """As the user gave it."""
+    path: Path
+    config: DecoderConfig
+    """Without an LM head: it counts as tied."""
+    tensors: weights.Tensors = field(repr=False, compare=False)
+
+    def load(
+        self, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
+    ) -> tuple[Params, jax.Array]:
+        """Parameters (stacked) and the head [D] float32, which is whole on every device."""
+        params = weights.load(self.tensors, self.config, mesh, dtype)
+        row = self.tensors.read(HEAD, (slice(0, 1), slice(0, self.config.d_model)))
+        head = np.asarray(row[0]).astype(np.float32)
+        if mesh is None:
+            return params, jnp.asarray(head)
+        return params, put(head, NamedSharding(mesh, PartitionSpec()))
+
+
+def open_reward(path: str | os.PathLike[str]) -> RewardSource:
+    """Finds a reward model and checks the list of its tensors against its config.
+
+    Args:
+        path: a Hugging Face folder, `package:NAME` for the one in an installed package, or a name
+            on a hub.
+
+    Raises:
+        UserError: as `read_reward`; or tensors that are missing or of other shapes.
+    """
+    folder, config = read_reward(path)
+    shapes = weights.tensor_shapes(config) | {HEAD: (1, config.d_model)}
+
+    def read(place: Path) -> weights.Tensors:
+        tensors = open_weights(place)
+        weights.check_all_read(tensors.names, config, tensors)
+        return tensors
+
+    tensors = open_tensors(os.fspath(path), folder, read, shapes)
+    return RewardSource(os.fspath(path), folder, config, tensors)
+
+
+def tokenizer_of_reward(source: RewardSource) -> Tokenizer:
+    """Returns the reward model's own tokenizer.
+
+    Raises:
+        UserError: it has none, or one with tokens that its embedding has no row for.
+    """
+    tokenizer: Tokenizer = load_tokenizer(source.path)
+    if tokenizer is None:
+        raise UserError(f"reward model {source.name!r}: no tokenizer.json in {source.path}")
+    check_every_token(tokenizer, source.config.vocab_size, f"reward model {source.name!r}")
+    return tokenizer
+
+
+def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
+    """Finds the folder of a reward model, and reads the config of its decoder.
+
+    Raises:
+        UserError: nothing there, not a reward model, or one with several labels.
+    """
+    folder = find_folder(path)
+    raw = read_json(folder / "config.json")
+    names = raw.get("architectures") or ()
+    if not any(str(name).endswith("ForSequenceClassification") for name in names):
+        raise UserError(
+            f"reward model {os.fspath(path)!r}: {folder / 'config.json'} names architectures"
+            f" {list(names)}; a *ForSequenceClassification is needed"
+        )
+    labels = raw.get("id2label")
+    n = len(labels) if isinstance(labels, dict) else raw.get("num_labels", 1)
+    if n != 1:
+        raise UserError(
+            f"reward model {os.fspath(path)!r}: num_labels={n} (config.json: id2label={labels});"
+            " a reward is one number, so only num_labels=1 is supported"
+        )
+    return folder, replace(hf.read_config(folder), tie_embeddings=True)
+
+
+def render(
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], completion: str
+) -> tuple[int, ...]:
+    """Returns the tokens of a prompt with its completion, by the reward model's own tokenizer and
+    template.
+
+    Args:
+        prompt: chat messages; or a text, which becomes a user message where there is a template and
+            is followed by the completion where there is none.
+
+    Raises:
+        UserError: messages, and no template or one that refuses them.
+    """
+    messages = as_messages(prompt)
+    if messages is None:
+        assert isinstance(prompt, str), "a prompt is a text or messages"
+        if not has_template(tokenizer):
+            return encode_text(tokenizer, prompt + completion)
+        messages = ({"role": "user", "content": prompt},)
+    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}])
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Returns the tokens of a whole conversation, including the assistant's last turn."""
+    if not has_template(tokenizer):
+        raise UserError(
+            "the reward model's tokenizer has no chat template to render chat messages with: put"
+            " chat_template.jinja into its folder"
+        )
+    with about("the reward model"):
+        return render_chat(tokenizer, messages, add_generation_prompt=False)
+
+
+class RewardScorer:
+    """A loaded reward model with its tokenizer."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        batch_tokens: int = BATCH_TOKENS,
+        max_tokens: int | None = None,
+    ):
+        """
+        Args:
+            mesh: axes (data, fsdp, tensor); None for one device.
+            dtype: of weights and computation; the head is applied in float32.
+            batch_tokens: tokens of a batch on one device, padding included.
+            max_tokens: longest sequence; never more than the model's positions.
+        """
+        self.tokenizer = tokenizer_of_reward(source)
+        positions = source.config.max_positions
+        self.max_tokens = positions if max_tokens is None else min(positions, max_tokens)
+        self.config, self.mesh = source.config, mesh
+        self.params, self.head = source.load(mesh, jnp.dtype(dtype))
+        self._batch_tokens = batch_tokens
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Scores [N] float32 of token sequences, and how many of these were too long.
+
+        What is too long loses its beginning, but for a BOS: the end is what is judged.
+        """
+        if not sequences:
+            return np.zeros((0,), np.float32), 0
+        scores = run_batches(
+            [self._cut(sequence) for sequence in sequences],
+            score_batch,
+            self.config,
+            self.mesh,
+            self.params,
+            self.head,
+            mesh=self.mesh,
+            batch_tokens=self._batch_tokens,
+            longest=self.max_tokens,
+            ledger=current(),
+            progress=progress,
+        )
+        return scores, sum(len(sequence) > self.max_tokens for sequence in sequences)
+
+    def _cut(self, sequence: Sequence[int]) -> Sequence[int]:
+        over = len(sequence) - self.max_tokens
+        if over <= 0:
+            return sequence
+        kept = 1 if sequence[0] == self.tokenizer.bos_token_id and self.max_tokens > 1 else 0
+        return (*sequence[:kept], *sequence[over + kept :])
+
+
+def score(path: str | os.PathLike[str], texts: Sequence[str | Sequence[Message]]) -> np.ndarray:
+    """Rewards [N] float32 of texts (taken as they are) or of conversations (by the chat template).
+
+    Loads the weights at each call; keep a `RewardScorer` to score often.
+
+    Args:
+        path: a Hugging Face folder, or `package:NAME`.
+    """
+    scorer = RewardScorer(open_reward(path))
+    tokenizer = scorer.tokenizer
+    return scorer.score(
+        [
+            encode_text(tokenizer, text) if isinstance(text, str) else encode_chat(tokenizer, text)
+            for text in texts
+        ]
+    )[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def score_batch(
+    config: DecoderConfig,
+    mesh: Mesh | None,
+    params: Params,
+    head: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """Computes head . hidden state of each row's last token.
+
+    Args:
+        head: [D] float32.
+        tokens: [B, T] int32, padding on either side.
+        mask: [B, T] bool, True at real tokens.
+
+    Returns:
+        [B] float32, unbounded, whole on every device; 0 for a row without tokens.
+    """
+    hidden = decoder.forward(config, params, tokens, mask, mesh=mesh)
+    at = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1])[None], 0), -1)
+    last = jnp.take_along_axis(hidden, at[:, None, None], 1)[:, 0]
+    scores = jnp.einsum("bd,d->b", last.astype(jnp.float32), head)
+    scores = jnp.where(mask.any(-1), scores, 0.0)
+    if mesh is None:
+        return scores
+    return jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, PartitionSpec()))
 
 
 class Reward:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ from jaxrl.data.batch import make_rollout
 from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments.episode_batches import Episodes
-from jaxrl.errors import UserError
+from jaxrl.errors import RunError, UserError
+from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
@@ -25,38 +25,96 @@ from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Params, abstract_params, unstack
 from jaxrl.roles.actor import SENT
-from jaxrl.roles.load_weights import check_fit, described, received
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
-from jaxrl.sharding.mesh import verify_arrays
-from jaxrl.sharding.reshard import put, to_host
-from jaxrl.types import Completion, Prompt, Rollout, Sequences, Weights
+from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
+from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
 EVAL_SEED = 0x5EED
 """Added to the run's seed for evaluations: they use other random numbers than training does, and
 the same ones at every evaluation."""
 
 
-def training_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Returns the sampling parameters of training. `most`: longest completion, in tokens."""
-    s = config.sampling
-    return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
+def sampling_params(
+    config: Config, split: Split, most: int, eos_ids: tuple[int, ...] = ()
+) -> SamplingParams:
+    """Returns the sampling parameters of training or of evaluations.
 
-
-def evaluation_sampling(config: Config, most: int, eos_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Returns the sampling parameters of evaluations. `most`: longest completion if
-    `eval.max_new_tokens` is not set, in tokens."""
-    e = config.eval
+    Args:
+        most: longest completion, in tokens; of evaluations if `eval.max_new_tokens` is not set.
+    """
+    s, e = config.sampling, config.eval
+    if split == "train":
+        return SamplingParams(most, s.temperature, s.top_k, s.top_p, s.min_p, eos_ids, s.stop)
     return SamplingParams(
         e.max_new_tokens or most,
         temperature=e.temperature,
         top_k=e.top_k,
         top_p=e.top_p,
         eos_ids=eos_ids,
-        stop=config.sampling.stop,
+        stop=s.stop,
     )
+
+
+class DamagedWeights(RunError):
+    """Weights that arrived with other values than the actor sent."""
+
+
+def received(
+    weights: Weights, expected: Tree, shardings: Tree, sent: str, role: str
+) -> tuple[Params, dict[str, float]]:
+    """Returns the weights in the receiver's shardings, and the metrics of the transfer. The caller
+    has freed the previous version.
+
+    Where arrays arrive damaged from another process, all are read once more: from the object store
+    of the receiver's host, which mends what happened on the way from there to the devices.
+
+    Args:
+        expected: arrays or `jax.ShapeDtypeStruct`s of the names, shapes and dtypes of the
+            receiver's model.
+        sent: their name in the ledger while they were on their way.
+        role: of the receiver, for the error.
+
+    Raises:
+        RuntimeError: the weights do not fit the model.
+        DamagedWeights: an array has another checksum than the actor gave it.
+    """
+    found, fits = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_by_path(tree).items()}
+        for tree in (weights.params, expected)
+    )
+    for name in {**fits, **found}:
+        if found.get(name) != fits.get(name):
+            raise RuntimeError(
+                f"version {weights.version} does not fit the model of {role}: {name} is"
+                f" {found.get(name, 'missing')}, it must be {fits.get(name, 'left out')}"
+            )
+    again = any(isinstance(leaf, Shards) for leaf in jax.tree.leaves(weights.params))
+    first = 0
+    with phase(f"load version {weights.version}"):
+        while True:
+            params: Params = jax.block_until_ready(reshard(weights.params, shardings))
+            arrays = leaves_by_path(params)
+            sums = checksums([arrays[path] for path in weights.checksums])
+            pairs = zip(weights.checksums.items(), sums, strict=True)
+            damaged = [path for (path, made), arrived in pairs if made != arrived]
+            if not damaged:
+                break
+            if not again:
+                raise DamagedWeights(
+                    f"version {weights.version} of the weights arrived damaged"
+                    f"{', twice' if first else ''}: {len(damaged)} of {len(weights.checksums)}"
+                    f" arrays have other checksums than the actor sent, the first {damaged[0]}. The"
+                    " memory or the network of a host is at fault: compare those of the actor and"
+                    " of the receiver. Checkpoints are not affected; resume the run on other hosts"
+                )
+            again, first = False, len(damaged)
+            del params, arrays  # there is no room for two
+        current().drop(sent)
+    metrics = {"weights/damaged_arrays": float(first)}
+    return params, metrics | {"weights/sync_bytes": float(weights.nbytes)}
 
 
 def topk_program(projection: Projection, model: DecoderConfig) -> jax.stages.Wrapped:
@@ -105,8 +163,6 @@ class Sampler:
         """
         self.config, self.mesh, self.params = config, mesh, params
         self._base = base or {}
-        self._received_model = model
-        """Config of the weights that `load` receives, with their adapters if there are any."""
         merges = config.rollout.merge and model.lora is not None
         self.model = model.plain if merges else model
         """Config of the model that samples. Where adapters are merged into the base weights, it has
@@ -139,6 +195,8 @@ class Sampler:
         _, self._shardings = frozen_and_trained(param_shardings(model, mesh, "unstacked"))
         if params is None and not teacher:
             stages, offload = ("rollout.generate", "rollout.sample"), config.offload.params
+            dtype = jnp.dtype(config.rollout.dtype)
+            _, self._expected = frozen_and_trained(abstract_params(model, dtype, "unstacked"))
             # New weights follow every update before anything is sampled.
             current().resident(
                 "rollout.params",
@@ -169,28 +227,21 @@ class Sampler:
             Metrics of the transfer, as of `received`.
 
         Raises:
-            RuntimeError: the version is not newer than the present one.
+            RuntimeError: the version is not newer than the present one, or is of another model.
             DamagedWeights: an array arrived with other values than the actor sent.
         """
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        check_fit(weights, self._expected, "the role that samples")
         self.params = None
-        self.params, taken = received(weights, self._shardings, SENT)
+        how = self._expected, self._shardings, SENT, "the role that samples"
+        self.params, taken = received(weights, *how)
         if self._merge is not None:
             with phase(f"merge version {weights.version}"):
                 given = (self._base, self.params)
                 with current().running(self._merge, *given):
                     self.params = jax.block_until_ready(self._merge(*given))
         self.version = weights.version
-        verify_arrays("rollout", self.params, self.mesh)
         return taken
-
-    @cached_property
-    def _expected(self) -> dict[str, str]:
-        dtype = jnp.dtype(self.config.rollout.dtype)
-        _, loaded = frozen_and_trained(abstract_params(self._received_model, dtype, "unstacked"))
-        return described(loaded)
 
     @property
     def _weights(self) -> Params:
@@ -201,25 +252,12 @@ class Sampler:
         """Samples `group_size` completions of each prompt and pads them to one batch. The random
         numbers depend on the run's seed, `step`, `attempt` and the prompts' ids.
         """
-        return self.make_batch(*self._sampled(prompts, step, attempt))
+        return self.make_batch(*self._sample(prompts, "train", step, attempt))
 
     def completions(self, prompts: Sequence[Prompt], step: int) -> list[list[Completion]]:
         """Samples the completions of `generate` [len(prompts)][group_size], not yet made a
         batch."""
-        return self._sampled(prompts, step, 0)[1]
-
-    def _sampled(
-        self, prompts: Sequence[Prompt], step: int, attempt: int
-    ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
-        return self._sample(
-            prompts,
-            n=self.config.group_size,
-            seed=self.config.seed,
-            step=step,
-            attempt=attempt,
-            sampling=training_sampling(self.config, self._most, self._eos_ids),
-            record=self.config.policy.router_replay and not self._teacher,
-        )
+        return self._sample(prompts, "train", step)[1]
 
     def make_batch(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
@@ -256,25 +294,17 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
         """Samples `eval.samples` completions of each prompt, as `eval.*` says."""
-        sampling = evaluation_sampling(self.config, self._most, self._eos_ids)
-        n, seed = self.config.eval.samples, self.config.seed + EVAL_SEED
-        return self._sample(prompts, n=n, seed=seed, step=0, sampling=sampling, split="eval")[1]
+        return self._sample(prompts, "eval")[1]
 
     def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        n: int,
-        seed: int,
-        step: int,
-        sampling: SamplingParams,
-        attempt: int = 0,
-        record: bool = False,
-        split: Split = "train",
+        self, prompts: Sequence[Prompt], split: Split, step: int = 0, attempt: int = 0
     ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
         """Returns the prompts, as environments begin them, and the completions of each."""
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
+        training = split == "train"
+        sampling = sampling_params(self.config, split, self._most, self._eos_ids)
+        n = self.config.group_size if training else self.config.eval.samples
         prompts = [prompt.to_sample for prompt in prompts]
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):
             partner = None
@@ -282,7 +312,7 @@ class Sampler:
                 prompts, partner = self._episodes.begin(
                     prompts,
                     n=n,
-                    step=step if split == "train" else self.version,
+                    step=step if training else self.version,
                     attempt=attempt,
                     split=split,
                     most=sampling.max_new_tokens,
@@ -297,11 +327,13 @@ class Sampler:
                 ],
                 n=n,
                 sampling=sampling,
-                seed=seed,
+                seed=self.config.seed + (0 if training else EVAL_SEED),
                 step=step,
                 attempt=attempt,
                 prompt_ids=[prompt.id for prompt in prompts],
-                record_experts=record,
+                record_experts=(
+                    training and self.config.policy.router_replay and not self._teacher
+                ),
                 partner=partner,
                 turn_tokens=self.config.environment.turn_tokens,
                 abort=stopping,

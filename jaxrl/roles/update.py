@@ -65,6 +65,11 @@ class ActorPrograms:
     def __init__(self, config: Config, model: DecoderConfig, mesh: Mesh, loss: Loss):
         self.config, self.model, self.mesh, self._loss = config, model, mesh, loss
         c = config.actor
+        self.budget = None
+        if c.micro_batch_tokens is not None:
+            self.budget = c.micro_batch_tokens * mesh.shape[TOKENS]
+        """The largest number of tokens of a micro-batch in one row shard: those of a device, times
+        the devices along `context`, which share its tokens. None: no limit."""
         self.row_sharding = NamedSharding(mesh, PartitionSpec(ROWS))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         updates = config.steps * config.updates_per_batch
@@ -171,14 +176,6 @@ class ActorPrograms:
             return params
         return {"layers": params["layers"]} if layout == "unstacked" else {}
 
-    @property
-    def budget(self) -> int | None:
-        """Returns the largest number of tokens of a micro-batch in one row shard:
-        `actor.micro_batch_tokens` times the devices along `context`, which share its tokens. None
-        means no limit."""
-        tokens = self.config.actor.micro_batch_tokens
-        return None if tokens is None else tokens * self.mesh.shape[TOKENS]
-
     def micro_batches(
         self,
         chosen: np.ndarray,
@@ -216,61 +213,6 @@ class ActorPrograms:
 
         value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
 
-        def accumulate(
-            params: Params,
-            frozen: Frozen,
-            batch: TrainBatch,
-            rows: jax.Array,
-            group: int,
-            room: Room,
-        ) -> Tree:
-            """Computes the gradient of the loss summed over all micro-batches, the sums and maxima
-            for metrics, and the metrics of each row, [n, b]."""
-            sequences, size = batch.sequences, len(batch.sequences.loss_mask)
-            chosen = jnp.zeros(size, bool)
-            chosen = chosen.at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
-            trained = replace(sequences, loss_mask=sequences.loss_mask & chosen[:, None])
-            mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
-            counts = mask.sum(), policy.sum(), policy.any(-1).sum()
-            totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
-            if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
-                assert self.model.experts is not None
-                policy_params = join(frozen.get(BASE, {}), params)
-
-                def count_experts(added: Array, index: jax.Array) -> tuple[Array, None]:
-                    micro = micro_batch(batch, index, self.mesh, group, room)
-                    given = self.config, self.model, self.mesh, policy_params, micro
-                    return added + tokens_to_balance(*given), None
-
-                # A forward pass first: the loss of each micro-batch needs the tokens of all.
-                start = jnp.zeros(self.model.experts.count + 1)
-                of_experts, _ = jax.lax.scan(count_experts, start, rows)
-                totals = replace(totals, of_experts=of_experts)
-
-            def one(index: jax.Array) -> Tree:
-                micro = micro_batch(batch, index, self.mesh, group, room)
-                (_, rest), grads = value_and_grad(params, frozen, micro, totals)
-                return *rest, grads
-
-            if len(rows) == 1:
-                sums, maxima, each, grads = one(rows[0])
-                return grads, sums, maxima, jax.tree.map(lambda x: x[None], each)
-
-            # All micro-batches are in the loop: of a first one outside, and of a single one in a
-            # loop, which XLA removes, it may keep the activations of both at once.
-            def body(added: Params, index: jax.Array) -> tuple[Params, Tree]:
-                *found, grads = one(index)
-                # Else XLA may scatter into the carried sum and take its reduction out of the loop:
-                # libtpu then fails, or keeps sums of whole parameters on each device.
-                grads = jax.lax.optimization_barrier(grads)
-                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, grads), found
-
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-            zeros = jax.lax.with_sharding_constraint(zeros, self.shardings.params)
-            grads, (sums, maxima, each) = jax.lax.scan(body, zeros, rows)
-            sums = jax.tree.map(lambda x: x.sum(0), sums)
-            return grads, sums, jax.tree.map(lambda x: x.max(0), maxima), each
-
         on_cpu = target_of(self.mesh.devices.flat).platform == "cpu"
         decay = self.config.teacher.ema
 
@@ -294,15 +236,63 @@ class ActorPrograms:
             group: int = 1,
             room: Room = None,
         ) -> Tree:
-            grads, sums, maxima, each = accumulate(state.params, frozen, batch, rows, group, room)
+            # What all micro-batches of this update train on.
+            params, sequences, size = state.params, batch.sequences, len(batch.sequences.loss_mask)
+            chosen = jnp.zeros(size, bool)
+            chosen = chosen.at[jnp.where(rows < 0, size, rows)].set(True, mode="drop")
+            trained = replace(sequences, loss_mask=sequences.loss_mask & chosen[:, None])
+            mask, policy = trained.loss_mask, replace(batch, sequences=trained).policy_mask
+            counts = mask.sum(), policy.sum(), policy.any(-1).sum()
+            totals = Totals(*(jnp.maximum(count.astype(jnp.float32), 1) for count in counts))
+            if self.config.student.router_aux_loss_coef > 0 and len(rows) > 1:
+                assert self.model.experts is not None
+                policy_params = join(frozen.get(BASE, {}), params)
+
+                def count_experts(added: Array, index: jax.Array) -> tuple[Array, None]:
+                    micro = micro_batch(batch, index, self.mesh, group, room)
+                    given = self.config, self.model, self.mesh, policy_params, micro
+                    return added + tokens_to_balance(*given), None
+
+                # A forward pass first: the loss of each micro-batch needs the tokens of all.
+                start = jnp.zeros(self.model.experts.count + 1)
+                of_experts, _ = jax.lax.scan(count_experts, start, rows)
+                totals = replace(totals, of_experts=of_experts)
+
+            # The gradient of the loss summed over all micro-batches, the sums and maxima for
+            # metrics, and the metrics of each row, [n, b].
+            def accumulate(added: Params | None, index: jax.Array) -> tuple[Params, Tree]:
+                micro = micro_batch(batch, index, self.mesh, group, room)
+                (_, found), grads = value_and_grad(params, frozen, micro, totals)
+                if added is None:
+                    return grads, found
+                # Else XLA may scatter into the carried sum and take its reduction out of the loop:
+                # libtpu then fails, or keeps sums of whole parameters on each device.
+                grads = jax.lax.optimization_barrier(grads)
+                return jax.tree.map(lambda a, b: a + b.astype(a.dtype), added, grads), found
+
+            # All micro-batches are in the loop: of a first one outside, and of a single one in a
+            # loop, which XLA removes, it may keep the activations of both at once.
+            if len(rows) == 1:
+                grads, (sums, maxima, each) = accumulate(None, rows[0])
+                each = jax.tree.map(lambda x: x[None], each)
+            else:
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+                zeros = jax.lax.with_sharding_constraint(zeros, self.shardings.params)
+                grads, (sums, maxima, each) = jax.lax.scan(accumulate, zeros, rows)
+                sums = jax.tree.map(lambda x: x.sum(0), sums)
+                maxima = jax.tree.map(lambda x: x.max(0), maxima)
             count = jnp.maximum(sums["loss"][1], 1)
             grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
             # Without a token to train on, momentum and weight decay would still move the weights.
             trains = sums["loss"][1] > 0
-            planned = frozen.get(PLANNED, state.updates)
-            new = apply_if(finite & trains, apply, state, (grads, planned), branches=on_cpu)
+            ok = finite & trains
+            changed = state, grads, frozen.get(PLANNED, state.updates)
+            if on_cpu:  # this needs less temporary memory there
+                new = jax.lax.cond(ok, apply, lambda state, *_: state, *changed)
+            else:  # `cond` would copy the whole state beside the donated one; a select is in place
+                new = jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(*changed), state)
             last = {"grad_norm": norm, "finite": finite, "trains": trains}
             return new, (sums, maxima, each, last)
 
@@ -325,21 +315,3 @@ def first_rows_program(rows: int, width: int, mesh: Mesh) -> jax.stages.Wrapped:
         return head[:rows]
 
     return jax.jit(first_rows, out_shardings=head_sharding((rows, width), mesh))
-
-
-def apply_if(
-    ok: jax.Array,
-    apply: Callable[..., TrainState],
-    state: TrainState,
-    given: tuple[Tree, ...],
-    branches: bool,
-) -> TrainState:
-    """Returns `apply(state, *given)` if `ok` (scalar bool), else the old state.
-
-    Args:
-        branches: use `lax.cond`. On a CPU this needs less temporary memory. On an accelerator
-            `cond` would copy the whole state beside the donated one, where a select is in place.
-    """
-    if branches:
-        return jax.lax.cond(ok, apply, lambda state, *_: state, state, *given)
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), apply(state, *given), state)

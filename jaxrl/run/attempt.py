@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from jaxrl.algorithms.methods import holds_samples, needed_roles
-from jaxrl.algorithms.protocols import ActorRole
+from jaxrl.algorithms.protocols import ActorRole, Sources
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
@@ -40,7 +39,7 @@ from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.profile.waits import run_advice
 from jaxrl.profile.work import RunModels
 from jaxrl.roles.microbatch import scored_padding
-from jaxrl.roles.reward_model import open_reward
+from jaxrl.roles.reward import open_reward
 from jaxrl.run.job import Job, check_job, dependencies, make_job
 from jaxrl.run.launch import devices_for, start_roles
 from jaxrl.run.loop import Calls, Loop, Resumed, evaluates

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxrl.algorithms.methods import on_policy
-from jaxrl.algorithms.teacher_weights import check_teachers, row_weights
+from jaxrl.algorithms.signals import prompt_weights, row_weights
 from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
 from jaxrl.config.schema import Config
@@ -309,7 +309,8 @@ class RunTeachers:
             what = f"the teachers' {config.mixture} mixture"
             return False, [f"{what} only scores: its accuracy is unknown"]
         try:
-            check_teachers(config, [prompt for one in held_out for prompt in one.prompts])
+            for prompt in (prompt for one in held_out for prompt in one.prompts):
+                prompt_weights(config, prompt)
         except UserError as error:
             return False, [f"data.eval: {error}; the teachers' own accuracy is not evaluated"]
         return True, []

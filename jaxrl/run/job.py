@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import cloudpickle
 
-from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.objective import configured_correction, objective_notes
+from jaxrl.algorithms.methods import configured_correction, method_of, objective_notes
 from jaxrl.checkpoint.fingerprint import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
@@ -39,7 +38,7 @@ from jaxrl.rewards.batch_rewards import RewardFunctions
 from jaxrl.rewards.functions import find as find_reward
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.grouper import tokenizer_of_encoder
-from jaxrl.roles.reward_model import open_reward, tokenizer_of_reward
+from jaxrl.roles.reward import open_reward, tokenizer_of_reward
 from jaxrl.run.check_inputs import (
     check_positions,
     encoder,

@@ -45,8 +45,7 @@ from jaxrl.process.xla_flags import worker_environment
 from jaxrl.roles.actor import SENT_TO_TEACHER, Actor, Receiver
 from jaxrl.roles.grouper import Grouper
 from jaxrl.roles.reference import Reference
-from jaxrl.roles.reward import Reward, RewardModel
-from jaxrl.roles.reward_model import open_reward
+from jaxrl.roles.reward import Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import Setup, episodes, reward_functions

@@ -20,9 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.algorithms.methods import method_of
-from jaxrl.algorithms.protocols import ActorRole, Ask, ReceivingRole, deadline_of, role_calls
+from jaxrl.algorithms.protocols import (
+    ActorRole,
+    Ask,
+    ReceivingRole,
+    Sources,
+    deadline_of,
+    role_calls,
+)
 from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
-from jaxrl.algorithms.sources import Sources
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.reporting import Futures, Reporter

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.sharding.shards import Box, Piece, Shards, held_pieces
+from jaxrl.sharding.reshard import Box, Piece, Shards, held_pieces
 
 BUCKET_BYTES = 64 << 20
 """Pieces travel together up to this size, so that a receiver fetches little that it does not need

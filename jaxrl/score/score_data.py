@@ -45,7 +45,7 @@ from jaxrl.run.run_dir import LOCK, Lock
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.placement import check_visible, parse, place
-from jaxrl.sharding.split_rows import join_parts
+from jaxrl.sharding.reshard import join_parts
 from jaxrl.teacher.cache import (
     FORMAT,
     HEAD,

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeGuard
+from typing import Literal
 
 import jax
 from jax.sharding import Sharding
@@ -149,7 +149,30 @@ class Ledger:
                 self.changed()
         # What another resident keeps on the device stays, whichever of them may leave it.
         kept |= {buffer(x) for r in rest if not r.offload for x in _arrays(r.read())}
-        self._send_away([resident for resident in rest if resident.offload], kept)
+        self._await()  # an array must have arrived before it is sent away again
+        copies: dict[Buffer, jax.Array] = {}  # several residents may share one
+        old: list[jax.Array] = []
+        for resident in rest:
+            leaves, form = jax.tree.flatten(resident.read())
+            here = [x for x in _arrays(leaves, away=False) if buffer(x) not in kept]
+            if not resident.offload or not here:
+                continue
+            started = time.monotonic()
+            size = _nbytes([x for x in here if buffer(x) not in copies])
+            with self.announce(f"{resident.name} to the host"):
+                given = [copies.get(buffer(x), x) for x in here]
+                away = [x.sharding.with_memory_kind(HOST) for x in here]
+                new = jax.block_until_ready(_put(given, away))
+            copies |= {buffer(before): after for before, after in zip(here, new, strict=True)}
+            moved = {id(before): after for before, after in zip(here, new, strict=True)}
+            old += here
+            resident.write(jax.tree.unflatten(form, [moved.get(id(x), x) for x in leaves]))
+            ended = time.monotonic()
+            self.moves.append(
+                Move(resident.name, "host", size, started, ended, waited=ended - started)
+            )
+        for array in old:
+            array.delete()
         for resident in wanted:
             self._call_back(resident)
         self._await()
@@ -163,9 +186,8 @@ class Ledger:
             if following not in resident.stages:
                 continue
             incoming: Counter[jax.Device] = Counter()
-            for array in _arrays(resident.read()):
-                if _is_away(array):
-                    incoming += _per_device(array)
+            for array in _arrays(resident.read(), away=True):
+                incoming += _per_device(array)
             if incoming and max(sum(self._held.values(), incoming).values()) <= self.peak:
                 self._call_back(resident)
 
@@ -175,8 +197,8 @@ class Ledger:
         seen: set[Buffer] = set()
         for resident in self._residents.values():
             mine: Counter[jax.Device] = Counter()
-            for array in _arrays(resident.read()):
-                if not _is_away(array) and buffer(array) not in seen:
+            for array in _arrays(resident.read(), away=False):
+                if buffer(array) not in seen:
                     seen.add(buffer(array))
                     mine += _per_device(array)
             self._held[resident.name] = mine
@@ -235,51 +257,17 @@ class Ledger:
         taken, self.moves = tuple(self.moves), []
         return taken
 
-    def _send_away(self, residents: Collection[_Resident], kept: Collection[Buffer]) -> None:
-        """Moves residents to the host. Arrays that several of them share become one copy there."""
-        self._await()  # an array must have arrived before it is sent away again
-        copies: dict[Buffer, jax.Array] = {}
-        old: list[jax.Array] = []
-        for resident in residents:
-            leaves, form = jax.tree.flatten(resident.read())
-            going = [
-                i
-                for i, leaf in enumerate(leaves)
-                if _is_here(leaf) and not _is_away(leaf) and buffer(leaf) not in kept
-            ]
-            if not going:
-                continue
-            started = time.monotonic()
-            here = [leaves[i] for i in going]
-            size = _nbytes([leaf for leaf in here if buffer(leaf) not in copies])
-            with self.announce(f"{resident.name} to the host"):
-                given = [copies.get(buffer(leaf), leaf) for leaf in here]
-                away = [leaf.sharding.with_memory_kind(HOST) for leaf in here]
-                new = jax.block_until_ready(_put(given, away))
-            for i, before, after in zip(going, here, new, strict=True):
-                leaves[i] = copies[buffer(before)] = after
-            old += here
-            resident.write(jax.tree.unflatten(form, leaves))
-            ended = time.monotonic()
-            self.moves.append(
-                Move(resident.name, "host", size, started, ended, waited=ended - started)
-            )
-        for leaf in old:
-            leaf.delete()
-
     def _call_back(self, resident: _Resident) -> None:
         """Starts to move a resident's offloaded arrays back."""
         leaves, form = jax.tree.flatten(resident.read())
-        coming = [i for i, leaf in enumerate(leaves) if _is_away(leaf)]
-        if not coming:
+        old = _arrays(leaves, away=True)
+        if not old:
             return
         started = time.monotonic()
-        old = [leaves[i] for i in coming]
         with self.announce(f"{resident.name} to the device"):
             new = _put(old, [leaf.sharding.with_memory_kind("device") for leaf in old])
-        for i, leaf in zip(coming, new, strict=True):
-            leaves[i] = leaf
-        resident.write(jax.tree.unflatten(form, leaves))
+        moved = {id(before): after for before, after in zip(old, new, strict=True)}
+        resident.write(jax.tree.unflatten(form, [moved.get(id(x), x) for x in leaves]))
         self._coming.append((resident.name, new, started))
         self.changed()
 
@@ -320,20 +308,21 @@ def buffer(array: jax.Array) -> Buffer:
     return next(iter(first.devices())), first.unsafe_buffer_pointer()
 
 
-def _arrays(tree: Tree) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_here(leaf)]
+def _arrays(tree: Tree, away: bool | None = None) -> list[jax.Array]:
+    """Returns the arrays of a tree that have a part on a device of this process and were not
+    deleted. (An update donates arrays that the rollout may share.)
 
-
-def _is_here(leaf: object) -> TypeGuard[jax.Array]:
-    """Returns whether this is an array with a part on a device of this process that was not
-    deleted. (An update donates arrays that the rollout may share.)"""
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
-        return False
-    return bool(leaf.sharding.addressable_devices)
-
-
-def _is_away(leaf: object) -> TypeGuard[jax.Array]:
-    return _is_here(leaf) and leaf.sharding.memory_kind == HOST
+    Args:
+        away: those on the host alone, or those on devices alone; None: both.
+    """
+    return [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
+        and not leaf.is_deleted()
+        and leaf.sharding.addressable_devices
+        and away in (None, leaf.sharding.memory_kind == HOST)
+    ]
 
 
 def _per_device(array: jax.Array) -> Counter[jax.Device]:

@@ -8,25 +8,28 @@ instead.
 
 A mesh may span several processes, which must make the same calls in the same order. Each then fills
 its own devices from arrays on its host. Only an array that is already on such a mesh is moved by a
-collective.
+collective. Between workers an array travels in pieces (`Shards`): the sender cuts it into the boxes
+that its devices hold, and the receiver reads the boxes that its own devices need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct as Abstract
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxrl.sharding.shards import Box, Shards, box_of, overlap
 from jaxrl.types import Array, Tree
 
+Box = tuple[tuple[int, int], ...]
+"""Half-open range of each dim."""
 Held = dict[Box, list[Array]]
 """Box of an array -> the copies of it on devices."""
 Wanted = tuple[Held, tuple[int, ...]]
@@ -39,11 +42,133 @@ TOGETHER = 2**28
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The part of an array inside one box."""
+
+    box: Box
+    fetch: Callable[[], np.ndarray]
+    """Gets it, with the box's shape; may raise what its transport raises."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A global array as pieces that cover it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    """numpy dtype; bfloat16 is `ml_dtypes`'."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads the values at `index` (slices of step 1), put together from the pieces that overlap
+        it.
+
+        Where one piece covers it all, its own memory, without a copy.
+        """
+        wanted = box_of(index, self.shape)
+        sizes = tuple(hi - lo for lo, hi in wanted)
+        out: np.ndarray | None = None
+        filled = 0
+        for piece in self.pieces:
+            shared = overlap(piece.box, wanted)
+            if shared is None:
+                continue
+            inside: Any = (..., *_within(shared, piece.box))  # a view, also of 0 dims
+            values = piece.fetch()[inside]
+            if values.shape == sizes:
+                return values
+            out = np.empty(sizes, self.dtype) if out is None else out
+            out[_within(shared, wanted)] = values
+            filled += values.size
+        if filled != int(np.prod(sizes, dtype=np.int64)):
+            raise RuntimeError(f"the pieces of an array of {self.shape} do not cover {wanted}")
+        assert out is not None or 0 in sizes
+        return np.empty(sizes, self.dtype) if out is None else out
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.read(tuple(slice(0, n) for n in self.shape))
+        return whole if dtype is None else whole.astype(dtype)
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Returns the ranges that slices of step 1 stand for."""
+    return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Returns what two boxes share, or None if that is nothing."""
+    shared = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
+    return None if any(lo >= hi for lo, hi in shared) else shared
+
+
+def concat_rows(parts: Sequence[Shards]) -> Shards:
+    """Concatenates the rows (dim 0) of all parts to one array, one part after the other; nothing is
+    moved."""
+    first, start = parts[0], 0
+    pieces: list[Piece] = []
+    for part in parts:
+        assert part.shape[1:] == first.shape[1:] and part.dtype == first.dtype
+        for piece in part.pieces:
+            (lo, hi), *rest = piece.box
+            pieces.append(replace(piece, box=((lo + start, hi + start), *rest)))
+        start += part.shape[0]
+    return Shards((start, *first.shape[1:]), first.dtype, tuple(pieces))
+
+
+def held_pieces(x: jax.Array) -> list[tuple[Box, jax.Array]]:
+    """Returns the boxes of `x` that this process answers for, on their devices: together the
+    processes of its mesh give each box once."""
+    return [
+        (box_of(shard.index, x.shape), shard.data)
+        for shard in x.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def _within(shared: Box, box: Box) -> tuple[slice, ...]:
+    """Returns `shared` as slices of an array that fills `box`."""
+    return tuple(slice(lo - a, hi - a) for (lo, hi), (a, _) in zip(shared, box, strict=True))
+
+
+@dataclass(frozen=True)
 class Rows:
     """Consecutive slices of rows (dim 0) of one array; `reshard` concatenates them."""
 
     parts: tuple[Array, ...]
     """`jax.Array`s; for `piece_programs` abstract ones."""
+
+
+def join_parts(scores: Tree) -> Tree:
+    """Joins a list or tuple of trees with the same leaves into one tree; anything else is returned
+    as it is.
+
+    What lies on devices or in another worker stays there, as `Rows` or `Shards`: `reshard` fetches
+    it.
+
+    Args:
+        scores: None among them is a part without rows.
+    """
+    if not isinstance(scores, list | tuple):
+        return scores
+    filled = [part for part in scores if part is not None]
+    assert filled, "no part has a row"
+    kinds: Sequence[tuple[type, Callable[..., Rows | Shards | np.ndarray]]] = (
+        (Shards, concat_rows),
+        (jax.Array, Rows),
+        (np.ndarray, np.concatenate),
+    )
+
+    def join(*leaves: object) -> Rows | Shards | np.ndarray:
+        for kind, joined in kinds:
+            if all(isinstance(leaf, kind) for leaf in leaves):
+                return joined(leaves)
+        raise TypeError(f"parts of several kinds: {[type(leaf).__name__ for leaf in leaves]}")
+
+    return filled[0] if len(filled) == 1 else jax.tree.map(join, *filled)
 
 
 def put(tree: Tree, shardings: Tree) -> Tree:
@@ -85,9 +210,10 @@ def reshard(tree: Tree, shardings: Tree) -> Tree:
         and x.is_fully_addressable
         and target.is_fully_addressable
     ]
-    moved = _move_together([leaves[i] for i in here], [targets[i] for i in here])
-    for i, x in zip(here, moved, strict=True):
-        out[i] = x
+    if here:
+        moved = _move_together([leaves[i] for i in here], [targets[i] for i in here])
+        for i, x in zip(here, moved, strict=True):
+            out[i] = x
     return jax.tree.unflatten(form, map(_move, out, targets))
 
 
@@ -113,14 +239,14 @@ def _checksum(x: jax.Array) -> jax.Array:
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(_hash(bits.astype(jnp.uint32) ^ _hash(place)), dtype=jnp.uint32)
-
-
-def _hash(x: jax.Array) -> jax.Array:
-    """Mixes the bits of uint32, each value to another (MurmurHash3's finaliser)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> shift)) * np.uint32(factor)
-    return x ^ (x >> 16)
+    mixed = jnp.zeros_like(place)
+    for word in (place, bits.astype(jnp.uint32)):
+        mixed = mixed ^ word
+        # MurmurHash3's finaliser: each value becomes another.
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+        mixed = mixed ^ (mixed >> 16)
+    return jnp.sum(mixed, dtype=jnp.uint32)
 
 
 def nbytes(tree: Tree) -> int:

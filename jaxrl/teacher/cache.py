@@ -38,8 +38,8 @@ from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
+from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.sharding.split_rows import part_rows
 from jaxrl.teacher.protocol import (
     DType,
     Options,

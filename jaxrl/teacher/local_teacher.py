@@ -16,8 +16,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.algorithms.signals import Projection, merged_signal, mixture_signal, score
-from jaxrl.algorithms.teacher_weights import by_teacher, teacher_weights
+from jaxrl.algorithms.signals import (
+    Projection,
+    by_teacher,
+    merged_signal,
+    mixture_signal,
+    score,
+    teacher_weights,
+)
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.prompt_encoder import with_feedback
@@ -30,13 +36,11 @@ from jaxrl.models.param_sharding import param_shardings
 from jaxrl.models.parameters import Layout, Params, abstract_params, head
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
-from jaxrl.roles.load_weights import check_fit, described, received
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part
-from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.rollout import Sampler, received
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
-from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put
 from jaxrl.types import (
     Array,
@@ -149,7 +153,7 @@ class LocalTeacher:
         if follows is not None:
             layout, dtype = follows
             self._shardings = param_shardings(scorer.model, scorer.mesh, layout)
-            self._expected = described(abstract_params(scorer.model, jnp.dtype(dtype), layout))
+            self._expected = abstract_params(scorer.model, jnp.dtype(dtype), layout)
 
     def score(
         self, rollout: Rollout, part: int = 0, parts: int = 1, rewards: RewardReport | None = None
@@ -176,11 +180,11 @@ class LocalTeacher:
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version of weights that follow the policy, once the old one is freed.
         Returns and raises as `received`."""
-        check_fit(weights, self._expected, "the teacher")
         self._write(None)
-        params, taken = received(weights, self._shardings, SENT_TO_TEACHER)
+        params, taken = received(
+            weights, self._expected, self._shardings, SENT_TO_TEACHER, "the teacher"
+        )
         self._write(params)
-        verify_arrays("teacher", params, self._scorer.mesh)
         return taken
 
 

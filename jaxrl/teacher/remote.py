@@ -38,8 +38,7 @@ import jax
 import numpy as np
 from pydantic import ValidationError
 
-from jaxrl.algorithms.signals import merged_signal
-from jaxrl.algorithms.teacher_weights import teacher_weights
+from jaxrl.algorithms.signals import merged_signal, teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl import Config
-from jaxrl.algorithms import refill
+from jaxrl.algorithms import sampled_batch
 from jaxrl.algorithms.advantages import group_advantages, turn_advantages
-from jaxrl.algorithms.objective import configured
+from jaxrl.algorithms.methods import configured
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
@@ -240,7 +240,7 @@ def selections(
     noise = np.random.default_rng(1).normal(0, 0.05, batch.logprobs.shape).astype(np.float32)
     scores = {"reward": [report], "reference": [batch.logprobs + noise]}
     trained, metrics = prepare_rewarded(made)(batch, scores)
-    kept, _ = refill._groups(made, batch, report)
+    kept, _ = sampled_batch._groups(made, batch, report)
     groups = {int(batch.group_ids[group.rows[0]]) for group in kept}
     return np.asarray(trained.in_policy), groups, np.asarray(trained.advantages), metrics
 

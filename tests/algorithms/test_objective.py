@@ -16,8 +16,14 @@ from jaxrl.algorithms.advantages import (
     decoupled_rewards,
     group_advantages,
 )
-from jaxrl.algorithms.methods import METHODS, method_of, needed_roles
-from jaxrl.algorithms.objective import configured, objective_notes, policy_objective
+from jaxrl.algorithms.methods import (
+    METHODS,
+    configured,
+    method_of,
+    needed_roles,
+    objective_notes,
+    policy_objective,
+)
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.data.batch import make_rollout

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.refill import refilled
+from jaxrl.algorithms.protocols import RewardRole
+from jaxrl.algorithms.sampled_batch import refilled
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport
@@ -57,7 +58,8 @@ class Source:
             rollout = replace(rollout, student_topk=best + padding)
         return done_future(rollout)
 
-    def rewards(self, rollout):
+    def call(self, role, method, rollout):
+        assert (role, method) == ("reward", RewardRole.score)
         given = np.array(self.attempts[self.attempt - 1], float).ravel()
         told = {"reward/f/failures": float(np.isnan(given).sum()), "time/reward_s": 0.5}
         task = np.pad(given, (0, 2), constant_values=NONE)  # six rows: a multiple of three

@@ -30,7 +30,7 @@ from jaxrl.formats import hf, weights
 from jaxrl.formats import hub as hub_module
 from jaxrl.formats.hub_names import HubName, data_name, model_name
 from jaxrl.roles.grouper import embed
-from jaxrl.roles.reward_model import score
+from jaxrl.roles.reward import score
 
 REFERENCES = Path(__file__).parent.parent / "references"
 

@@ -14,7 +14,7 @@ import pytest
 from runs import SHORT, save_model
 
 from jaxrl import Config
-from jaxrl.algorithms.sources import Sources
+from jaxrl.algorithms.protocols import Sources
 from jaxrl.process.compilations import Compilations
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.run.reporting import Reporter

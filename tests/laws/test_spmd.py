@@ -33,14 +33,11 @@ from jaxrl.formats import hf, weights
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.param_sharding import param_shardings
 from jaxrl.roles.actor import SENT, Actor, Weights
-from jaxrl.roles.load_weights import DamagedWeights, received
-from jaxrl.roles.rollout import Sampler
+from jaxrl.roles.rollout import DamagedWeights, Sampler, received
 from jaxrl.runtime import serialization
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh, verify_arrays
-from jaxrl.sharding.reshard import checksums, reshard, to_host
-from jaxrl.sharding.shards import Piece, Shards
-from jaxrl.sharding.split_rows import join_parts
+from jaxrl.sharding.reshard import Piece, Shards, checksums, join_parts, reshard, to_host
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.types import HiddenSignal, Prompt
 
@@ -364,7 +361,7 @@ def test_a_number_that_changes_in_a_process_ends_the_run():
                 samples.load(Weights(1, damaged, 4, sums))
             else:
                 shardings = NamedSharding(mesh, PartitionSpec())
-                received(Weights(1, damaged, 4, sums), shardings, SENT)
+                received(Weights(1, damaged, 4, sums), tree, shardings, SENT, "rollout")
 
 
 def test_checksums_are_those_of_the_values_in_any_sharding():

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
-from jaxrl.algorithms.signals import Projection
-from jaxrl.algorithms.teacher_weights import teacher_weights
+from jaxrl.algorithms.signals import Projection, teacher_weights
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
@@ -252,7 +251,7 @@ def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monk
 OWN = """
 from jaxrl.algorithms.methods import METHODS, Method, gkd_loss
 from jaxrl.losses.algorithm_table import AlgorithmSpec
-from jaxrl.sharding.split_rows import join_parts
+from jaxrl.sharding.reshard import join_parts
 from jaxrl.types import TrainBatch
 
 

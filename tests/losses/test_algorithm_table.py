@@ -9,8 +9,7 @@ import pytest
 from objectives import config
 
 from jaxrl import Config
-from jaxrl.algorithms.methods import METHODS, Method, method_of
-from jaxrl.algorithms.objective import configured, objective_notes
+from jaxrl.algorithms.methods import METHODS, Method, configured, method_of, objective_notes
 from jaxrl.checkpoint.fingerprint import compare
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS, AlgorithmSpec, find_algorithm

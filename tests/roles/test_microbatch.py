@@ -10,7 +10,6 @@ from jaxrl.roles.microbatch import (
     ROOMS,
     cut_minibatches,
     micro_batch,
-    minibatch_rows,
     padded_count,
     rows_of_groups,
     split_rows,
@@ -20,6 +19,9 @@ from jaxrl.roles.microbatch import (
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import HiddenSignal, Sequences, TrainBatch
+
+ALIKE = np.ones(41, int)
+"""Each row has the same signal."""
 
 
 def lengths(n, seed=0):
@@ -31,14 +33,14 @@ def lengths(n, seed=0):
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_minibatches_partition_the_real_rows(count):
     n = lengths(41)
-    parts = minibatch_rows(n, count, (0, 1, 2))
+    parts = cut_minibatches(n, ALIKE, 1, 1, count, (0, 1, 2))
     assert sorted(np.concatenate(parts)) == list(np.flatnonzero(n > 0))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_order_is_drawn_from_the_seed_alone():
     n = lengths(41)
-    a, b, c = (minibatch_rows(n, 4, (0, step, 0)) for step in (3, 3, 4))
+    a, b, c = (cut_minibatches(n, ALIKE, 1, 1, 4, (0, step, 0)) for step in (3, 3, 4))
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     assert not all(np.array_equal(x, y) for x, y in zip(a, c, strict=True))
 
@@ -48,7 +50,7 @@ def test_minibatches_have_equal_signal(count):
     """Rows of one signal are dealt as evenly as all of them."""
     n = lengths(41)
     signal = np.random.default_rng(1).integers(0, 3, 41)
-    parts = minibatch_rows(n, count, (0, 1, 2), signal)
+    parts = cut_minibatches(n, signal, 1, 1, count, (0, 1, 2))
     assert sorted(np.concatenate(parts)) == list(np.flatnonzero(n > 0))
     for held in ([len(part) for part in parts], *_counts(parts, signal)):
         assert max(held) - min(held) <= 1
@@ -60,7 +62,8 @@ def _counts(parts, signal):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_where_nothing_trains_there_is_one_empty_minibatch(count):
-    (part,) = minibatch_rows(np.zeros(8, int), count, (0, 1, 2))
+    nothing = np.zeros(8, int)
+    (part,) = cut_minibatches(nothing, nothing, 1, 1, count, (0, 1, 2))
     assert part.size == 0
     split = split_rows(part, np.zeros(8, int), 2, 2, padded=2)
     assert (split == -1).all() and split.shape == (1, 2)

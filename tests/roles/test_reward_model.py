@@ -21,8 +21,8 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig
-from jaxrl.roles.reward import RewardModel
-from jaxrl.roles.reward_model import (
+from jaxrl.roles.reward import (
+    RewardModel,
     RewardScorer,
     RewardSource,
     encode_text,

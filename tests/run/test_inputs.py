@@ -18,7 +18,7 @@ from jaxrl.data.chat_template import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
-from jaxrl.roles.reward_model import score
+from jaxrl.roles.reward import score
 from jaxrl.run.check_inputs import end_ids, tokenizer_of
 from jaxrl.run.evaluation import prepare
 from jaxrl.run.generation import end_ids_of

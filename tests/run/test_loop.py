@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from jaxrl.algorithms.methods import needed_roles
+from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.algorithms.sources import Sources
 from jaxrl.config.schema import Config
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.runtime.local import LocalWorker, done_future

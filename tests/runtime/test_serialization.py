@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.runtime import serialization
 from jaxrl.runtime.serialization import pack, unpack
-from jaxrl.sharding.reshard import reshard
-from jaxrl.sharding.shards import Shards, box_of
+from jaxrl.sharding.reshard import Shards, box_of, reshard
 from jaxrl.types import Completion, Prompt, TokenIds, Turn
 
 

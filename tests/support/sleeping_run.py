@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl.algorithms.sources import Sources
+from jaxrl.algorithms.protocols import Sources
 from jaxrl.config.schema import Config
 from jaxrl.profile.waits import Span, Stage, read_calls
 from jaxrl.run.loop import Calls, Loop
