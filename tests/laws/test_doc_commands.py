@@ -223,7 +223,7 @@ def test_the_commands_of_a_config_are_understood(
 NEEDS = {
     # Checked in full above; the package is built and installed in its test.
     r"^(\S+=\S* )*(python -m )?pytest|^pip ": "",
-    r"FIRST|^ray |RAY_AUTH_MODE": "ray start",  # hosts: tests/runtime has clusters
+    r"FIRST|HOST:PORT|^ray |RAY_AUTH_MODE": "ray start",  # hosts: tests/runtime has clusters
     r"--compile|benchmarks/(decode_step|plan_compared)": r"\[(\w+,)*aot",
     r"serve[_-]teacher|teacher\.address=": r"\[serve\]|served",  # tests/teacher has servers
     r"^(\S+=\S* )*python benchmarks/": "",  # minutes each; what each needs is in its docstring
@@ -231,7 +231,7 @@ NEEDS = {
     r"draw_rooms|run_notebooks": "",
 }
 """What is not run: a pattern of the command, and one of what its page then says."""
-FEW = {"steps": 2, "eval.every": 0, "eval.prompts": 4, "max_new_tokens": 8}
+FEW = {"steps": 2, "eval.every": 0, "eval.prompts": 4, "max_new_tokens": 16}
 OF_YAML = {"batch_size": 8, "max_prompt_tokens": 64}
 """For run.yaml beside these, whose sizes are those of a GPU."""
 PLACEHOLDERS = {
@@ -358,12 +358,14 @@ def test_the_commands_of_a_page_run(
     of_their_run = ["student.lora.rank=4"] if "lora.rank" in page.read_text("utf-8") else []
     doors = ({"question": "Find the treasure.", "door": 1 + n % 3} for n in range(9))
     (reader / "data" / "doors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in doors))
+    added: dict[str, bytes] | None = {}
     for words in commands(page):
         if what_is_needed(words) is not None:
             continue
         words = [PLACEHOLDERS.get(word, word) for word in words]
         shutil.rmtree("runs/run", ignore_errors=True)  # of another command of the page
-        add_models(hub, None if "--dry-run" in words else tiny)
+        if (kind := None if "--dry-run" in words else tiny) is not added:
+            add_models(hub, added := kind)
         train = "train" in split(words)[0]
         for folder in () if train else re.findall(r"runs/\w+(?!\S*\.\w)", " ".join(words)):
             if not Path(folder).exists() and "scripts" not in words[2]:
