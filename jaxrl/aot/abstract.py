@@ -18,8 +18,7 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Layout, Params, abstract_params
+from jaxrl.models.parameters import Layout, Params, abstract_params, param_shardings
 from jaxrl.plan.plan_context import Setting
 from jaxrl.plan.plan_inputs import Account, PlanInputs
 from jaxrl.sharding.axes import ROWS, Axes

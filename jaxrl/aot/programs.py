@@ -22,8 +22,7 @@ from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import frozen_and_trained, join
-from jaxrl.models.param_sharding import head_sharding
-from jaxrl.models.parameters import Params, head
+from jaxrl.models.parameters import Params, head, head_sharding
 from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
 from jaxrl.plan.plan_context import asked, evaluated
 from jaxrl.roles.grouper import encode_batch

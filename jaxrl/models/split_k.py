@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 
 Term = tuple[jax.Array, jax.Array]
 """Of queries [R,KV,M,H]: what they read [R,KV,M,H] float32, and the log-sum-exp of their scores

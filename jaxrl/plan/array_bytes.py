@@ -1,5 +1,5 @@
 """Computes the bytes of arrays on one device: weights, optimizer state and KV cache. All are exact,
-from each leaf's shard (`models/param_sharding.py`); the optimizer's scratch is not."""
+from each leaf's shard (`models/parameters.py`); the optimizer's scratch is not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jaxrl.config.section import DType
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import NAMES, frozen_and_trained
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import abstract_params
+from jaxrl.models.parameters import abstract_params, param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 

@@ -13,7 +13,7 @@ from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
-from jaxrl.models.buckets import round_up
+from jaxrl.models.batching import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import fuses, step_kernel_of
 from jaxrl.models.parameters import Layout
@@ -23,8 +23,7 @@ from jaxrl.plan.plan_inputs import PlanInputs, generates
 from jaxrl.plan.temporaries import Pass
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
-from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
-from jaxrl.sampling.slots import pool_pages
+from jaxrl.sampling.slots import pool_pages, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import Axes
 
 STORE = 1.1e9

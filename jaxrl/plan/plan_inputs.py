@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.models.buckets import round_up
+from jaxrl.models.batching import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, Use

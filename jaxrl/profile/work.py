@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.json_fields import given
+from jaxrl.models.family import given
 
 
 @dataclass(frozen=True)

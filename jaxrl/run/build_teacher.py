@@ -16,8 +16,7 @@ from jaxrl.algorithms.protocols import SamplingTeacherRole, TeacherRole
 from jaxrl.algorithms.signals import Projection
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.feedback import with_feedback
-from jaxrl.models.param_sharding import head_sharding, param_shardings
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
 from jaxrl.roles.actor import SENT_TO_TEACHER, Receiver
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program

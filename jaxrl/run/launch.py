@@ -30,8 +30,7 @@ from jaxrl.config.section import DType
 from jaxrl.formats import hub
 from jaxrl.models.kernels import Use, try_kernels
 from jaxrl.models.lora import frozen_and_trained
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.parameters import Layout, Params, param_shardings
 from jaxrl.plan import Plan
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.process.compile_cache import enable_compile_cache

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.models.cached import Cache
+from jaxrl.models.decoder import Cache
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine, prefill_batch
-from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import pages_of
+from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS
 
 
@@ -74,7 +73,7 @@ def abstract_programs(
         made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, dtype))
         if mesh is None:
             return made
-        specs = decode.cache_specs(config, mesh, ROWS, made)
+        specs = decode.cache_specs(mesh, made)
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
 
     def program(

@@ -21,8 +21,7 @@ from jaxrl.losses.kl import kl_in_reward
 from jaxrl.losses.layout import FrozenInputs, ShardedTerm, Term
 from jaxrl.losses.policy import make_objective, policy_loss
 from jaxrl.losses.vocabulary import VocabShard
-from jaxrl.models.cached import decode
-from jaxrl.models.decoder import forward
+from jaxrl.models.decoder import decode, forward
 from jaxrl.types import Sequences
 
 WIDE, MASK, NARROW = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)

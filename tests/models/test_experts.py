@@ -395,7 +395,7 @@ def test_a_mixture_with_states_counts_the_expert_that_all_tokens_share() -> None
     sizes |= {"num_attention_heads": 16, "tie_word_embeddings": False}
     config = DecoderConfig.from_hf({"model_type": "qwen3_5_moe_text", **sizes})
     assert config.experts == experts.Experts(256, 8, True, dense_width=512, beside="gate")
-    assert (config.n_kv_heads, config.head_dim, config.n_rotated) == (2, 256, 64)
+    assert (config.n_kv_heads, config.head_dim, config.rotary_dims) == (2, 256, 64)
     assert 34e9 < config.n_params < 35.5e9 and 2.9e9 < config.n_active < 3.6e9
     one = 3 * 2048 * 512
     assert config.n_params - config.n_active == 40 * (256 - 8) * one

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.models import parameters
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling import decode
 from jaxrl.sampling.abstract_programs import abstract_programs
 from jaxrl.sampling.engine import Engine

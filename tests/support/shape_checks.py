@@ -17,7 +17,6 @@ MODULES = (
     *(f"jaxrl.losses.{name}" for name in ("policy", "vocabulary")),
     "jaxrl.algorithms.advantages",
     "jaxrl.algorithms.signals",
-    "jaxrl.models.cached",
     "jaxrl.models.decoder",
 )
 
