@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl import load_model
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.environment_protocol import Reply
+from jaxrl.sampling.partial_completion import Reply
 from jaxrl.sampling.sampler import SamplingParams
 
 ANSWER = 24

@@ -21,8 +21,7 @@ import numpy as np
 
 from jaxrl.runtime.serialization import pack, unpack
 from jaxrl.sampling.partial_completion import PartialCompletion
-from jaxrl.sampling.prompt_rows import PromptRows
-from jaxrl.sampling.slots import Slots
+from jaxrl.sampling.slots import PromptRows, Slots
 from jaxrl.types import Completion, TokenIds
 
 PER_SHARD, PROMPT, LONGEST, ROUNDS = 128, 64, 2048, 5

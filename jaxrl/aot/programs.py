@@ -22,12 +22,18 @@ from jaxrl.config.schema import Config
 from jaxrl.losses.token_spans import Outcomes, span_baseline
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
-from jaxrl.models.cached import Cache
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.lora import frozen_and_trained, join
-from jaxrl.models.param_sharding import head_sharding, param_shardings
-from jaxrl.models.parameters import Layout, Params, abstract_params, head
+from jaxrl.models.parameters import (
+    Layout,
+    Params,
+    abstract_params,
+    head,
+    head_sharding,
+    param_shardings,
+)
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
 from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting, asked, evaluated, generates
@@ -42,9 +48,8 @@ from jaxrl.roles.rollout import (
 from jaxrl.roles.update import BASE, PLANNED, ActorPrograms, first_rows_program
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine
-from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import pages_of
+from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import ROWS, Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.reshard import Rows, piece_programs
@@ -621,7 +626,7 @@ def engine_programs(
         made = jax.eval_shape(lambda: decode.new_cache(config, None, n, length, dtype))
         if mesh is None:
             return made
-        specs = decode.cache_specs(config, mesh, ROWS, made)
+        specs = decode.cache_specs(mesh, made)
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
 
     def program(

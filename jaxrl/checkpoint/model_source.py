@@ -31,9 +31,8 @@ from jaxrl.formats.hub_names import gguf_parts, model_name
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.lora import Lora, frozen_and_trained
+from jaxrl.models.lora import Lora, Quantisation, frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, abstract_params
-from jaxrl.models.quantised import Quantisation
 from jaxrl.process.json_types import JsonObject, Keywords
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.types import Array

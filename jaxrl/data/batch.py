@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from jaxrl.data.stream import NEEDS_COMPLETIONS
 from jaxrl.errors import UserError
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 from jaxrl.types import Completion, FinishReason, Prompt, Rollout, Sequences
 
 NARROWEST = 32

@@ -34,7 +34,7 @@ from jaxrl.environments.environment_process import (
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.user_code import Failure
-from jaxrl.sampling.environment_protocol import Partner, Reply
+from jaxrl.sampling.partial_completion import Partner, Reply
 from jaxrl.types import Prompt
 
 MOST_WORKERS = 16

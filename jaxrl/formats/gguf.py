@@ -36,7 +36,7 @@ from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.families.qwen_delta import RECURRENT
-from jaxrl.models.layer_kind import FULL, SLIDING
+from jaxrl.models.family import FULL, SLIDING
 from jaxrl.models.rope import (
     LinearRope,
     Llama3Rope,

@@ -25,10 +25,8 @@ from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.hub_names import model_name
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import of_file, read_json
-from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, with_a
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Params, abstract_params, init_params
-from jaxrl.models.quantised import Quantisation
+from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
+from jaxrl.models.parameters import Params, abstract_params, init_params, param_shardings
 from jaxrl.sharding.mesh import is_primary
 from jaxrl.sharding.reshard import to_host
 

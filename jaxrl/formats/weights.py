@@ -21,14 +21,18 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError, short
 from jaxrl.models import bert
-from jaxrl.models.block import EMBEDDING, HEAD
-from jaxrl.models.config import DecoderConfig
+from jaxrl.models.config import EMBEDDING, HEAD, DecoderConfig
 from jaxrl.models.encoder_config import FAMILIES as ENCODERS
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.param_sharding import param_shardings, param_specs
-from jaxrl.models.parameters import Layout, Params, abstract_params, layout_of
-from jaxrl.models.quantised import Quantisation, block_size, dequantise, packed, quantise
+from jaxrl.models.lora import Quantisation, block_size, dequantise, packed, quantise
+from jaxrl.models.parameters import (
+    Layout,
+    Params,
+    abstract_params,
+    param_shardings,
+    param_specs,
+)
 from jaxrl.sharding.reshard import Box, box_of, to_host
 from jaxrl.types import Tree
 
@@ -319,7 +323,7 @@ def load(
     dtype: DTypeLike = jnp.float32,
     layout: Layout = "stacked",
 ) -> Params:
-    """Returns parameters of a checkpoint, in `dtype`, sharded as `models/param_sharding.py` says.
+    """Returns parameters of a checkpoint, in `dtype`, sharded as `models/parameters.py` says.
     What the config has quantised is quantised on the host, layer by layer.
 
     Host memory holds a few slices at a time, a slice being what one device gets of one parameter; a
@@ -456,7 +460,8 @@ def hf_tensors(config: DecoderConfig, params: Params) -> Callable[[str], np.ndar
     """
     parts: dict[str, list[tuple[str, Place, int]]] = {}
     leaf_of = leaves_by_path(params)
-    for path, place in places(config, layout_of(params)).items():
+    layout: Layout = "unstacked" if isinstance(params["layers"], list) else "stacked"
+    for path, place in places(config, layout).items():
         for i, name in enumerate(place.names):
             parts.setdefault(name, []).append((path, place, i))
     held: dict[tuple[str, int], np.ndarray] = {}

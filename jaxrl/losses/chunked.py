@@ -17,7 +17,7 @@ these logits. This file runs a term over all tokens, on one device or a mesh:
 
 Rows are split over the axes `ROWS` and their tokens over "context", the vocabulary over "tensor",
 and a head's width over ("fsdp", "context") where these divide it, as in
-models/param_sharding.py. Sizes that a mesh does not divide are padded: rows and tokens with masked
+models/parameters.py. Sizes that a mesh does not divide are padded: rows and tokens with masked
 tokens, the vocabulary with columns of `MIN`.
 """
 

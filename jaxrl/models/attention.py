@@ -9,10 +9,9 @@ from itertools import chain
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 
 from jaxrl.models import cudnn, splash
-from jaxrl.models.kernels import Kernel, StepKernel, kernel_of, step_kernel_of, target_on
+from jaxrl.models.kernels import Kernel
 from jaxrl.models.packing import Packing, by_heads
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, divided
 
@@ -27,24 +26,6 @@ MASKED = -1e30
 BLOCK, MOST_BLOCKS = 512, 16
 """Queries that attend at once without a kernel, and into how many blocks longer rows are cut at
 most."""
-
-
-def kernel_on(
-    mesh: Mesh | None, head_dim: int, dtype: DTypeLike, joined: bool = False
-) -> Kernel | None:
-    """Returns the kernel of the devices of `mesh`; without a mesh, that of the first of all
-    devices.
-
-    Args:
-        dtype: of queries, keys and values.
-        joined: rows share a prompt (`kernels.why_not_fused`).
-    """
-    return kernel_of(target_on(mesh), head_dim, jnp.dtype(dtype).name, joined)
-
-
-def step_kernel_on(mesh: Mesh | None, head_dim: int, dtype: DTypeLike) -> StepKernel | None:
-    """Returns the kernel as `kernel_on` does, but for a decode step whose cache is of `dtype`."""
-    return step_kernel_of(target_on(mesh), head_dim, jnp.dtype(dtype).name)
 
 
 def attender(

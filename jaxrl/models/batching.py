@@ -1,4 +1,5 @@
-"""Sequences of many lengths through a compiled function of few shapes."""
+"""Lengths that vary in arrays of few shapes: one ladder of sizes, with few programs and little
+padding, and sequences of many lengths through a compiled function."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models.buckets import bucket
 from jaxrl.sharding.axes import ROWS, row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
@@ -23,6 +23,30 @@ BATCH_TOKENS = 4096
 Run = jax.stages.Wrapped
 """Jitted: (..., tokens [R, W] int32, mask [R, W] bool) -> [R, ...], whole on every device."""
 Progress = Callable[[str], None]
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Returns the least multiple that is not below n."""
+    return -(-n // multiple) * multiple
+
+
+def bucket(
+    n: int, *, smallest: int = 1, steps: int = 1, multiple: int = 1, most: int | None = None
+) -> int:
+    """Returns the least size of a ladder that holds n.
+
+    Args:
+        smallest: the first size; from there on sizes double.
+        steps: into so many equal steps is each doubling divided; a power of two. Above `smallest`,
+            at most 1 / (steps + 1) of a size is padding: half, a third (2), a fifth (4).
+        multiple: sizes are rounded up to a multiple of it.
+        most: no size is above this, rounded up as well.
+    """
+    low = smallest
+    while 2 * low < n:
+        low *= 2
+    size = low if n <= low else low + round_up((n - low) * steps, low) // steps
+    return round_up(size if most is None else min(size, most), multiple)
 
 
 @dataclass(frozen=True)

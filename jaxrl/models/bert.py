@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models.attention import attender, kernel_on, roll_rows
+from jaxrl.models.attention import attender, roll_rows
 from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.kernels import kernel_of, target_on
 from jaxrl.models.layers import by_rows
-from jaxrl.models.param_sharding import AXES
-from jaxrl.models.parameters import Params
+from jaxrl.models.parameters import AXES, Params
 from jaxrl.sharding.axes import SplitOver, divided
 from jaxrl.types import Tree
 
@@ -117,12 +117,16 @@ def encode(
         [N, D] float32; zeros for a row without tokens that is pooled by its mean.
     """
     embed = params["embed"]
-    kernel = kernel_on(mesh, config.head_dim, embed["word"].dtype)
+    kernel = kernel_of(target_on(mesh), config.head_dim, embed["word"].dtype.name)
     if kernel == "cudnn":
         tokens, mask = (roll_rows(x, jnp.argmax(mask, -1)) for x in (tokens, mask))
     attend = attender(kernel, mask, mesh, causal=False)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0) + config.first_position
-    x = _whole_width(config, embed["word"], mesh)[tokens] + embed["position"][positions]
+    words = embed["word"]
+    if mesh is not None:  # D is gathered: a lookup split both ways is replicated
+        spec = PartitionSpec(specs(config, mesh.shape)["embed/word"][0], None)
+        words = jax.lax.with_sharding_constraint(words, NamedSharding(mesh, spec))
+    x = words[tokens] + embed["position"][positions]
     x = by_rows(_norm(x + embed["type"][0][None, None], embed["norm"], config.eps), mesh)
     heads = (*tokens.shape, config.n_heads, -1)
 
@@ -155,14 +159,6 @@ def _norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
     scale, bias = (p[name].astype(jnp.float32)[None, None] for name in ("scale", "bias"))
     return (x32 * scale + bias).astype(x.dtype)
-
-
-def _whole_width(config: EncoderConfig, table: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Gathers D of the words' table: a lookup split both ways is replicated."""
-    if mesh is None:
-        return table
-    vocab = specs(config, mesh.shape)["embed/word"][0]
-    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec(vocab, None)))
 
 
 def n_params(config: EncoderConfig) -> int:

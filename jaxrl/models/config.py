@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
+
 from jaxrl.errors import UserError, short
-from jaxrl.models.block import block_parameters, top_parameters
-from jaxrl.models.delta import Delta
-from jaxrl.models.experts import Experts
+from jaxrl.models.delta import Delta, delta_parameters
+from jaxrl.models.experts import Experts, expert_parameters
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.family import OMITTED, BlockKind
-from jaxrl.models.json_fields import MOST, Raw, flag, given, number, size, stated_once
-from jaxrl.models.layer_kind import FULL, SLIDING, LayerKind, read_windows
-from jaxrl.models.layers import Parameter, Parameters
-from jaxrl.models.lora import TARGETS, Lora
-from jaxrl.models.quantised import Quantisation, block_size, packed
+from jaxrl.models.family import (
+    FULL,
+    MOST,
+    OMITTED,
+    SLIDING,
+    BlockKind,
+    LayerKind,
+    Norms,
+    Raw,
+    flag,
+    given,
+    number,
+    read_windows,
+    size,
+    stated_once,
+)
+from jaxrl.models.layers import (
+    Parameter,
+    Parameters,
+    attention_parameters,
+    kernel,
+    mlp_parameters,
+    norm_scale,
+)
+from jaxrl.models.lora import TARGETS, Lora, Quantisation, block_size, packed
 from jaxrl.models.rope import (
     DynamicRope,
     LongRope,
     RopeScaling,
-    YarnRope,
     check_ropes,
     positions_of,
     read_rope,
@@ -38,6 +57,19 @@ largest models; without a bound one digit too many in a `config.json` takes minu
 before anything is said."""
 ROPES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 """Fields of rotary positions."""
+NORMS: dict[Norms, dict[str, str]] = {
+    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "around": {
+        "attn_norm": "input_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+"""Path of each norm of a block -> its tensor."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Their tensors."""
 KERNEL = re.compile(r"(?!.*/experts/).*/kernel")
 """Paths of kernels that each token passes."""
 
@@ -88,6 +120,12 @@ class DecoderConfig:
     reduce_in_float32: bool = False
     """Whether devices add their parts of a projection's gradient in float32 (`layers.product_of`).
     Nor this."""
+    block: BlockKind = field(init=False, repr=False, compare=False)
+    """What the family's blocks are made of."""
+    n_recurrent: int = field(init=False, repr=False, compare=False)
+    """How many layers have a state."""
+    lenders: tuple[LayerKind, ...] = field(init=False, repr=False, compare=False)
+    """The kinds of the layers whose keys and values others read."""
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -96,16 +134,22 @@ class DecoderConfig:
             object.__setattr__(self, "kinds", self.kinds[:1])
         elif len(self.kinds) != self.n_layers:
             raise UserError(f"{len(self.kinds)} kinds of layers for n_layers={self.n_layers}")
-        for heads in {given(kind.n_kv_heads, self.n_kv_heads) for kind in self.kinds}:
+        recurrent = sum(kind.recurs for kind in self.kinds) * (self.n_layers // len(self.kinds))
+        lenders = tuple(dict.fromkeys(kind.lender for kind in self.kinds if kind.borrows))
+        object.__setattr__(self, "block", FAMILIES[self.family].block)
+        object.__setattr__(self, "n_recurrent", recurrent)
+        object.__setattr__(self, "lenders", lenders)
+        for kind in set(self.kinds):
+            heads = self.n_kv_heads if kind.n_kv_heads is None else kind.n_kv_heads
             if self.n_heads % heads:
                 raise UserError(
                     f"n_heads={self.n_heads} is not a multiple of n_kv_heads={heads}"
                     " (num_attention_heads, num_key_value_heads)"
                 )
-        widths = {given(kind.head_dim, self.head_dim) for kind in self.kinds}
-        for name, dims in (*(("head_dim", n) for n in widths), ("rotary_dims", self.rotary_dims)):
-            if dims is not None and dims % 2:
-                raise UserError(f"{name}={dims} is odd: dims are rotated in pairs")
+            dims = {"head_dim": kind.head_dim or self.head_dim, "rotary_dims": self.rotary_dims}
+            for name, n in dims.items():
+                if n is not None and n % 2:
+                    raise UserError(f"{name}={n} is odd: dims are rotated in pairs")
         if self.n_recurrent and self.delta is None:
             raise UserError("layers with a state need its sizes (delta)")
         if self.lora is not None:
@@ -124,33 +168,18 @@ class DecoderConfig:
                 f"student.base_dtype={self.quantised}: the experts of {self.family}, which are all"
                 " in one tensor, are not quantised; choose float32 or bfloat16"
             )
-        for path, (n_in, _) in self.quantisable.items():
-            if self.quantised is not None and block_size(n_in) % packed(self.quantised):
-                raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
+        if self.quantised is not None:
+            for path, (n_in, _) in self.quantisable.items():
+                if block_size(n_in) % packed(self.quantised):
+                    raise UserError(f"nf4 has two numbers in a byte, and {path} has {n_in} inputs")
         if isinstance(self.rope_scaling, LongRope):
+            pairs = given(self.rotary_dims, self.head_dim) // 2
             for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
-                if len(factors) != self.n_rotated // 2:
+                if len(factors) != pairs:
                     raise UserError(
-                        f"{len(factors)} factors of longrope for {self.n_rotated // 2} pairs of"
-                        " rotated dims (short_factor, long_factor)"
+                        f"{len(factors)} factors of longrope for {pairs} pairs of rotated dims"
+                        " (short_factor, long_factor)"
                     )
-
-    @property
-    def block(self) -> BlockKind:
-        """Returns what the family's blocks are made of."""
-        return FAMILIES[self.family].block
-
-    @property
-    def n_rotated(self) -> int:
-        """Returns R: how many dims of each head are rotated."""
-        return given(self.rotary_dims, self.head_dim)
-
-    @property
-    def attention_factor(self) -> float:
-        """Returns the factor of the cosines and sines of rotary positions."""
-        if isinstance(self.rope_scaling, YarnRope | LongRope):
-            return self.rope_scaling.attention_factor
-        return 1.0
 
     @property
     def depends_on_length(self) -> bool:
@@ -178,16 +207,12 @@ class DecoderConfig:
         return found
 
     @property
-    def n_recurrent(self) -> int:
-        """Returns how many layers have a state."""
-        return sum(kind.recurs for kind in self.kinds) * (self.n_layers // len(self.kinds))
-
-    @property
     def n_attention(self) -> int:
         """Returns how many layers have keys and values."""
         return self.n_layers - self.n_recurrent
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019  (configs are values, and few)
     def cycle(self) -> int:
         """Returns the number of layers after which their parameters have the same names and shapes
         again."""
@@ -196,20 +221,44 @@ class DecoderConfig:
         divisors = (c for c in range(1, n + 1) if n % c == 0)
         return next(c for c in divisors if shapes == shapes[:c] * (n // c))
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def of(self, kind: LayerKind) -> DecoderConfig:
-        """Returns the model with one layer, of this kind."""
-        return _of(self, kind)
+        """Returns the model with one layer, of this kind; its adapters are those for the
+        projections that it has."""
+        if self.n_layers == 1 and self.kinds == (kind,):
+            return self
+        one = replace(
+            self,
+            n_layers=1,
+            kinds=(kind,),
+            head_dim=given(kind.head_dim, self.head_dim),
+            n_kv_heads=given(kind.n_kv_heads, self.n_kv_heads),
+            d_ff=given(kind.d_ff, self.d_ff),
+            lora=None,
+        )
+        if self.lora is None:
+            return one
+        targets = tuple(name for name in self.lora.targets if name in one.targets)
+        return replace(one, lora=replace(self.lora, targets=targets))
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019
     def shapes(self) -> Mapping[DecoderConfig, int]:
         """Maps a model with one layer, for each shape of layers, to how many layers of this model
         have it."""
-        return _counted(self, tuple(kind.shape for kind in self.kinds))
+        return self._counted(kind.shape for kind in self.kinds)
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019
     def alike(self) -> Mapping[DecoderConfig, int]:
         """Returns the same as `shapes`, for each kind of layers."""
-        return _counted(self, self.kinds)
+        return self._counted(self.kinds)
+
+    def _counted(self, kinds: Iterable[LayerKind]) -> Mapping[DecoderConfig, int]:
+        found: dict[DecoderConfig, int] = {}
+        for one in map(self.of, kinds):
+            found[one] = found.get(one, 0) + self.n_layers // len(self.kinds)
+        return found
 
     @property
     def kept_by_token(self) -> int:
@@ -226,15 +275,10 @@ class DecoderConfig:
         return self.d_model + self.n_layers * self.layer_inputs
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019
     def head_dims(self) -> tuple[int, ...]:
         """Returns the head dims of layers with attention, each once."""
-        dims = (one.head_dim for one in self.shapes if one.n_attention)
-        return tuple(dict.fromkeys(dims))
-
-    @property
-    def lenders(self) -> tuple[LayerKind, ...]:
-        """Returns the kinds of the layers whose keys and values others read."""
-        return tuple(dict.fromkeys(kind.lender for kind in self.kinds if kind.borrows))
+        return tuple(dict.fromkeys(one.head_dim for one in self.shapes if one.n_attention))
 
     def with_layers(self, keep: Sequence[int]) -> DecoderConfig:
         """Returns the config of a model that has only these of its layers."""
@@ -256,7 +300,9 @@ class DecoderConfig:
     def plain(self) -> DecoderConfig:
         """Returns the model without adapters whose weights are all floats, as `config.json` has
         it."""
-        return self.base if self.quantised is None else replace(self.base, quantised=None)
+        if self.lora is None and self.quantised is None:
+            return self
+        return replace(self, lora=None, quantised=None)
 
     def adapter(self, path: str) -> Lora | None:
         """Returns the adapter of the projection at this path within a block; None where it has
@@ -283,15 +329,44 @@ class DecoderConfig:
         return any(path == paths[0] for paths in self.targets.values())
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019
     def parameters(self) -> Parameters:
         """Returns the path within a block -> parameter of its layers, without adapters and as if
         none were quantised; of layers that have others, of the first that has it."""
-        return _parameters(self.plain)
+        if self != self.plain:
+            return self.plain.parameters
+        found: Parameters = {}
+        for one in self.shapes:
+            found = (block_parameters(one) if one == self else one.parameters) | found
+        return found
 
     @property
+    @lru_cache(maxsize=4096)  # noqa: B019
     def top(self) -> Parameters:
-        """Maps the paths of parameters that are in no layer to them."""
-        return top_parameters(self)
+        """Maps the paths of parameters that are in no layer to them, with the whole names of their
+        tensors."""
+        shape, axes = (self.vocab_size, self.d_model), ("vocab", "embed")
+
+        def small(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            return 0.02 * jax.random.normal(key, shape)
+
+        def of_rows(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            return jax.random.normal(key, shape) / shape[-1] ** 0.5
+
+        found = {"embed/embedding": Parameter(shape, axes, EMBEDDING, small)}
+        if self.layer_inputs:
+            width, name = self.n_layers * self.layer_inputs, "model.embed_tokens_per_layer.weight"
+            both = ("vocab", "layer_inputs")
+            found["layer_inputs/embedding"] = Parameter((self.vocab_size, width), both, name, small)
+            name = "model.per_layer_model_projection.weight"
+            projection = Parameter((width, self.d_model), (None, "embed"), name, of_rows)
+            found["layer_inputs/projection"] = projection
+            name = "model.per_layer_projection_norm.weight"
+            found["layer_inputs/norm/scale"] = norm_scale(self, self.layer_inputs, name)
+        found["norm/scale"] = norm_scale(self, self.d_model, "model.norm.weight")
+        if not self.tie_embeddings:
+            found["lm_head/kernel"] = Parameter(shape, axes, HEAD, small)
+        return found
 
     def _count(self, number: Callable[[str, Parameter], int]) -> int:
         """Sums a number of each parameter over the parameters of all layers."""
@@ -370,7 +445,14 @@ class DecoderConfig:
             raise UserError(_unknown(family))
         entry = FAMILIES[family]
         stated, raw = raw, entry.prepare(raw)
-        _refuse_variants(raw)
+        block = entry.block
+        for key in ("hidden_act", "hidden_activation"):
+            if raw.get(key, block.activation) != block.activation:
+                raise UserError(
+                    f"{key}={raw[key]!r} is not supported; supported: {block.activation}"
+                )
+        if raw.get("mlp_bias") or (raw.get("attention_bias") and not block.attention_bias):
+            raise UserError("attention_bias / mlp_bias = true is not supported for this family")
         heads = size(raw, "num_attention_heads")
         d_model = size(raw, "hidden_size")
         head_dim = size(raw, "head_dim", given(entry.head_dim, d_model // heads))
@@ -436,43 +518,26 @@ class DecoderConfig:
         return {key: value for key, value in found.items() if value is not OMITTED}
 
 
-@lru_cache(maxsize=4096)
-def _parameters(config: DecoderConfig) -> Parameters:
-    found: Parameters = {}
-    for one in config.shapes:
-        found = (block_parameters(one) if one == config else one.parameters) | found
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _of(config: DecoderConfig, kind: LayerKind) -> DecoderConfig:
-    """Returns `DecoderConfig.of`; its adapters are those for the projections that it has."""
-    lora = config.lora
-    if config.n_layers == 1 and config.kinds == (kind,):
-        return config
-    one = replace(
-        config,
-        n_layers=1,
-        kinds=(kind,),
-        head_dim=given(kind.head_dim, config.head_dim),
-        n_kv_heads=given(kind.n_kv_heads, config.n_kv_heads),
-        d_ff=given(kind.d_ff, config.d_ff),
-        lora=None,
-    )
-    if lora is None:
-        return one
-    targets = tuple(name for name in lora.targets if name in one.targets)
-    return replace(one, lora=replace(lora, targets=targets))
-
-
-@lru_cache(maxsize=4096)
-def _counted(config: DecoderConfig, kinds: tuple[LayerKind, ...]) -> Mapping[DecoderConfig, int]:
-    each = config.n_layers // len(kinds)
-    found: dict[DecoderConfig, int] = {}
-    for kind in kinds:
-        one = config.of(kind)
-        found[one] = found.get(one, 0) + each
-    return found
+def block_parameters(c: DecoderConfig) -> Parameters:
+    """Returns the parameters of the layer of a model with one (`DecoderConfig.of`)."""
+    norms = NORMS[c.block.norms]
+    if c.layer_inputs:
+        norms = norms | {"input_norm": "post_per_layer_input_norm"}
+    found = {
+        f"{name}/scale": norm_scale(c, c.d_model, f"{tensor}.weight")
+        for name, tensor in norms.items()
+    }
+    found |= (delta_parameters if c.kinds[0].recurs else attention_parameters)(c)
+    found |= mlp_parameters(c, c.d_ff) if c.experts is None else expert_parameters(c)
+    if c.layer_inputs:
+        d, p = c.d_model, c.layer_inputs
+        into, out_of = ("embed", None), (None, "embed")
+        found["input/gate/kernel"] = kernel(d, p, into, "per_layer_input_gate.weight")
+        found["input/out/kernel"] = kernel(p, d, out_of, "per_layer_projection.weight")
+    if c.block.scalar:
+        found["block_scale"] = Parameter((1,), (None,), "layer_scalar")
+    named = FAMILIES[c.family].tensors
+    return {path: replace(p, tensor=named.get(path, p.tensor)) for path, p in found.items()}
 
 
 def special_ids(raw: Raw) -> dict[str, Any]:
@@ -553,16 +618,6 @@ def _text_config(raw: Raw) -> Raw:
 def _several(ids: Any) -> list[Any]:
     """Returns the token ids of a field that has one, a list, or null."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def _refuse_variants(raw: Raw) -> None:
-    """Refuses settings that would give silently wrong numbers."""
-    block = FAMILIES[raw["model_type"]].block
-    for key in ("hidden_act", "hidden_activation"):
-        if raw.get(key, block.activation) != block.activation:
-            raise UserError(f"{key}={raw[key]!r} is not supported; supported: {block.activation}")
-    if raw.get("mlp_bias") or (raw.get("attention_bias") and not block.attention_bias):
-        raise UserError("attention_bias / mlp_bias = true is not supported for this family")
 
 
 def _rotary_dims(raw: Raw, head_dim: int) -> int | None:

@@ -1,49 +1,107 @@
-"""Llama-like decoders as functions of a parameter pytree: hidden states of whole sequences, and the
-logits of hidden states. `cached` has the functions that leave or read keys and values.
+"""Llama-like decoders as functions of a parameter pytree: hidden states of whole sequences or of
+streams of them, the logits of hidden states, and decoding with a cache: prompts into keys and
+values, one token for each slot, and further tokens of some. What the model has read of a prompt is
+a row of one cache; what follows is in a slot of another one, or in pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jaxrl.models.attention import Attend, attend_packed, attender, roll_rows
-from jaxrl.models.block import run_block
-from jaxrl.models.config import DecoderConfig
-from jaxrl.models.delta import Filters, Inputs, Recur, recur_packed, recur_rows
-from jaxrl.models.experts import Routed
-from jaxrl.models.layer_kind import Layer
-from jaxrl.models.layers import PROJECTED, Rope, rms_norm
-from jaxrl.models.packing import Packing
-from jaxrl.models.parameters import Params, at_blocks, cast, head
-from jaxrl.models.stack import (
-    delta_of,
-    embed,
-    kernels_of,
-    lending,
-    mixing,
-    report,
-    through,
+from jaxrl.models.attention import (
+    Attend,
+    attend_packed,
+    attender,
+    attention,
+    reached,
+    roll_rows,
 )
-from jaxrl.sharding.axes import TOKENS, AxisName
+from jaxrl.models.config import DecoderConfig
+from jaxrl.models.delta import (
+    Filters,
+    Inputs,
+    Recur,
+    Recurrent,
+    gated_delta,
+    recur_packed,
+    recur_rows,
+)
+from jaxrl.models.experts import Routed, mixture
+from jaxrl.models.families import FAMILIES
+from jaxrl.models.family import LayerKind
+from jaxrl.models.kernels import Kernel, kernel_of, step_kernel_of, target_on
+from jaxrl.models.layers import (
+    ACTIVATIONS,
+    PROJECTED,
+    Arrays,
+    Rope,
+    by_rows,
+    gated_mlp,
+    grouped_attention,
+    linear,
+    product_of,
+    rms_norm,
+    rope_angles,
+)
+from jaxrl.models.packing import Packing
+from jaxrl.models.parameters import Params, at_blocks, blocks_of, cast, head
+from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, write
+from jaxrl.sharding.axes import ROWS, TOKENS, WEIGHTS, AxisName
+from jaxrl.sharding.targets import ridge
 from jaxrl.types import Array, Tree
 
 Remat = Literal["none", "dots", "full"]
+Pair = tuple[Float[Array, "... _ _ _ _"], Float[Array, "... _ _ _ _"]]
+Cache = list[Pair | Recurrent | tuple[()]]
+"""Per layer (k, v), each [B, KV, S, H]: the positions of a head lie next to each other, so that a
+decode step reads them as a plain batched matmul, without a transposed copy; or a layer's state; or
+nothing, of a layer that borrows."""
 Lent = tuple[tuple[Array, Array], ...]
 """Keys and values [B, T, KV, H], of each of `DecoderConfig.lenders` those of the last layer."""
+X = TypeVar("X")
 
 REMAT_POLICIES: dict[Remat, Callable[..., bool] | None] = {
     # By name: the two products of an adapter would be kept beside that of the kernel.
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTED),
     "full": None,
 }
+
+
+class Layer(NamedTuple):
+    """One layer, or those that take one place in a scan."""
+
+    kind: LayerKind
+    """Of those of a scan, what they have in common (`LayerKind.shape`) where they differ."""
+    number: int | jax.Array
+    """Of those of a scan that differ an array [] int32; where all are alike, one of them."""
+
+
+Mix = Callable[[Layer], tuple[Rope, Attend]]
+"""How a layer of one call rotates and attends."""
+
+
+class Shared(NamedTuple):
+    """The prompts that slots share, and what follows them in the cache of the slots."""
+
+    cache: Cache
+    """Of their rows: each array [R, KV, P, H]."""
+    seats: Seats
+    starts: Array
+    """[B] int32: the position at which each slot's own cache begins: that of the last token of its
+    prompt, which is the first one that it reads."""
+    pages: Pages | None = None
+    """Of that cache, where it is a pool of pages."""
 
 
 def logits(
@@ -85,16 +143,8 @@ def forward(
     x, inputs = embed(config, params, tokens, mesh, dtype)
     params = params if dtype is None else cast(params, dtype)
     positions = jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-    mix = mixing(
-        config,
-        positions,
-        kernels,
-        lambda kernel, window: attender(kernel, mask, mesh, window=window),
-    )
-
-    def recur(inputs: Inputs, filters: Filters) -> Array:
-        return recur_rows(delta_of(config), mesh, mask, inputs, filters)[0]
-
+    mix = mixing(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
+    recur = partial(recur_rows, config.delta, mesh, mask)
     x = _layers(config, params, x, inputs, mix, recur, remat, mesh)
     return roll_rows(x, -first) if rolled else x
 
@@ -119,13 +169,9 @@ def forward_packed(
     kernels = kernels_of(config, params, mesh, dtype, joined=packing.group > 1)
     x, inputs = embed(config, params, packing.tokens, mesh, dtype, TOKENS)
     params = params if dtype is None else cast(params, dtype)
-    mix = mixing(
-        config,
-        packing.positions,
-        kernels,
-        lambda kernel, window: attend_packed(kernel, packing, mesh, window),
-    )
-    recur = recur_packed(config.delta, mesh, packing) if config.delta is not None else None
+    attend = partial(attend_packed, packing=packing, mesh=mesh)
+    mix = mixing(config, packing.positions, kernels, attend)
+    recur = None if config.delta is None else recur_packed(config.delta, mesh, packing)
     given = config, params, x, inputs, mix, recur, remat, mesh
     copies = None if routed is None else packing.copies
     return _layers(*given, TOKENS, recorded=packing.experts, routed=routed, copies=copies)
@@ -136,7 +182,7 @@ def _layers(
     params: Params,
     x: Array,
     inputs: list[Array],
-    mix: Callable[[Layer], tuple[Rope, Attend]],
+    mix: Mix,
     recur: Recur | None,
     remat: Remat,
     mesh: Mesh | None,
@@ -149,7 +195,7 @@ def _layers(
 
     Args:
         inputs: as of `embed`.
-        recur: of layers that have a state.
+        recur: as of `run_block`.
         split: the axis of a stream's tokens.
         recorded: [B, T, L, k] integers (`experts.mix`).
         routed: gets what the routers did.
@@ -161,10 +207,8 @@ def _layers(
         layer: Layer, carried: tuple[Array, Lent], params: Params, own: Array, chosen: Array
     ) -> tuple[tuple[Array, Lent], Tree]:
         x, held = carried[0], dict(zip(config.lenders, carried[1], strict=True))
-        rope, attend = mix(layer)
-        mixer = recur if layer.kind.recurs else lending(layer.kind, attend, held)
-        options = {"own": own, "recorded": chosen, "copies": copies}
-        x, one = run_block(config, layer.kind, params, x, rope, mixer, mesh, *split, **options)
+        options = {"own": own, "recorded": chosen, "copies": copies, "recur": recur}
+        x, _, one = run_block(config, layer, mix, held, params, x, mesh, *split, **options)
         return (x, tuple(held.values())), one
 
     def chosen_of(
@@ -192,6 +236,496 @@ def _layers(
     one_of = (config.of(kind) for kind in config.lenders)
     shapes = [(*x.shape[:2], one.n_kv_heads, one.head_dim) for one in one_of]
     carried = x, tuple((jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype)) for shape in shapes)
-    (x, _), found = through(config, body, carried, params, *given, in_turn=remat != "none")
-    report(params, found, routed)
+    (x, _), left = through(config, body, carried, params, *given, in_turn=remat != "none")
+    report(params, left, routed)
     return rms_norm(config, params["norm"], x)
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Int[Array, "B W"],
+    mask: Bool[Array, "B W"],
+    *,
+    mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
+) -> tuple[Float[Array, "B W D"], Cache]:
+    """Computes hidden states, and the keys and values, of right-padded prompts: a `Cache` of W
+    positions, or the states at the last of the real tokens.
+
+    Keys are stored rotated, at the index of their position.
+
+    Args:
+        params: unstacked.
+        routed: gets what the routers of all layers did, each leaf [L, B, W, ...].
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    kernels = kernels_of(config, params, mesh)
+    mix = mixing(config, positions, kernels, partial(attender, keys=mask, mesh=mesh))
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    recur = partial(recur_rows, config.delta, mesh, mask)
+
+    def body(x: Array, layer: Layer, given: tuple[Params, Array]) -> tuple[Array, Any]:
+        params, own = given
+        x, entry, one = run_block(config, layer, mix, held, params, x, mesh, own=own, recur=recur)
+        if not isinstance(entry, Recurrent):  # [B,W,KV,H] -> [B,KV,W,H]
+            entry = tuple(jnp.swapaxes(new, 1, 2) for new in entry)
+        return x, (entry, one)
+
+    x, inputs = embed(config, params, tokens, mesh)
+    x, left = through(config, body, x, params, inputs)
+    report(params, [one for _, one in left], routed)
+    return rms_norm(config, params["norm"], x), [entry for entry, _ in left]
+
+
+def keys_of(cache: Cache) -> Array:
+    """Returns the keys of the first layer that has any."""
+    return next(entry[0] for entry in cache if entry and not isinstance(entry, Recurrent))
+
+
+def decode(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, " B"],
+    positions: Int[Array, " B"],
+    shared: Shared,
+    *,
+    live: Bool[Array, " B"] | None = None,
+    mesh: Mesh | None = None,
+    routed: list[Routed] | None = None,
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Runs one token of each slot: writes its keys and values and attends to its prompt and to the
+    cache up to its position, or moves the states on.
+
+    Args:
+        params: unstacked: of stacked ones a loop over layers would copy weights and cache.
+        cache: of what follows the prompts; donate it. All of it is read, and where a kernel does it
+            (`kernels.step_kernel_of`), of each slot what its position reaches.
+        tokens: the token at `positions`.
+        positions: counted from the start of the prompts.
+        live: the slots whose states read the token, which no later token can undo; None: all.
+        routed: gets what the routers of all layers did, each leaf [L, B, 1, ...].
+
+    Returns:
+        The hidden state that predicts the next token, and the new cache.
+    """
+    assert isinstance(params["layers"], list), "unstacked"
+    target, dtype, at = target_on(mesh), keys_of(cache).dtype.name, positions - shared.starts
+    kernels = {dim: step_kernel_of(target, dim, dtype) for dim in config.head_dims}
+    seats, pages = shared.seats, shared.pages
+    known = {"positions": positions, "at": at, "seats": seats, "mesh": mesh, "pages": pages}
+    mix = mixing(config, positions[:, None], kernels, partial(shared_attender, **known))
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+    reads = jnp.ones(tokens.shape, bool) if live is None else live
+
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        params, own, entry, prompt = given
+
+        def keep(*new: Array) -> tuple[Any, Any, Any]:
+            if pages is not None:
+                both = zip(entry, new, strict=True)
+                pair = tuple(write(x, y, at, pages.table, mesh) for x, y in both)
+            else:
+                pair = tuple(_write(x, y, at) for x, y in zip(entry, new, strict=True))
+            keys, values = zip(pair, prompt, strict=True)
+            return pair, keys, values
+
+        recur = partial(recur_rows, config.delta, mesh, reads[:, None], start=entry)
+        options = {
+            "own": own,
+            "ridge": None if config.experts is None else ridge(target.kind),
+            "recur": recur,
+            "keep": keep,
+        }
+        x, kept, one = run_block(config, layer, mix, held, params, x, mesh, **options)
+        return x, (kept, one)
+
+    x, inputs = embed(config, params, tokens[:, None], mesh)
+    x, left = through(config, body, x, params, inputs, cache, shared.cache)
+    report(params, [one for _, one in left], routed)
+    return rms_norm(config, params["norm"], x)[:, 0], [entry for entry, _ in left]
+
+
+def extend(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    prompts: Cache,
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, " B"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    mesh: Mesh | None = None,
+) -> Cache:
+    """Returns the cache with the keys and values of W further tokens of each slot, which attend to
+    it and to their prompt.
+
+    Args:
+        params: unstacked.
+        cache: of at least positions - starts + W positions.
+        prompts: the row of each slot [B, ...].
+        positions: of the first of the tokens; what the cache holds from there on is replaced. A
+            state begins at `starts` with that of the prompt, and else is that of the token before.
+        starts: as of `Shared`.
+        lengths: how many of the tokens a state reads, the first ones.
+    """
+    at = positions - starts
+    queries = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    of_prompt = jnp.arange(keys_of(prompts).shape[2])[None]
+    of_prompt = jnp.where(of_prompt < starts[:, None], of_prompt, config.max_positions)  # no query
+    own_keys = starts[:, None] + jnp.arange(keys_of(cache).shape[2])[None]
+    keys = jnp.concatenate([of_prompt, own_keys], 1)
+
+    def attender_of(_: None, window: int | None) -> Attend:
+        allowed = reached(keys[:, None], queries[..., None], window)
+        rows = partial(jnp.swapaxes, axis1=1, axis2=2)  # [B,KV,S,H] -> [B,S,KV,H]
+        return lambda q, k, v, *sinks: attention(q, rows(k), rows(v), allowed, *sinks)
+
+    mix = mixing(config, queries, {}, attender_of)
+    held: dict[LayerKind, Any] = dict.fromkeys(config.lenders)
+
+    def body(x: Array, layer: Layer, given: tuple[Params, Array, Any, Any]) -> tuple[Array, Any]:
+        params, own, entry, prompt = given
+
+        def keep(k: Array, v: Array) -> tuple[Any, Array, Array]:
+            new = _write(entry[0], k, at), _write(entry[1], v, at)
+            whole = [jnp.concatenate(pair, 2) for pair in zip(prompt, new, strict=True)]
+            return new, whole[0], whole[1]
+
+        def recur(inputs: Inputs, filters: Filters) -> tuple[Array, Any]:
+            goes_on = (at > 0)[:, None, None, None]
+            start = jax.tree.map(partial(jnp.where, goes_on), entry, prompt)
+            return recur_rows(config.delta, mesh, mask, inputs, filters, start)
+
+        options = {"own": own, "recur": recur, "keep": keep}
+        x, kept, _ = run_block(config, layer, mix, held, params, x, mesh, **options)
+        return x, kept
+
+    x, inputs = embed(config, params, tokens, mesh)
+    return through(config, body, x, params, inputs, cache, prompts)[1]
+
+
+def _write(cache: Array, new: Array, positions: Array) -> Array:
+    """Writes new [B,W,KV,H] into cache [B,KV,S,H] from positions [B] on; in this form SPMD moves
+    no cache, and XLA copies none."""
+    new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    update: Callable[..., Array] = jax.lax.dynamic_update_slice
+    return jax.vmap(lambda c, n, i: update(c, n, (0, i, 0)))(cache, new, positions)
+
+
+def embed(
+    config: DecoderConfig,
+    params: Params,
+    tokens: Array,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None = None,
+    *split: AxisName,
+) -> tuple[Array, list[Array]]:
+    """Looks up rows of the embedding in `dtype`, its own where None, scaled where the family does
+    so; its D is gathered first: a lookup split both ways is replicated. Also returns what each
+    block reads beside them (`at_blocks`).
+
+    Args:
+        split: the axis of a stream's tokens.
+    """
+    table: Array = params["embed"]["embedding"]
+    vocab: AxisName | None = None
+    if mesh is not None and config.vocab_size % mesh.shape["tensor"] == 0:
+        vocab = "tensor"
+    dtype = table.dtype if dtype is None else jnp.dtype(dtype)
+    how = dtype, mesh, vocab, split
+    x = by_rows(_look_up(table, tokens, *how), mesh, *split)
+    if FAMILIES[config.family].scaled_embedding:
+        x = x * jnp.asarray(math.sqrt(config.d_model), x.dtype)
+    inputs = None
+    if config.layer_inputs:
+        given, width = params["layer_inputs"], config.layer_inputs
+        rows = by_rows(_look_up(given["embedding"], tokens, *how), mesh, *split)
+        by_layer = (*x.shape[:2], config.n_layers, width)
+        read = product_of(config, x.reshape(-1, config.d_model), given["projection"].T)
+        read = read * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        rows = rows * jnp.asarray(math.sqrt(width), x.dtype)
+        both = rms_norm(config, given["norm"], read.reshape(by_layer)) + rows.reshape(by_layer)
+        inputs = jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
+    return x, at_blocks(config, params, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _look_up(
+    table: Array,
+    tokens: Array,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    vocab: AxisName | None,
+    split: tuple[AxisName, ...],
+) -> Array:
+    """Computes table[tokens] in `dtype`, cast before the table is gathered.
+
+    Whatever the dtype, the gradient is summed in float32: in bfloat16 the sum of a frequent token
+    stops at 256 times a term. Each device sums its own tokens, and gets the sum of all of them for
+    the columns that it holds of the table: left to XLA, every device would get all columns where
+    `data` or `expert` divides the tokens.
+
+    Args:
+        vocab: the axis that divides the rows of the table.
+        split: the axis of a stream's tokens.
+    """
+    table = table.astype(dtype)
+    if mesh is not None:
+        sharding = NamedSharding(mesh, PartitionSpec(vocab, None))
+        table = jax.lax.with_sharding_constraint(table, sharding)
+    return table[tokens]
+
+
+def _look_up_forward(
+    table: Array, tokens: Array, *how: Hashable
+) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(table, tokens, *how), (table, tokens)  # of the table: its shape
+
+
+def _look_up_backward(
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    vocab: AxisName | None,
+    split: tuple[AxisName, ...],
+    kept: tuple[Array, Array],
+    d_rows: Array,
+) -> tuple[Array, None]:
+    (table, tokens), (n, width) = kept, kept[0].shape
+    # The sum is as large as the table in float32: XLA may not write its zeros before the loss,
+    # while what the layers keep is there.
+    zero, d_rows = jax.lax.optimization_barrier((jnp.float32(0), d_rows.astype(jnp.float32)))
+    if mesh is None or mesh.size == 1:
+        summed = jnp.broadcast_to(zero, table.shape).at[tokens].add(d_rows)
+        return summed.astype(table.dtype), None
+    over = *ROWS, *split
+    columns = tuple(axis for axis in WEIGHTS if axis in over)
+    columns = columns if width % math.prod(mesh.shape[axis] for axis in columns) == 0 else ()
+    others = tuple(axis for axis in over if axis not in columns)
+
+    def local(zero: Array, tokens: Array, d_rows: Array) -> Array:
+        rows = n if vocab is None else n // mesh.shape[vocab]
+        at = tokens if vocab is None else tokens - rows * jax.lax.axis_index(vocab)
+        at = jnp.where((at < 0) | (at >= rows), rows, at)  # another device's
+        summed = jnp.broadcast_to(zero, (rows, width)).at[at].add(d_rows, mode="drop")
+        if columns:
+            summed = jax.lax.psum_scatter(summed, columns, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(summed, others)
+
+    by_token = PartitionSpec(ROWS, *split or (None,))
+    summed = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), by_token, PartitionSpec(*by_token, None)),
+        out_specs=PartitionSpec(vocab, columns or None),
+        check_vma=False,
+    )(zero, tokens, d_rows)
+    return summed.astype(table.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def mixing(
+    config: DecoderConfig,
+    positions: Array,
+    kernels: Mapping[int, str | None],
+    attend: Callable[..., Attend],
+) -> Mix:
+    """Returns how each layer of one call rotates and attends, made once for all layers that do so
+    alike.
+
+    Args:
+        positions: [B,T] int32.
+        kernels: of each head dim.
+        attend: makes an `Attend` of a kernel and a `window`.
+    """
+    kinds = [LayerKind(None, x.rope_theta, x.rotates, head_dim=x.head_dim) for x in config.kinds]
+    ropes = {kind: rope_angles(config, positions, kind) for kind in dict.fromkeys(kinds)}
+    windows = [(config.of(kind).head_dim, kind.window) for kind in config.kinds]
+    attends = {
+        (dim, window): attend(kernels.get(dim), window=window)
+        for dim, window in dict.fromkeys(windows)
+    }
+
+    def mix(layer: Layer) -> tuple[Rope, Attend]:
+        number = layer.number
+        if isinstance(number, int):
+            number %= len(kinds)
+            return ropes[kinds[number]], attends[windows[number]]
+        rope, attend_one = ropes[kinds[0]], attends[windows[0]]
+        if len(ropes) > 1:
+            which = jnp.array([list(ropes).index(kind) for kind in kinds], jnp.int32)[number]
+            rope = jax.tree.map(lambda *xs: jax.lax.select_n(which, *xs), *ropes.values())
+        if len(attends) > 1:
+            which = jnp.array([list(attends).index(key) for key in windows], jnp.int32)[number]
+            attend_one = partial(jax.lax.switch, which, tuple(attends.values()))
+        return rope, attend_one
+
+    return mix
+
+
+def kernels_of(
+    config: DecoderConfig,
+    params: Params,
+    mesh: Mesh | None,
+    dtype: DTypeLike | None = None,
+    joined: bool = False,
+) -> dict[int, Kernel | None]:
+    """Returns what attention of each head dim runs in, in `dtype`, or that of the parameters where
+    None.
+
+    Args:
+        joined: rows share a prompt (`kernels.why_not_fused`).
+    """
+    dtype = params["embed"]["embedding"].dtype if dtype is None else dtype
+    target, name = target_on(mesh), jnp.dtype(dtype).name
+    return {dim: kernel_of(target, dim, name, joined) for dim in config.head_dims}
+
+
+def through(
+    config: DecoderConfig,
+    body: Callable[..., tuple[X, Tree]],
+    x: X,
+    params: Params,
+    *more: Tree,
+    in_turn: bool = False,
+) -> tuple[X, list[Tree]]:
+    """Runs x through all layers; returns it, and what they leave: one entry for each layer or, with
+    stacked parameters, for each block, stacked.
+
+    Args:
+        body: (x, layer, (parameters, ...)) -> (x, what it leaves); with `in_turn` also (x, layers,
+            a list of such tuples, place), of the layer at that place of both.
+        more: what `body` gets beside the parameters, in the form of what they leave.
+        in_turn: layers of one kind that follow each other in a cycle are a scan too. XLA would else
+            compute all blocks of a cycle again for the backward pass before it needs them, which
+            took three times the memory of one.
+    """
+    left = []
+    if isinstance(params["layers"], list):
+        for i, given in enumerate(zip(params["layers"], *more, strict=True)):
+            x, one = body(x, Layer(config.kinds[i % len(config.kinds)], i), given)
+            left.append(one)
+        return x, left
+    at, n, indices = [], config.cycle, jnp.arange(config.n_layers)
+    for i, kind in enumerate(config.kinds[:n]):  # the layers at each place of a cycle
+        kinds = {config.kinds[j % len(config.kinds)] for j in range(i, config.n_layers, n)}
+        at.append(Layer(kind, i) if len(kinds) == 1 else Layer(kind.shape, indices[i::n]))
+    numbers = [None if isinstance(layer.number, int) else layer.number for layer in at]
+
+    def alike(layer: Layer) -> tuple[LayerKind, bool]:
+        return layer.kind, isinstance(layer.number, int)
+
+    def one_of(layers: tuple[Layer, ...], given: Tree, x: X, place: Array) -> tuple[X, Tree]:
+        return body(x, layers, given, place)
+
+    def bodies(x: X, given: Tree) -> tuple[X, list[Tree]]:
+        found: list[Tree] = []
+        numbers, each = given
+        layers = [
+            layer if number is None else Layer(layer.kind, number)
+            for layer, number in zip(at, numbers, strict=True)
+        ]
+        if in_turn and len(layers) > 1:
+            for _, run in groupby(zip(layers, each, strict=True), lambda one: alike(one[0])):
+                same, of = zip(*run, strict=True)
+                x, own = jax.lax.scan(partial(one_of, same, of), x, jnp.arange(len(same)))
+                found += [jax.tree.map(lambda leaf, i=i: leaf[i], own) for i in range(len(same))]
+            return x, found
+        for layer, one in zip(layers, each, strict=True):
+            x, own = body(x, layer, one)
+            found.append(own)
+        return x, found
+
+    return jax.lax.scan(bodies, x, (numbers, list(zip(blocks_of(params), *more, strict=True))))
+
+
+def run_block(
+    config: DecoderConfig,
+    layer: Layer,
+    mix: Mix,
+    held: dict[LayerKind, Any],
+    p: Arrays,
+    x: Array,
+    mesh: Mesh | None,
+    *split: AxisName,
+    own: Array = None,
+    recur: Recur | None = None,
+    keep: Callable[..., tuple[Tree, Any, Any]] | None = None,
+    **routing: Any,
+) -> tuple[Array, Tree, Routed | None]:
+    """Runs one block on the residual stream [B, T, D]: x + f(norm(x)) for attention, then for the
+    MLP; or x + norm(f(x)), or x + norm(f(norm(x))), as `BlockKind.norms` says.
+
+    Args:
+        held: the keys and values of `DecoderConfig.lenders`, which layers that borrow read; a
+            lender puts its own there.
+        p: of this layer.
+        split: the axis of a stream's tokens.
+        own: [B, T, P], where a layer reads more than the residual.
+        recur: of a layer with a state.
+        keep: (k, v) -> the layer's entry of a cache, and the keys and values that queries attend
+            to; None: they are all (k, v). Called unless the layer borrows, whose entry is ().
+        routing: where there are experts, `recorded`, `copies` and `ridge` of `experts.mix`.
+
+    Returns:
+        The stream, the layer's entry of a cache, and what the router did, if there is one.
+    """
+    c, kind = config.of(layer.kind), layer.kind
+    after = c.block.norms == "after"
+    entry: Tree = ()
+    routed = None
+
+    read = x if after else rms_norm(c, p["attn_norm"], x)
+    if kind.recurs:
+        assert recur is not None
+        out, entry = gated_delta(c, p["delta"], read, recur)
+    else:
+        rope, attend = mix(layer)
+
+        def attend_held(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            nonlocal entry
+            if kind.borrows:
+                return attend(q, *held[kind.lender], *sinks)
+            entry, k, v = ((k, v), k, v) if keep is None else keep(k, v)
+            if kind in held:
+                held[kind] = k, v
+            return attend(q, k, v, *sinks)
+
+        out = grouped_attention(c, p["attn"], read, rope, attend_held)
+    if after or "attn_post_norm" in p:
+        out = rms_norm(c, p["attn_norm" if after else "attn_post_norm"], out)
+    x = x + out
+
+    read = x if after else rms_norm(c, p["mlp_norm"], x)
+    if c.experts is None:
+        out = gated_mlp(c, p["mlp"], read)
+    else:
+        out, routed = mixture(c, p["mlp"], read, x, mesh, split=split, **routing)
+    if after or "mlp_post_norm" in p:
+        out = rms_norm(c, p["mlp_norm" if after else "mlp_post_norm"], out)
+    x = x + out
+
+    if c.layer_inputs:
+        gate = ACTIVATIONS[c.block.activation](linear(c, p["input"]["gate"], x))
+        x = x + rms_norm(c, p["input_norm"], linear(c, p["input"]["out"], gate * own))
+    if "block_scale" in p:
+        scale = jax.lax.stop_gradient(p["block_scale"])
+        x = x * scale.astype(x.dtype).reshape((1,) * x.ndim)
+    return by_rows(x, mesh, *split), entry, routed
+
+
+def report(params: Params, found: list[Tree], routed: list[Routed] | None) -> None:
+    """Appends what the routers of all layers did, as `through` found it."""
+    if routed is None or not jax.tree.leaves(found):
+        return
+    if isinstance(params["layers"], list):
+        routed.append(jax.tree.map(lambda *xs: jnp.stack(xs), *found))
+    else:  # the layers of each block
+        routed.append(
+            jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *found)
+        )

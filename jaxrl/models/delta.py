@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.errors import UserError
-from jaxrl.models.json_fields import DecoderLike
+from jaxrl.models.family import DecoderLike
 from jaxrl.models.layers import Arrays, Parameter, Parameters, kernel, linear, low_rank, rms_norm
 from jaxrl.models.packing import Packing, by_heads
 from jaxrl.sharding.axes import HEADS, ROWS, divided
@@ -109,8 +109,8 @@ class Filters(NamedTuple):
     """[N*G*V, 1, conv]."""
 
 
-Recur = Callable[[Inputs, Filters], jax.Array]
-"""What a layer reads of the state at each token, [B, T, N*G, V]."""
+Recur = Callable[[Inputs, Filters], tuple[jax.Array, Any]]
+"""What a layer reads of the state at each token, [B, T, N*G, V], and the state after the last."""
 
 
 def delta_parameters(c: DecoderLike) -> Parameters:
@@ -141,23 +141,24 @@ def delta_parameters(c: DecoderLike) -> Parameters:
     return found
 
 
-def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> jax.Array:
+def gated_delta(c: DecoderLike, p: Arrays, x: jax.Array, recur: Recur) -> tuple[jax.Array, Any]:
     """Computes linear attention by the gated delta rule; what its heads read is normed, and
-    multiplied by a gate (arXiv 2412.06464, figure 1)."""
+    multiplied by a gate (arXiv 2412.06464, figure 1). Also returns the state that is left."""
     by_head, low = (*x.shape[:2], -1), low_rank(c, p["q"], x, p["k"])
     widths = {"q": c.delta.k_dim, "k": c.delta.k_dim, "v": c.delta.v_dim}
     q, k, v = (linear(c, p[i], x, low).reshape(*by_head, n) for i, n in widths.items())
     log_decay, bias = (p[i].astype(jnp.float32)[None, None] for i in ("log_decay", "bias"))
     g = -jnp.exp(log_decay) * jax.nn.softplus(linear(c, p["a"], x).astype(jnp.float32) + bias)
     rate = jax.nn.sigmoid(linear(c, p["b"], x)).astype(jnp.float32)
-    read = recur(Inputs(q, k, v, g, rate), Filters(**p["conv"]))
+    read, state = recur(Inputs(q, k, v, g, rate), Filters(**p["conv"]))
     out = rms_norm(c, p["norm"], read, around_one=False, in_float32=False)
     gate = jax.nn.silu(linear(c, p["z"], x).astype(jnp.float32)).reshape(out.shape)
-    return linear(c, p["o"], (out * gate).astype(x.dtype).reshape(by_head))
+    return linear(c, p["o"], (out * gate).astype(x.dtype).reshape(by_head)), state
 
 
-def nothing_read(delta: Delta, rows: int, dtype: jnp.dtype) -> Recurrent:
+def nothing_read(delta: Delta | None, rows: int, dtype: jnp.dtype) -> Recurrent:
     """Returns the state of rows that begin."""
+    assert delta is not None
     n, m, before = delta.k_heads, delta.v_heads, delta.conv - 1
     return Recurrent(
         jnp.zeros((rows, m, delta.v_dim, delta.k_dim), jnp.float32),
@@ -168,7 +169,7 @@ def nothing_read(delta: Delta, rows: int, dtype: jnp.dtype) -> Recurrent:
 
 
 def recur_rows(
-    delta: Delta,
+    delta: Delta | None,
     mesh: Mesh | None,
     mask: jax.Array,
     inputs: Inputs,
@@ -183,6 +184,7 @@ def recur_rows(
         mask: [B, T] bool: the real tokens, which are the first ones.
         start: at the first token; None: the rows begin.
     """
+    assert delta is not None
     if start is None:
         start = nothing_read(delta, len(mask), inputs.v.dtype)
     run = partial(_recur, delta)
@@ -201,7 +203,7 @@ def recur_rows(
 
 def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
     """Returns `Recur` of streams: each row runs by itself, and completions whose prompt is a row of
-    its own run from the end of that."""
+    its own run from the end of that; no state is returned."""
 
     def recur(inputs: Inputs, filters: Filters) -> jax.Array:
         found, end = [], None
@@ -213,7 +215,8 @@ def recur_packed(delta: Delta, mesh: Mesh | None, packing: Packing) -> Recur:
             found.append(rows.pack(read))
         return found[0] if len(found) == 1 else found[0] + found[1]
 
-    return by_heads(recur, mesh, lambda _: delta.k_heads)
+    run = by_heads(recur, mesh, lambda _: delta.k_heads)
+    return lambda inputs, filters: (run(inputs, filters), None)
 
 
 def _recur(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.errors import UserError
-from jaxrl.models.json_fields import Raw, size
+from jaxrl.models.family import Raw, size
 
 MOST_LAYERS = 1000
 """Far beyond the deepest encoder."""
@@ -182,16 +182,13 @@ def _modules(folder: Path) -> tuple[Path, Pooling]:
     for kind in ("Transformer", "Pooling"):
         if kind not in places:
             raise UserError(f"{file}: no step of type {kind}")
-    return places["Transformer"], _pooling(places["Pooling"] / "config.json")
-
-
-def _pooling(file: Path) -> Pooling:
+    file = places["Pooling"] / "config.json"
     raw = read_json(file)
     modes = [key for key in raw if key.startswith("pooling_mode_") and raw[key]]
     if modes == ["pooling_mode_cls_token"]:
-        return "cls"
+        return places["Transformer"], "cls"
     if modes == ["pooling_mode_mean_tokens"]:
-        return "mean"
+        return places["Transformer"], "mean"
     raise UserError(
         f"{file}: pooling {' and '.join(modes) or 'of no kind'} is not supported; supported: either"
         " pooling_mode_cls_token or pooling_mode_mean_tokens"

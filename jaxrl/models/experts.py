@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.errors import UserError
-from jaxrl.models.json_fields import DecoderLike, Raw, size
+from jaxrl.models.family import DecoderLike, Raw, size
 from jaxrl.models.layers import (
     ACTIVATIONS,
     Arrays,
@@ -46,7 +46,7 @@ from jaxrl.models.layers import (
     rms_norm,
     times_vector,
 )
-from jaxrl.models.quantised import SCALE, dequantise
+from jaxrl.models.lora import SCALE, dequantise
 from jaxrl.sharding.axes import EXPERTS, ROWS, AxisName, SplitOver, divided
 from jaxrl.types import Array, Tree
 
@@ -118,7 +118,7 @@ class ExpertKernel(NamedTuple):
     kernel: Array
     """[E, in, out]; quantised, its codes."""
     scale: Array | None = None
-    """[E, in / block, out], where the kernel is quantised (`models.quantised`)."""
+    """[E, in / block, out], where the kernel is quantised (`models.lora`)."""
     bias: Array | None = None
     """[E, out]."""
     lora_a: Array | None = None
@@ -352,11 +352,13 @@ def _mix(
     mass = None if copies is None else (copies.reshape(-1, 1) * probs).sum(0)
     mass = jax.lax.psum(mass, summed) if summed and mass is not None else mass
     routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
-    bias = kernels.down.bias
-    shift = None if bias is None else _shift(ids, weights, bias)
+    bias, shift = kernels.down.bias, None
+    if bias is not None:  # [E, D], of each token's experts, weighted: [n, D] float32
+        each = _by_expert(ids, weights, len(bias))
+        shift = jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
     if over is not None:
-        each = rows, ids, weights
-        rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in each)
+        parts = rows, ids, weights
+        rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in parts)
         ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
     down = kernels.down._replace(bias=None)
     products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
@@ -377,12 +379,6 @@ def _mix(
     if shift is not None:
         out = (out.astype(jnp.float32) + shift).astype(x.dtype)
     return out.reshape(x.shape), routed
-
-
-def _shift(ids: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
-    """Sums the biases [E, D] of each token's experts, weighted; [n, D] float32."""
-    each = _by_expert(ids, weights, len(bias))
-    return jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
 
 
 def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:

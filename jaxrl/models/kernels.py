@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -73,23 +73,22 @@ UNKNOWN_GPU = Target("gpu", OLDEST)
 
 def target_of(devices: Iterable[DeviceFacts]) -> Target:
     """Returns `Target` for what all of `devices` can do."""
-    return min(map(_target, devices), key=lambda target: target.capability or (0, 0))
+    targets = []
+    for device in devices:
+        kind = getattr(device, "device_kind", "") if device.platform in (TPU, *GPU) else ""
+        if device.platform not in GPU:
+            targets.append(Target(device.platform, kind=kind))
+            continue
+        reported = getattr(device, "compute_capability", None)
+        numbers = re.fullmatch(r"(\d+)\.(\d+)", str(reported))  # AMD's are of another form
+        capability = (int(numbers[1]), int(numbers[2])) if numbers else None
+        targets.append(Target("gpu", OLDEST if reported is None else capability, kind))
+    return min(targets, key=lambda target: target.capability or (0, 0))
 
 
 def target_on(mesh: Mesh | None) -> Target:
     """Returns `target_of` the devices of a mesh, or of the first one here."""
     return target_of(jax.devices()[:1] if mesh is None else mesh.devices.flat)
-
-
-def _target(device: DeviceFacts) -> Target:
-    kind = getattr(device, "device_kind", "") if device.platform in (TPU, *GPU) else ""
-    if device.platform not in GPU:
-        return Target(device.platform, kind=kind)
-    reported = getattr(device, "compute_capability", None)
-    if reported is None:
-        return replace(UNKNOWN_GPU, kind=kind)
-    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(reported))  # AMD's are of another form
-    return Target("gpu", numbers and (int(numbers[1]), int(numbers[2])), kind)
 
 
 def default_dtype(target: Target) -> Literal["float32", "bfloat16"]:

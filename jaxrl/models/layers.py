@@ -1,15 +1,15 @@
 """The parts that all decoders have: linear maps, norms, attention and the gated MLP.
 
 Each part is a table of its parameters (`Parameter`: shape, axes, tensor name, first values) and a
-function of the arrays that stand at these paths; how to attend is passed in. `models.block` puts
-the parts together.
+function of the arrays that stand at these paths; how to attend is passed in. `models.config` joins
+the tables, and `decoder.run_block` the functions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,11 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.models.attention import Attend
-from jaxrl.models.family import Activation
-from jaxrl.models.json_fields import DecoderLike, given
-from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.quantised import SCALE, product
-from jaxrl.models.rope import Length, frequencies
+from jaxrl.models.family import Activation, DecoderLike, LayerKind
+from jaxrl.models.lora import SCALE, quantised_product
+from jaxrl.models.rope import Length
 from jaxrl.sharding.axes import ROWS, AxisName
 
 PROJECTED = "projected"
@@ -46,7 +44,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    """Logical axis (`rules.AXES`) of each dim."""
+    """Logical axis (`parameters.AXES`) of each dim."""
     tensor: str
     """Its tensor in Hugging Face's files, within a layer where it is of one; kernels are stored
     transposed. Parameters that have one tensor in common are rows of it, in the table's order."""
@@ -91,15 +89,15 @@ def rms_norm(
         p: its `scale`; empty where there is none.
         around_one, in_float32: as of `BlockKind`, where it differs from the others.
     """
-    in_float32 = given(in_float32, c.block.norm_in_float32)
+    in_float32 = c.block.norm_in_float32 if in_float32 is None else in_float32
+    around_one = c.block.norm_around_one if around_one is None else around_one
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.rms_norm_eps)
     normed = x32 if in_float32 else x32.astype(x.dtype)
     if "scale" not in p:
         return normed.astype(x.dtype)
     scale = p["scale"].astype(normed.dtype)
-    scale = 1 + scale if given(around_one, c.block.norm_around_one) else scale
-    return times_vector(normed, scale).astype(x.dtype)
+    return times_vector(normed, 1 + scale if around_one else scale).astype(x.dtype)
 
 
 def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None) -> jax.Array:
@@ -109,8 +107,10 @@ def linear(c: DecoderLike, p: Arrays, x: jax.Array, low: jax.Array | None = None
         low: `low_rank` of another projection, whose A this one reads.
     """
     rows = x.reshape(-1, x.shape[-1])  # on CPU the backward of a 3-D product is twice as slow
-    quantised = SCALE in p
-    y = product(rows, p["kernel"], p[SCALE]) if quantised else product_of(c, rows, p["kernel"])
+    if SCALE in p:
+        y = quantised_product(rows, p["kernel"], p[SCALE])
+    else:
+        y = product_of(c, rows, p["kernel"])
     low = low_rank(c, p, x) if low is None else low
     if low is not None and "lora_b" in p:
         y = y + product_of(c, low, p["lora_b"])
@@ -157,7 +157,7 @@ def times_vector(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Computes x [..., D] * scale [D] in one dtype. The gradient of the scale is summed over all
     tokens in float32: in bfloat16 a GPU loses 2 to 3% of it, and terms smaller than 1/256 of the
     sum so far."""
-    return x * _along(scale, x)
+    return x * scale.reshape(*[1] * (x.ndim - 1), -1)
 
 
 def _times_forward(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -168,14 +168,16 @@ def _times_backward(
     kept: tuple[jax.Array, jax.Array], d_y: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, scale = kept
-    return d_y * _along(scale, x), _summed(d_y.astype(jnp.float32) * x, scale)
+    d_x = times_vector(d_y, scale)
+    d_scale = (d_y.astype(jnp.float32) * x).sum(range(x.ndim - 1), dtype=jnp.float32)
+    return d_x, d_scale.astype(scale.dtype)
 
 
 @jax.custom_vjp
 def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
     """Computes x [..., D] + bias [D] in one dtype, with the gradient of the bias summed in
     float32."""
-    return x + _along(bias, x)
+    return x + bias.reshape(*[1] * (x.ndim - 1), -1)
 
 
 def _plus_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,15 +185,7 @@ def _plus_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _plus_backward(bias: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return d_y, _summed(d_y, bias)
-
-
-def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
-    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
-
-
-def _summed(terms: jax.Array, like: jax.Array) -> jax.Array:
-    return terms.sum(range(terms.ndim - 1), dtype=jnp.float32).astype(like.dtype)
+    return d_y, d_y.sum(range(d_y.ndim - 1), dtype=jnp.float32).astype(bias.dtype)
 
 
 times_vector.defvjp(_times_forward, _times_backward)
@@ -241,30 +235,29 @@ def attention_parameters(c: DecoderLike) -> Parameters:
     return found
 
 
-def attention(c: DecoderLike, p: Arrays, x: jax.Array, rope: Rope, attend: Attend) -> jax.Array:
+def grouped_attention(
+    c: DecoderLike, p: Arrays, x: jax.Array, rope: Rope, attend: Attend
+) -> jax.Array:
     """Computes grouped-query attention with rotary positions; optional biases, sinks, norms of q,
     k and v, and a gate of what is read."""
     by_head = (*x.shape[:2], -1, c.head_dim)
-
-    def normed(name: str, x: jax.Array) -> jax.Array:
-        if name not in p:
-            return x.reshape(by_head)
-        if c.block.qk_norm == "head":
-            return rms_norm(c, p[name], x.reshape(by_head))
-        return rms_norm(c, p[name], x).reshape(by_head)
-
     low = low_rank(c, p["q"], x, p["k"]) if "k" in p else None
     q, gate, k, v = linear(c, p["q"], x, low), None, None, None
+    normed_by_head = c.block.qk_norm != "width"
     if "k" in p:
         k = linear(c, p["k"], x, low)
         v = (linear(c, p["v"], x, low) if "v" in p else k).reshape(by_head)
         v = rms_norm(c, {}, v) if c.block.value_norm else v
-        k = rotate(normed("k_norm", k), rope)
+        k = k.reshape(by_head) if normed_by_head else k
+        k = rms_norm(c, p["k_norm"], k) if "k_norm" in p else k
+        k = rotate(k.reshape(by_head), rope)
     if c.block.output_gate:
         q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * c.head_dim), 2, -1)
-    q = normed("q_norm", q)
-    q_scale = math.sqrt(c.head_dim / given(c.score_dim, c.head_dim))
-    q = q if q_scale == 1 else q * jnp.asarray(q_scale, q.dtype)
+    q = q.reshape(by_head) if normed_by_head else q
+    q = rms_norm(c, p["q_norm"], q) if "q_norm" in p else q
+    q = q.reshape(by_head)
+    if c.score_dim not in (None, c.head_dim):
+        q = q * jnp.asarray(math.sqrt(c.head_dim / c.score_dim), q.dtype)
     sinks = (p["sinks"],) if "sinks" in p else ()
     out = attend(rotate(q, rope), k, v, *sinks)
     out = out if gate is None else out * jax.nn.sigmoid(gate)
@@ -288,27 +281,26 @@ def gated_mlp(c: DecoderLike, p: Arrays, x: jax.Array) -> jax.Array:
     return linear(c, p["down"], gate * linear(c, p["up"], x, low))
 
 
-def layer_angles(config: DecoderLike, kind: LayerKind, positions: jax.Array) -> Rope:
-    """Computes `rope_angles` of a kind of layers: the model's, their own without scaling, or no
-    rotation."""
-    config = config.of(kind)
+def rope_angles(config: DecoderLike, positions: jax.Array, kind: LayerKind) -> Rope:
+    """Computes cos and sin of the angles of integer `positions` [B, T] for a kind of layers: of the
+    model's base frequency and scaling, of their own frequency without one, or of no rotation (Su et
+    al. 2021, arXiv 2104.09864)."""
+    theta, scaling = config.rope_theta, config.rope_scaling
     if kind.rope_theta is not None:
-        config = replace(config, rope_theta=kind.rope_theta, rope_scaling=None)
-    cos, sin = rope_angles(config, positions)
-    return (cos, sin) if kind.rotates else (jnp.ones_like(cos), jnp.zeros_like(sin))
-
-
-def rope_angles(config: DecoderLike, positions: jax.Array) -> Rope:
-    """Computes cos and sin of the angles of the model's own rope, of integer `positions` [B, T]."""
-    length: Length = given(config.sequence_length, 0)
-    if config.depends_on_length and config.sequence_length is None:
-        length = jnp.max(positions) + 1
-    freq = frequencies(config, length)
+        theta, scaling = kind.rope_theta, None
+    head_dim = config.head_dim if kind.head_dim is None else kind.head_dim
+    half = (head_dim if config.rotary_dims is None else config.rotary_dims) // 2
+    freq = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        length: Length = 0 if config.sequence_length is None else config.sequence_length
+        if config.depends_on_length and config.sequence_length is None:
+            length = jnp.max(positions) + 1
+        freq = scaling.scaled(freq, theta, length)
     angle = positions.astype(jnp.float32)[..., None, None] * freq[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if config.attention_factor == 1:
-        return cos, sin
-    return cos * config.attention_factor, sin * config.attention_factor
+    if scaling is not None and scaling.attention_factor != 1:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return (cos, sin) if kind.rotates else (jnp.ones_like(cos), jnp.zeros_like(sin))
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.models.buckets import bucket, round_up
+from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.kernels import target_of
 from jaxrl.sharding.axes import HEADS, ROWS, TOKENS, AxisName, divided, row_shards
 from jaxrl.types import Array, Sequences
@@ -82,13 +82,11 @@ class PackedRows:
     source: Array
     """[X, n] int32: which position of the rows is at each place of the stream; S * T where the
     stream is of other rows."""
+    at: tuple[Array, Array, Array]
+    """Each [X, n]: the row at each place of the stream (int32), its index there (int32), and
+    whether there is one (bool), else both mean nothing."""
     width: int = field(metadata={"static": True})
     """T."""
-
-    @property
-    def size(self) -> int:
-        """Returns n."""
-        return int(self.source.shape[1])
 
     @property
     def mask(self) -> Array:
@@ -106,28 +104,24 @@ class PackedRows:
         flat = x.reshape(len(self.lengths), -1, *x.shape[2:])
         return move(flat, self.source, self.place)
 
-    @property
-    def at(self) -> tuple[Array, Array, Array]:
-        """Returns for each place of the stream [X, n] its row, its index there, and whether there
-        is one (else both mean nothing)."""
-        return _row_at(self.starts, self.lengths, self.size)
 
+def _packed_rows(lengths: Array, width: int, size: int, behind: Array = 0) -> PackedRows:
+    """Makes rows [X, S] of these lengths, one after the other in streams of `size` tokens.
 
-def _packed_rows(starts: Array, lengths: Array, width: int, size: int) -> PackedRows:
-    """Makes rows [X, S] of these lengths that begin at `starts` in streams of `size` tokens."""
+    Args:
+        behind: [X, 1] int32: the tokens of the stream before the first of them.
+    """
+    starts = behind + jnp.cumsum(lengths, -1, dtype=jnp.int32) - lengths
     index = jnp.arange(width)[None, None]
     place = jnp.where(index < lengths[..., None], starts[..., None] + index, size)
-    row, at, real = _row_at(starts, lengths, size)
-    source = jnp.where(real, row * width + at, lengths.shape[1] * width)
-    return PackedRows(starts, lengths, place.reshape(len(place), -1), source, width)
-
-
-def _row_at(starts: Array, lengths: Array, size: int) -> tuple[Array, Array, Array]:
-    place, ends = jnp.arange(size), starts + lengths
-    row = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
-    own = jnp.minimum(row, ends.shape[1] - 1)
-    index = place[None] - _entries(starts, own)
-    return own, index, (row < ends.shape[1]) & (index >= 0)
+    count, ends = lengths.shape[1], starts + lengths
+    row = (jnp.arange(size)[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
+    own = jnp.minimum(row, count - 1)
+    index = jnp.arange(size)[None] - _entries(starts, own)
+    real = (row < count) & (index >= 0)
+    source = jnp.where(real, own * width + index, count * width)
+    at = own, index, real
+    return PackedRows(starts, lengths, place.reshape(len(place), -1), source, at, width)
 
 
 @jax.tree_util.register_dataclass
@@ -186,8 +180,12 @@ class Packing:
         """Selects from the hidden states [X, n, D] those that predict the tokens of the
         completions, [X, m, D]; NaN where a stream is too short for its tokens. Both lie over the
         axes of streams."""
-        hidden = _laid_out(hidden, mesh, None)  # gathered over `context`: once, not in each layer
         own, completions = self.rows[-1], self.completions
+        n, m = own.source.shape[1], completions.source.shape[1]
+        split = None if mesh is None or mesh.shape[TOKENS] == 1 else mesh
+        if split is not None:  # gathered over `context`: once, not in each layer
+            whole = NamedSharding(split, PartitionSpec(ROWS, None, None))
+            hidden = jax.lax.with_sharding_constraint(hidden, whole)
         shared = len(self.rows) > 1
         lead = (jnp.zeros_like(self.prompts) if shared else self.prompts) - 1
         row, index, real = completions.at  # what predicts token i of a row is its entry lead + i
@@ -197,25 +195,29 @@ class Packing:
         token = index - _entries(lead, row)
         scored = (token >= 0) & (token < _entries(completions.lengths, row))
         place = _entries(completions.starts, row) + token
-        back = jnp.where(real & scored, place, completions.size)
-        out = move(hidden, jnp.where(known, at, own.size), back)
+        back = jnp.where(real & scored, place, m)
+        out = move(hidden, jnp.where(known, at, n), back)
         if shared:  # the first token of each completion is predicted by the end of its prompt
             prompts, count = self.rows[0], completions.starts.shape[1]
             ends = prompts.starts + prompts.lengths - 1
-            ends = jnp.where(prompts.lengths > 0, ends, prompts.size)
+            ends = jnp.where(prompts.lengths > 0, ends, n)
             row, index, real = prompts.at
             is_end = real & (index == _entries(prompts.lengths, row) - 1)
             of_prompts = move(hidden, ends, jnp.where(is_end, row, prompts.starts.shape[1]))
             of_rows = jnp.repeat(of_prompts, self.group, 1)
             row, index, real = completions.at
-            place = jnp.where(completions.lengths > 0, completions.starts, completions.size)
+            place = jnp.where(completions.lengths > 0, completions.starts, m)
             out = out + move(of_rows, jnp.where(real & (index == 0), row, count), place)
         # Where a stream has no room for all tokens, some are lost: no loss may be computed of it.
-        streams = (*self.rows, completions)
-        fits = [(rows.starts + rows.lengths).max(-1) <= rows.size for rows in streams]
-        return _laid_out(
-            jnp.where(jnp.stack(fits).all(0)[:, None, None], out, jnp.nan), mesh, TOKENS
-        )
+        fits = [
+            (rows.starts + rows.lengths).max(-1) <= rows.source.shape[1]
+            for rows in (*self.rows, completions)
+        ]
+        out = jnp.where(jnp.stack(fits).all(0)[:, None, None], out, jnp.nan)
+        if split is not None:
+            by_token = NamedSharding(split, PartitionSpec(ROWS, TOKENS, None))
+            out = jax.lax.with_sharding_constraint(out, by_token)
+        return out
 
 
 def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
@@ -235,18 +237,18 @@ def pack(sequences: Sequences, mesh: Mesh | None = None) -> Packing:
     tokens, mask = (x.reshape(shards, s, t) for x in (sequences.tokens, sequences.mask))
     lengths = mask[:, :, w:].sum(-1, dtype=jnp.int32)
     prompts = mask[:, :, :w].sum(-1, dtype=jnp.int32)
-    completions = _packed_rows(_starts(lengths), lengths, c, m)
+    completions = _packed_rows(lengths, c, m)
     chosen = sequences.experts
     if chosen is not None:  # so that 0 is no choice
         chosen = chosen.reshape(shards, s, t, *chosen.shape[2:]) + 1
     boxes: list[tuple[PackedRows, Any, Array | None]]  # rows, where their tokens are, offsets
     if group == 1:
-        whole = _packed_rows(_starts(prompts + lengths), prompts + lengths, t, n)
+        whole = _packed_rows(prompts + lengths, t, n)
         boxes = [(whole, np.s_[:, :], None)]
     else:
         of_prompts = prompts[:, ::group]
-        before = _packed_rows(_starts(of_prompts), of_prompts, w, n)
-        own = _packed_rows(of_prompts.sum(-1, keepdims=True) + _starts(lengths), lengths, c, n)
+        before = _packed_rows(of_prompts, w, n)
+        own = _packed_rows(lengths, c, n, behind=of_prompts.sum(-1, keepdims=True))
         boxes = [(before, np.s_[:, ::group, :w], None), (own, np.s_[:, :, w:], prompts)]
     # Each box has zeros where the stream belongs to other rows.
     stream = reduce(jnp.add, [_in_stream(rows, tokens[box], mask[box]) for rows, box, _ in boxes])
@@ -292,18 +294,6 @@ def by_heads(
         return laid_out(laid_out(run(streams, *more), None, HEADS), TOKENS, ("tensor",))
 
     return run_heads
-
-
-def _laid_out(x: Array, mesh: Mesh | None, tokens: AxisName | None) -> Array:
-    """Lays out a stream x [X, n, D], with its tokens over an axis."""
-    if mesh is None or mesh.shape[TOKENS] == 1:
-        return x
-    spec = PartitionSpec(ROWS, tokens, None)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _starts(lengths: Array) -> Array:
-    return jnp.cumsum(lengths, -1, dtype=jnp.int32) - lengths
 
 
 def _in_stream(rows: PackedRows, x: Array, mask: Array) -> Array:

@@ -6,28 +6,44 @@
   other names or shapes than others, a tuple of as many blocks as there are until that repeats
   (`config.cycle`), each with the leading dim of its own layers;
 - unstacked: a list of L blocks, run one after the other (sampling: nothing is copied at a token).
+
+Where each of them lives follows from the logical axes of its dims (`AXES`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import Parameter
-from jaxrl.models.quantised import SCALE, block_size, quantise
-from jaxrl.types import Array
+from jaxrl.models.lora import NAMES, SCALE, block_size, quantise
+from jaxrl.sharding.axes import EXPERTS, WEIGHTS, AxisName, divided
+from jaxrl.types import Array, Tree
 
 Params = dict[str, Any]
 Layout = Literal["stacked", "unstacked"]
+AXES: dict[str, tuple[AxisName, ...]] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "state_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "expert": (EXPERTS,),
+    "embed": WEIGHTS,
+    "layer_inputs": WEIGHTS,
+}
+"""Logical axis of a dim -> the axes of the mesh that divide it."""
 
 
 def init_params(
@@ -116,10 +132,6 @@ def _abstract(config: DecoderConfig, dtype: jnp.dtype, layout: Layout) -> Params
     )
 
 
-def layout_of(params: Params) -> Layout:
-    return "unstacked" if isinstance(params["layers"], list) else "stacked"
-
-
 def unstack(params: Params) -> Params:
     """Converts the stacked to the unstacked layout; entries other than the layers may be
     missing."""
@@ -127,17 +139,6 @@ def unstack(params: Params) -> Params:
     n = jax.tree.leaves(blocks)[0].shape[0]
     of = [jax.tree.map(lambda x, i=i: x[i], block) for i in range(n) for block in blocks]
     return params | {"layers": of}
-
-
-def stack(params: Params, cycle: int = 1) -> Params:
-    """Converts the unstacked to the stacked layout.
-
-    Args:
-        cycle: as of the config.
-    """
-    layers = params["layers"]
-    blocks = tuple(jax.tree.map(lambda *xs: jnp.stack(xs), *layers[i::cycle]) for i in range(cycle))
-    return params | {"layers": blocks[0] if cycle == 1 else blocks}
 
 
 def blocks_of(params: Params) -> tuple[Params, ...]:
@@ -149,7 +150,7 @@ def blocks_of(params: Params) -> tuple[Params, ...]:
 def at_blocks(config: DecoderConfig, params: Params, each: Array) -> list[Array]:
     """Splits an array [L, ...] into the part of each block of `params`: [L / cycle, ...] for
     stacked ones, [...] for the others. None gives None for each."""
-    if layout_of(params) == "unstacked":
+    if isinstance(params["layers"], list):
         return [None] * config.n_layers if each is None else list(each)
     return [None if each is None else each[i :: config.cycle] for i in range(config.cycle)]
 
@@ -163,9 +164,67 @@ def head(params: Params) -> Float[Array, "V D"]:
 def cast(params: Params, dtype: DTypeLike) -> Params:
     """Parameters in `dtype`, but for quantised kernels. Done before the layers are gathered: fsdp
     moves the smaller copy."""
-
-    def one(path: KeyPath, x: Array) -> Array:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    found = []
+    for path, x in leaves:
         quantised = jnp.issubdtype(x.dtype, jnp.integer) or getattr(path[-1], "key", "") == SCALE
-        return x if quantised else x.astype(dtype)
+        found.append(x if quantised else x.astype(dtype))
+    return jax.tree.unflatten(tree, found)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+
+def param_specs(
+    config: DecoderConfig, axis_sizes: Mapping[str, int], layout: Layout = "stacked"
+) -> Tree:
+    """Returns a `PartitionSpec` for each parameter.
+
+    A dim that its mesh axes do not divide is kept whole, nor is a block of a quantised kernel
+    divided; heads are split between heads only, so keys and values are replicated where `tensor`
+    exceeds (or does not divide) the KV heads.
+
+    Args:
+        axis_sizes: mesh axis -> size, e.g. `mesh.shape`.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config, layout=layout))
+    specs = []
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = re.match(r"layers/(?:(\d+)/)?", name)
+        kind = config.kinds[int(layer[1] or 0) % len(config.kinds)] if layer else config.kinds[0]
+        one, within = config.of(kind), name[layer.end() :] if layer else name
+        projection = re.sub(r"/(lora_[ab]|kernel(_scale)?)$", "", within)
+        of = within if projection == within else f"{projection}/kernel"
+        parameter = (one.parameters if layer else config.top)[of]
+        axes, units = list(parameter.axes), list(parameter.shape)
+        heads = {"heads": one.n_heads, "kv_heads": one.n_kv_heads}
+        heads |= {} if one.delta is None else {"state_heads": one.delta.k_heads}
+        units = [heads.get(axis or "", size) for axis, size in zip(axes, units, strict=True)]
+        if within.endswith(NAMES):
+            axes[-1 if within.endswith("a") else -2] = None
+        elif config.quantised is not None and projection in one.quantisable:
+            n_in = parameter.shape[-2]
+            units[-2] = math.gcd(units[-2], n_in // block_size(n_in))
+        mesh_axes = [
+            divided(size, AXES[axis], axis_sizes) if axis else None
+            for size, axis in zip(units, axes, strict=True)
+        ]
+        specs.append(PartitionSpec(*[None] * (len(leaf.shape) - len(axes)), *mesh_axes))
+    return jax.tree.unflatten(tree, specs)
+
+
+def param_shardings(config: DecoderConfig, mesh: Mesh, layout: Layout = "stacked") -> Params:
+    """Returns `param_specs` on `mesh`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        param_specs(config, mesh.shape, layout),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def head_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an LM head [V, D] by itself: its rows and its width over the axes of
+    `AXES`, where these divide them."""
+    vocab, width = (
+        divided(size, AXES[axis], mesh.shape)
+        for size, axis in zip(shape, ("vocab", "embed"), strict=True)
+    )
+    return NamedSharding(mesh, PartitionSpec(vocab, width))

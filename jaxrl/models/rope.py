@@ -1,17 +1,17 @@
-"""Frequencies of rotary positions, and their scalings as a `config.json` has them."""
+"""Scalings of the frequencies of rotary positions, as a `config.json` has them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.json_fields import DecoderLike, Raw, given, number, size, stated_once
+from jaxrl.models.family import Raw, given, number, size, stated_once
 from jaxrl.process.json_types import JsonObject
 from jaxrl.types import Array
 
@@ -30,6 +30,8 @@ class RopeScaling:
     """What the scalings of rotary positions share."""
 
     rope_type: ClassVar[str]
+    attention_factor: float = 1.0
+    """Cosines and sines are multiplied by it."""
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
         """Returns the frequencies [R / 2] in place of `freq`, those of the base frequency
@@ -103,11 +105,12 @@ class DynamicRope(RopeScaling):
     def written(self) -> JsonObject:
         return {"rope_type": self.rope_type, "factor": self.factor}
 
-    def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
+    def scaled(self, freq: jax.Array, theta: Any, length: Length) -> jax.Array:
         dims, original = 2 * len(freq), self.original_max_positions
         seen = jnp.maximum(length, original).astype(jnp.float32)
         grown = self.factor * seen / original - (self.factor - 1)
-        return _powers(theta * grown ** (dims / (dims - 2)), dims)
+        theta = theta * grown ** (dims / (dims - 2))
+        return theta ** (-jnp.arange(len(freq), dtype=jnp.float32) / len(freq))
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,6 @@ class YarnRope(RopeScaling):
     factor: float
     original_max_positions: int
     attention_factor: float
-    """Cosines and sines are multiplied by it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -173,7 +175,7 @@ class LongRope(RopeScaling):
     long_factors: tuple[float, ...]
     original_max_positions: int
     attention_factor: float
-    """Cosines and sines are multiplied by it, of short sequences too."""
+    """Of short sequences too."""
     rope_type = "longrope"
 
     @classmethod
@@ -229,23 +231,6 @@ KINDS: dict[str, Callable[[JsonObject], RopeScaling | None]] = {
     "proportional": ProportionalRope.read,
 }
 """`rope_type` -> how its constants are read. "su" is what the first Phi-3 call longrope."""
-
-
-def frequencies(config: DecoderLike, length: Length) -> jax.Array:
-    """Computes float32 angles per position, [R / 2], for R rotated dims (Su et al. 2021, arXiv
-    2104.09864).
-
-    Args:
-        config: a `DecoderConfig`.
-        length: of the longest sequence, on which longrope and dynamic NTK depend.
-    """
-    freq, scaling = _powers(config.rope_theta, config.n_rotated), config.rope_scaling
-    return freq if scaling is None else scaling.scaled(freq, config.rope_theta, length)
-
-
-def _powers(theta: float | jax.Array, dims: int) -> jax.Array:
-    half = dims // 2
-    return theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
 
 def check_ropes(raw: Raw, full: str, sliding: str, local: str) -> None:

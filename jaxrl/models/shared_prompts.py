@@ -145,13 +145,19 @@ def shared_attender(
             read, total = (jnp.take(x, found, 0) for x in ours)  # [B,n,KV,M,...]
             ours = join((read, jnp.where(there[:, :, None, None], total, LOWEST)), 1)
 
-        def at_slots(x: jax.Array) -> jax.Array:
-            """Rearranges [R,KV,n*M,...] into [B,KV,M,...]."""
-            x = x.reshape(rows, kv, n, group, *x.shape[3:])
-            return jnp.take(jnp.moveaxis(x, 2, 1).reshape(rows * n, kv, *x.shape[3:]), places, 0)
-
-        read, total = theirs
-        merged = merge([(at_slots(read), at_slots(total)), ours], sinks)
+        # What a slot reads of its prompt, [R,KV,n*M,...] -> [B,KV,M,...], and of its own keys: two
+        # terms of one softmax, in which sinks count once.
+        of_slots = []
+        for x in theirs:
+            x = jnp.moveaxis(x.reshape(rows, kv, n, group, *x.shape[3:]), 2, 1)
+            of_slots.append(jnp.take(x.reshape(rows * n, *x.shape[2:]), places, 0))
+        (prompt_read, prompt_total), (read, total) = of_slots, ours
+        totals = [prompt_total, total]
+        if sinks is not None:
+            sink = sinks.astype(jnp.float32).reshape(kv, group)
+            totals.append(jnp.broadcast_to(sink, total.shape))
+        prompt_share, share, *_ = jax.nn.softmax(jnp.stack(totals), 0)
+        merged = prompt_share[..., None] * prompt_read + share[..., None] * read
         return merged.astype(q.dtype).reshape(q.shape)
 
     def attend(
@@ -174,22 +180,6 @@ def by_products(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Te
         "rkms,rksh->rkmh", raised.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     return read / mass[..., None], jnp.log(mass) + top
-
-
-def merge(terms: Sequence[Term], sinks: jax.Array | None = None) -> jax.Array:
-    """Merges terms to attention [R,KV,M,H] float32 over the keys of all.
-
-    Args:
-        sinks: [KV*M], as of `attention.Attend`: counted once, beside the keys of all terms.
-    """
-    each = [of for _, of in terms]
-    if sinks is not None:
-        _, heads, queries = each[0].shape
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(heads, queries), each[0].shape)
-        each.append(sink)
-    shares = jax.nn.softmax(jnp.stack(each), 0)
-    reads = [share[..., None] * read for share, (read, _) in zip(shares, terms, strict=False)]
-    return sum(reads[1:], reads[0])
 
 
 def write(

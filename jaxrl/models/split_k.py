@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 from jaxrl.sharding.targets import block_shared_bytes
 
 Term = tuple[jax.Array, jax.Array]

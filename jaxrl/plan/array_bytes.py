@@ -1,7 +1,7 @@
 """Computes the bytes of arrays on one device, without a compiler.
 
 Weights, optimizer state and KV cache are exact, from each leaf's shard
-(`models/param_sharding.py`); the optimizer's scratch is not. The temporaries of a pass over a
+(`models/parameters.py`); the optimizer's scratch is not. The temporaries of a pass over a
 decoder are an estimate. It adds up what the layers keep for the backward pass (by `actor.remat`),
 the working set of the widest block, one chunk of logits and the weights that are gathered, and errs
 on the safe side: over the programs of `benchmarks/plan_compared.py` a role's estimate is between 3%
@@ -28,8 +28,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
 from jaxrl.models.experts import AT_ONCE, block_rows, more_blocks, step_rows
 from jaxrl.models.lora import NAMES, frozen_and_trained
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import abstract_params
+from jaxrl.models.parameters import abstract_params, param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 

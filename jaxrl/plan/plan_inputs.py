@@ -17,7 +17,7 @@ from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.errors import UserError, counted
-from jaxrl.models.buckets import round_up
+from jaxrl.models.batching import round_up
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, Use, fuses
@@ -26,8 +26,7 @@ from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.array_bytes import F32, Pass, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
-from jaxrl.sampling.prompt_rows import rows_at_most, seats_of_row
-from jaxrl.sampling.slots import pool_pages
+from jaxrl.sampling.slots import pool_pages, rows_at_most, seats_of_row
 from jaxrl.sharding.axes import Axes, resolve_axes
 from jaxrl.sharding.placement import Placement, Pool
 from jaxrl.teacher.protocol import Options

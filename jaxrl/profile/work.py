@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.json_fields import given
+from jaxrl.models.family import given
 from jaxrl.profile.waits import Stage
 from jaxrl.sharding.axes import Axes
 

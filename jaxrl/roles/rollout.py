@@ -22,8 +22,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Params, abstract_params, unstack
+from jaxrl.models.parameters import Params, abstract_params, param_shardings, unstack
 from jaxrl.roles.actor import SENT
 from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams

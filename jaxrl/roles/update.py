@@ -23,8 +23,16 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join
-from jaxrl.models.param_sharding import head_sharding, param_shardings
-from jaxrl.models.parameters import Layout, Params, abstract_params, cast, head, unstack
+from jaxrl.models.parameters import (
+    Layout,
+    Params,
+    abstract_params,
+    cast,
+    head,
+    head_sharding,
+    param_shardings,
+    unstack,
+)
 from jaxrl.roles.microbatch import micro_batch, rows_of_groups, split_rows
 from jaxrl.roles.optimizer import (
     apply_changes,

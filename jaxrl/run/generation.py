@@ -11,7 +11,7 @@ from jaxrl.data.jsonl import JsonlFile
 from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
 from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 from jaxrl.models.kernels import try_kernels
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import to_stderr

@@ -34,8 +34,7 @@ from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.formats import hub
 from jaxrl.models.kernels import Use, try_kernels
 from jaxrl.models.lora import frozen_and_trained
-from jaxrl.models.param_sharding import head_sharding, param_shardings
-from jaxrl.models.parameters import Layout, Params
+from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
 from jaxrl.plan.table import Plan
 from jaxrl.process.compile_cache import enable_compile_cache

@@ -16,18 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxrl.models import cached, decoder
-from jaxrl.models.cached import Cache, Shared
+from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache, Shared
 from jaxrl.models.delta import Recurrent, nothing_read
 from jaxrl.models.experts import Routed
 from jaxrl.models.kernels import GPU, OLDEST, Target
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.layers import by_rows
 from jaxrl.models.parameters import Params
 from jaxrl.models.shared_prompts import Pages, Seats
-from jaxrl.models.stack import delta_of
 from jaxrl.process import xla_flags
-from jaxrl.sampling.sampler import SamplingArrays, is_eos, sample, sample_keys, uniforms
+from jaxrl.sampling.sampler import SamplingArrays, sample, sample_keys, uniforms
 from jaxrl.sharding.axes import EXPERTS, ROWS
 from jaxrl.types import Array, Tree
 
@@ -43,23 +42,17 @@ BATCH, HEADS_DIM, POSITIONS = range(3)
 """Dims of keys and values [B, KV, S, H]; states too have their slots at the first."""
 
 
-def cache_specs(
-    config: DecoderConfig, mesh: Mesh, rows: tuple[str, ...] | None, cache: Cache
-) -> list[Tree]:
+def cache_specs(mesh: Mesh, cache: Cache) -> list[Tree]:
     """Returns a spec for each array of a cache: of keys or values [rows, KV, S, H], KV heads over
     tensor where it divides them; of a state (`delta.Recurrent`), its heads likewise."""
 
-    def of(entry: Tree) -> Tree:
-        if not entry:
-            return entry
-        heads = entry[0].shape[HEADS_DIM]
-        if isinstance(entry, Recurrent):
-            heads = delta_of(config).k_heads
-        axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
-        spec = PartitionSpec(rows, axis, None, None)
-        return jax.tree.map(lambda _: spec, entry)
-
-    return [of(entry) for entry in cache]
+    specs = []
+    for entry in cache:
+        whole = entry.q if isinstance(entry, Recurrent) else entry[0] if entry else None
+        divides = whole is not None and whole.shape[HEADS_DIM] % mesh.shape["tensor"] == 0
+        spec = PartitionSpec(ROWS, "tensor" if divides else None, None, None)
+        specs.append(jax.tree.map(lambda _, spec=spec: spec, entry))
+    return specs
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
@@ -69,17 +62,16 @@ def new_cache(
     """Makes a cache of zeros: per layer (k, v), each [slots, KV, length, H], or its state, or
     nothing where it borrows."""
 
-    def entry(kind: LayerKind) -> Tree:
-        if kind.borrows:
-            return ()
-        if not kind.recurs:
-            one = config.of(kind)
-            shape = (slots, one.n_kv_heads, length, one.head_dim)
-            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        return nothing_read(delta_of(config), slots, dtype)
-
-    cache = [entry(config.kinds[i % config.cycle]) for i in range(config.n_layers)]
-    return _constrain(config, mesh, cache)
+    cache: Cache = []
+    for i in range(config.n_layers):
+        kind = config.kinds[i % config.cycle]
+        one = config.of(kind)
+        shape = (slots, one.n_kv_heads, length, one.head_dim)
+        if kind.recurs:
+            cache.append(nothing_read(config.delta, slots, dtype))
+        else:
+            cache.append(() if kind.borrows else (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+    return _constrain(mesh, cache)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "length"))
@@ -99,27 +91,26 @@ def resize(
     """
 
     if kept is not None:
-        layer = _select(config, mesh, layer, kept)
+        layer = _select(mesh, layer, kept)
     for i, entry in enumerate(layer):
         if entry and not isinstance(entry, Recurrent):
             more = max(0, length - entry[0].shape[POSITIONS])
             pad = (0, 0), (0, 0), (0, more), (0, 0)
             layer[i] = jax.tree.map(lambda x, pad=pad: jnp.pad(x, pad)[..., :length, :], entry)
-    return _constrain(config, mesh, layer)
+    return _constrain(mesh, layer)
 
 
-def _select(config: DecoderConfig, mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
+def _select(mesh: Mesh | None, cache: Cache, slots: jax.Array) -> Cache:
     """Selects slots [X*b] int32 of the cache: each device's counted among its own."""
 
     return _on_each_device(
         lambda cache, slots: jax.tree.map(lambda x: jnp.take(x, slots, BATCH, mode="clip"), cache),
-        *(config, mesh, [cache], slots),
+        *(mesh, [cache], slots),
     )
 
 
 def _on_each_device(
     local: Callable[..., Tree],
-    config: DecoderConfig,
     mesh: Mesh | None,
     caches: Sequence[Cache],
     *arrays: jax.Array,
@@ -129,7 +120,7 @@ def _on_each_device(
     cache or, as a tuple, the first ones."""
     if mesh is None:
         return local(*caches, *arrays)
-    parts = [cache_specs(config, mesh, ROWS, cache) for cache in caches]
+    parts = [cache_specs(mesh, cache) for cache in caches]
     specs = (*parts, *[PartitionSpec(ROWS)] * len(arrays))
     out = parts[0] if results == 1 else tuple(parts[:results])
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)(*caches, *arrays)
@@ -164,21 +155,21 @@ def extend(
             number beyond the last.
         rows: [X*b] int32: the row of each slot's prompt, counted likewise.
     """
-    chosen = _select(config, mesh, cache, slots)
-    shared = _select(config, mesh, prompts, rows)
+    chosen = _select(mesh, cache, slots)
+    shared = _select(mesh, prompts, rows)
     tokens, positions, starts, lengths = (
-        _rows(x, mesh) for x in (tokens, positions, starts, lengths)
+        by_rows(x, mesh) for x in (tokens, positions, starts, lengths)
     )
-    chosen = cached.extend(
+    chosen = decoder.extend(
         config, params, chosen, shared, tokens, positions, starts, lengths, mesh=mesh
     )
-    chosen = _constrain(config, mesh, chosen)
+    chosen = _constrain(mesh, chosen)
 
     def put(cache: Cache, chosen: Cache, slots: jax.Array) -> Cache:
         return jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, chosen)
 
-    cache = _on_each_device(put, config, mesh, [cache, chosen], slots)
-    return _constrain(config, mesh, cache)
+    cache = _on_each_device(put, mesh, [cache, chosen], slots)
+    return _constrain(mesh, cache)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "record"))
@@ -199,13 +190,13 @@ def prefill(
     the first token of a completion is sampled by the same program as the others. States are those
     before that token, which they would else read twice.
     """
-    tokens, lengths = _rows(tokens, mesh), _rows(lengths, mesh)
+    tokens, lengths = by_rows(tokens, mesh), by_rows(lengths, mesh)
     read = lengths if config.n_recurrent == 0 else lengths - 1
     mask = jnp.arange(tokens.shape[1])[None] < read[:, None]
     routed: list[Routed] = []
-    _, cache = cached.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
+    _, cache = decoder.prefill(config, params, tokens, mask, mesh=mesh, routed=routed)
     chosen = _recorded(config, routed) if record else None
-    return _constrain(config, mesh, cache), _readable(chosen, mesh)
+    return _constrain(mesh, cache), _readable(chosen, mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -233,7 +224,7 @@ def insert(
 
     return _on_each_device(
         lambda cache, prompts, source: jax.tree.map(partial(copy, source), cache, prompts),
-        *(config, mesh, [cache, prompts], source),
+        *(mesh, [cache, prompts], source),
     )
 
 
@@ -285,7 +276,7 @@ def insert_again(
         return jax.tree.map(to_pages, cache, read), jax.tree.map(to_row, prompts, read)
 
     caches, arrays = [cache, prompts, read], (rows, starts, pages)
-    return _on_each_device(local, config, mesh, caches, *arrays, results=2)
+    return _on_each_device(local, mesh, caches, *arrays, results=2)
 
 
 LAUNCH_STATIC = ("config", "mesh", "n_tokens", "check_every", "record")
@@ -325,28 +316,28 @@ def launch(
         The cache; [n_tokens, B, 3] int32: token (or IDLE, NOT_RUN) and the bits of its two float32
         log-probs; and the experts [n_tokens, B, L, k] that the token before it passed, or None.
     """
-    slots = _rows(slots, mesh)
-    keys = _rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
+    slots = by_rows(slots, mesh)
+    keys = by_rows(sample_keys(knobs.key, slots[:, PROMPT], slots[:, SAMPLE]), mesh)
     state = tuple(slots[:, column] for column in (TOKEN, POSITION, COUNT, LIMIT))
     held, seats = prompts
-    starts = _rows(slots[:, POSITION] - slots[:, COUNT], mesh)
-    seats = Seats(*(_rows(x, mesh) for x in seats))
-    pages = None if pages is None else Pages(*(_rows(x, mesh) for x in pages))
+    starts = by_rows(slots[:, POSITION] - slots[:, COUNT], mesh)
+    seats = Seats(*(by_rows(x, mesh) for x in seats))
+    pages = None if pages is None else Pages(*(by_rows(x, mesh) for x in pages))
     shared = Shared(held, seats, starts, pages)
     if config.n_recurrent:
         cache = _begin_states(config, mesh, cache, shared, fresh=slots[:, COUNT] == 0)
-    out = {"drawn": _rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
+    out = {"drawn": by_rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None
         shape = (slots.shape[0], n_tokens, config.n_layers, config.experts.chosen)
-        out["experts"] = _rows(jnp.zeros(shape, config.experts.id_dtype), mesh)
+        out["experts"] = by_rows(jnp.zeros(shape, config.experts.id_dtype), mesh)
 
     def step(carry: Tree, _: None) -> tuple[Tree, dict[str, jax.Array]]:
         cache, (tokens, positions, counts, limits) = carry
         routed: list[Routed] = []
-        active = _rows(counts < limits, mesh)
+        active = by_rows(counts < limits, mesh)
         arguments = config, params, cache, tokens, positions, shared
-        hidden, cache = cached.decode(*arguments, live=active, mesh=mesh, routed=routed)
+        hidden, cache = decoder.decode(*arguments, live=active, mesh=mesh, routed=routed)
         logits = decoder.logits(config, params, hidden)
         if mesh is not None:
             # Rows over all axes, and V whole: each row is sampled by one device, in one order of
@@ -354,18 +345,19 @@ def launch(
             vocab = "tensor" if logits.shape[1] % mesh.shape["tensor"] == 0 else None
             for spec in (PartitionSpec(ROWS, vocab), PartitionSpec((*ROWS, "tensor"), None)):
                 logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
-        draw = sample(logits, _rows(uniforms(keys, counts), mesh), knobs)
+        draw = sample(logits, by_rows(uniforms(keys, counts), mesh), knobs)
         logprobs = jnp.stack([draw.logprobs, draw.sampler_logprobs], -1)
         bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
-        drawn = _rows(jnp.concatenate([draw.tokens[:, None], bits], -1), mesh)
+        drawn = by_rows(jnp.concatenate([draw.tokens[:, None], bits], -1), mesh)
         tokens = jnp.where(active, drawn[:, 0], tokens)
         counts = counts + active
-        ended = _rows(active & is_eos(tokens, knobs), mesh)
+        ends = (tokens[:, None] == knobs.eos_ids[None, :]).any(-1)
+        ended = by_rows(active & ends, mesh)
         limits = jnp.where(ended, counts, limits)
-        state = tuple(_rows(x, mesh) for x in (tokens, positions + active, counts, limits))
+        state = tuple(by_rows(x, mesh) for x in (tokens, positions + active, counts, limits))
         found = {"drawn": jnp.where(active[:, None], drawn, IDLE)}
         if record:
-            found["experts"] = _rows(_recorded(config, routed)[:, 0], mesh)
+            found["experts"] = by_rows(_recorded(config, routed)[:, 0], mesh)
         return (cache, state), found
 
     def unfinished(carry: Tree) -> jax.Array:
@@ -383,7 +375,7 @@ def launch(
     start = (jnp.int32(0), cache, state, out)
     _, cache, _, out = jax.lax.while_loop(unfinished, steps, start)
     out = {name: _readable(jnp.swapaxes(x, 0, 1), mesh) for name, x in out.items()}
-    return _constrain(config, mesh, cache), out["drawn"], out.get("experts")
+    return _constrain(mesh, cache), out["drawn"], out.get("experts")
 
 
 NO_MERGING: dict[str, str | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -442,7 +434,7 @@ def _begin_states(
         return [begin(entry, prompt) for entry, prompt in zip(cache, prompts, strict=True)]
 
     caches = [cache, shared.cache]
-    return _on_each_device(local, config, mesh, caches, shared.seats.places, fresh)
+    return _on_each_device(local, mesh, caches, shared.seats.places, fresh)
 
 
 def _recorded(config: DecoderConfig, routed: list[Routed]) -> jax.Array:
@@ -460,20 +452,12 @@ def _readable(x: Array, mesh: Mesh | None) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def _constrain(config: DecoderConfig, mesh: Mesh | None, cache: Cache) -> Cache:
+def _constrain(mesh: Mesh | None, cache: Cache) -> Cache:
     """Divides the rows of a cache over (data, fsdp)."""
     if mesh is None:
         return cache
 
     return jax.tree.map(
         lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
-        *(cache, cache_specs(config, mesh, ROWS, cache)),
+        *(cache, cache_specs(mesh, cache)),
     )
-
-
-def _rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Divides slots over (data, fsdp)."""
-    if mesh is None:
-        return x
-    spec = PartitionSpec(ROWS, *[None] * (x.ndim - 1))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

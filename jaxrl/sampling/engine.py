@@ -5,12 +5,12 @@ A slot holds one sequence that is being decoded. A launch runs up to `launch_tok
 over all slots, and returns early once enough slots are free. The host then reads the tokens,
 searches for stop strings and fills the free slots with waiting samples. Once no sample is waiting,
 it shrinks the cache to fewer slots. A prompt is prefilled in each data shard whose slots have some
-of its n samples, and copied into a row that these share (`sampling.prompt_rows`): no shard holds
+of its n samples, and copied into a row that these share (`sampling.slots`): no shard holds
 the prompts of others. What follows is in the slots, or in pages of a pool (`sampling.slots`). The
 sampled tokens depend on (seed, step, attempt, prompt id, sample id, position), never on slots,
 launches or timing.
 
-In an episode an environment answers each turn of the model (`sampling.environment_protocol`). Its
+In an episode an environment answers each turn of the model (`sampling.partial_completion`). Its
 slot keeps its keys and values and decodes nothing until the answer is there, whose tokens are then
 added to them. Other slots continue meanwhile. The cache keeps its slots and has its full length and
 all rows of prompts from the start, so that neither shapes nor results depend on when an answer
@@ -32,26 +32,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
-from jaxrl.models.buckets import bucket, round_up
-from jaxrl.models.cached import Cache, keys_of
+from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.decoder import Cache, keys_of
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.kernels import target_on
 from jaxrl.models.parameters import Params
-from jaxrl.models.shared_prompts import PAGE, Pages, Seats, why_not_paged
+from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.process.compilations import compilations
 from jaxrl.sampling import decode
-from jaxrl.sampling.environment_protocol import Partner
 from jaxrl.sampling.partial_completion import (
     PartialCompletion,
+    Partner,
     TextTokenizer,
     before_stop,
     decode_text,
     find_stop,
 )
-from jaxrl.sampling.prompt_rows import PromptRows
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
-from jaxrl.sampling.slots import PagePool, Slots, pages_of, pool_pages
+from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.ledger import Ledger
 from jaxrl.sharding.reshard import put
@@ -364,7 +363,8 @@ class _Generation:
         sizes = shards, engine.slots // shards, n, len(prompts)
         self.rows = PromptRows(*sizes, fixed=engine.episodes)
         self.prompt_keys = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-        """Of each prompt: the keys that its slots read, all but that of the last token."""
+        """Of each prompt: the keys that its slots read, all but that of the last token, which they
+        read first, so that the next one is drawn by the same program as all others."""
         self.width = engine.prompt_width(max(map(len, prompts)))
         self.prefill_batch = prefill_batch(sizes[1], len(prompts), n, self.width)
         self.prompt_experts: dict[int, np.ndarray] = {}
@@ -396,7 +396,7 @@ class _Generation:
                     self._resume()
                 if not slots.queue:
                     self.ledger.nearly_done()
-                if slots.decoding().any():
+                if (slots.table[:, decode.COUNT] < slots.table[:, decode.LIMIT]).any():
                     tokens += self._launch()
                 else:  # until an environment has answered, or it is time to ask `abort`
                     started = time.perf_counter()
@@ -432,6 +432,7 @@ class _Generation:
         # What a preempted sample reads again begins with its prompt.
         again = {(x.slot // slots.per_shard, x.prompt) for x in preempted if x.slot is not None}
         rows: dict[tuple[int, int], int] = {}
+        # Of each shard: rows, counted among its own, and their prompts.
         waiting: list[list[tuple[int, int]]] = [[] for _ in range(shards)]
         for number, prompt in unfilled.items():
             shard, row = divmod(number, count)
@@ -439,8 +440,36 @@ class _Generation:
                 rows[shard, prompt] = row
             else:
                 waiting[shard].append((row, prompt))
+        # In each data shard as many of its own prompts at a time as one program takes.
         while any(waiting):
-            self._prefill(waiting)
+            least = max(1, PREFILL_TOKENS[0] // self.width)
+            batch = min(max(least, bucket(max(map(len, waiting)))), self.prefill_batch)
+            chosen = [part[:batch] for part in waiting]
+            waiting = [part[batch:] for part in waiting]
+            longest = max(len(self.prompts[prompt]) for part in chosen for _, prompt in part)
+            width = self.engine.prompt_width(longest)
+            tokens = np.zeros((shards, batch, width), np.int32)
+            lengths = np.ones((shards, batch), np.int32)
+            source = np.full((shards, count), -1, np.int32)
+            for shard, part in enumerate(chosen):
+                for i, (row, prompt) in enumerate(part):
+                    read = self.prompts[prompt]
+                    tokens[shard, i, : len(read)], lengths[shard, i] = read, len(read)
+                    source[shard, row] = i
+            arguments = (*self.on, self.params, tokens.reshape(-1, width), lengths.reshape(-1))
+            with self.ledger.running(decode.prefill, *arguments, record=self.record):
+                prefilled, experts = decode.prefill(*arguments, record=self.record)
+                jax.block_until_ready(prefilled)
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache, prefilled))
+            caches = self.prompt_cache, prefilled
+            self.prompt_cache = decode.insert(*self.on, *caches, source.reshape(-1))
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache))
+            if experts is not None:
+                each = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
+                for shard, part in enumerate(chosen):
+                    for i, (_, prompt) in enumerate(part):
+                        self.prompt_experts[prompt] = each[shard, i, : self.prompt_keys[prompt]]
+            self.stats.prefill_rows += sum(map(len, chosen))
         if self.record:
             for sample in fresh:
                 if not sample.experts:  # it may have lost its slot before it had a token
@@ -453,43 +482,6 @@ class _Generation:
             self._read_again(preempted, rows)
         jax.block_until_ready(self.prompt_cache)
         self.stats.prefill_seconds += time.perf_counter() - started
-
-    def _prefill(self, waiting: list[list[tuple[int, int]]]) -> None:
-        """Prefills prompts and copies them into their rows, in each data shard as many of its own
-        as one program takes.
-
-        Args:
-            waiting: of each shard: rows, counted among its own, and their prompts. Those that are
-                prefilled are taken out.
-        """
-        least = max(1, PREFILL_TOKENS[0] // self.width)
-        batch = min(max(least, bucket(max(map(len, waiting)))), self.prefill_batch)
-        chosen = [rows[:batch] for rows in waiting]
-        longest = max(len(self.prompts[prompt]) for rows in chosen for _, prompt in rows)
-        shards, width = len(waiting), self.engine.prompt_width(longest)
-        tokens = np.zeros((shards, batch, width), np.int32)
-        lengths = np.ones((shards, batch), np.int32)
-        source = np.full((shards, self.rows.count), -1, np.int32)
-        for shard, rows in enumerate(chosen):
-            del waiting[shard][:batch]
-            for i, (row, prompt) in enumerate(rows):
-                read = self.prompts[prompt]
-                tokens[shard, i, : len(read)], lengths[shard, i] = read, len(read)
-                source[shard, row] = i
-        arguments = (*self.on, self.params, tokens.reshape(-1, width), lengths.reshape(-1))
-        with self.ledger.running(decode.prefill, *arguments, record=self.record):
-            prefilled, experts = decode.prefill(*arguments, record=self.record)
-            jax.block_until_ready(prefilled)
-        self._record(prefilled)
-        caches = self.prompt_cache, prefilled
-        self.prompt_cache = decode.insert(*self.on, *caches, source.reshape(-1))
-        self._record()
-        if experts is not None:
-            each = np.asarray(experts).reshape(shards, batch, *experts.shape[1:])
-            for shard, rows in enumerate(chosen):
-                for i, (_, prompt) in enumerate(rows):
-                    self.prompt_experts[prompt] = each[shard, i, : self.prompt_keys[prompt]]
-        self.stats.prefill_rows += sum(map(len, chosen))
 
     def _read_again(
         self, preempted: list[PartialCompletion], rows: dict[tuple[int, int], int]
@@ -526,12 +518,12 @@ class _Generation:
             arguments = (*self.on, self.params, tokens, lengths)
             with self.ledger.running(decode.prefill, *arguments):
                 again, _ = decode.prefill(*arguments)
-            self._record(again)
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache, again))
             caches = self.cache, self.prompt_cache, again
             self.cache, self.prompt_cache = decode.insert_again(
                 *self.on, *caches, where, starts, pages
             )
-            self._record()
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache))
             self.stats.read_again += int(lengths[pages[:, 0] >= 0].sum())
             preempted = others
 
@@ -539,15 +531,37 @@ class _Generation:
         """Runs one launch, appends its tokens to their samples, and frees the slots of finished
         ones. Returns the number of tokens."""
         started, programs = time.perf_counter(), compilations().programs
-        engine, slots = self.engine, self.slots
-        seats, pages = self._fit()
+        engine, slots, rows, pool = self.engine, self.slots, self.rows, self.pool
+        # The caches get as large as this launch needs them. Once no sample is waiting, nor will be,
+        # slots are given up, since a decode step computes free ones too; and with them rows of
+        # prompts and pages.
+        kept = None
+        ending = not slots.queue and self.partner is None
+        if ending and (pool is None or slots.most_pages() <= pool.pages):
+            kept = slots.shrink(engine.fewer_slots)
+        if kept is not None:
+            kept_rows = rows.shrink(slots.prompts, slots.per_shard)
+            self._resize(self.prompt_cache, len(kept_rows), self.width, kept_rows)
+        left = slots.table[:, decode.LIMIT] - slots.table[:, decode.COUNT]
+        ahead = np.minimum(left, engine.launch_tokens)
+        reach = int((slots.table[:, decode.COUNT] + ahead).max())
+        length, pages = engine.cache_length(reach, len(slots.table)), None
+        if pool is None:
+            self._resize(self.cache, len(slots.table), length, kept)
+        else:
+            fewer = engine.pages_for_slots(slots.per_shard)
+            kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
+            self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
+            pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
+        seats = rows.table(slots.prompts, self.prompt_keys)
+
         # The launch ends early once so many slots are free that to fill them again pays.
         total, waiting = len(slots.table), len(slots.queue)
         exit_free = min(engine.min_free, waiting) if waiting else total
         if self.partner is not None:  # also for slots whose turn ends
             exit_free = engine.min_free
-        if self.partner is not None or self.pool is not None:  # some decode nothing from the start
-            exit_free = min(int((~slots.decoding()).sum()) + exit_free, total)
+        if self.partner is not None or pool is not None:  # some decode nothing from the start
+            exit_free = min(int((left <= 0).sum()) + exit_free, total)
         prompts, exits = (self.prompt_cache, seats), np.int32(exit_free)
         arguments = *self.on, self.params, self.cache, slots.table.copy(), exits
         static = {"n_tokens": engine.launch_tokens, "check_every": engine.check_every}
@@ -581,34 +595,6 @@ class _Generation:
             self._find_ends()
         return int((out[:, :, 0] >= 0).sum())
 
-    def _fit(self) -> tuple[Seats, Pages | None]:
-        """Makes the caches as large as the next launch needs them. Returns which prompts and pages
-        its slots read.
-
-        Once no sample is waiting, nor will be, slots are given up, since a decode step computes
-        free ones too; and with them rows of prompts and pages.
-        """
-        engine, slots, rows = self.engine, self.slots, self.rows
-        pool, kept = self.pool, None
-        ending = not slots.queue and self.partner is None
-        if ending and (pool is None or slots.most_pages() <= pool.pages):
-            kept = slots.shrink(engine.fewer_slots)
-        if kept is not None:
-            kept_rows = rows.shrink(slots.prompts, slots.per_shard)
-            self._resize(self.prompt_cache, len(kept_rows), self.width, kept_rows)
-        left = slots.table[:, decode.LIMIT] - slots.table[:, decode.COUNT]
-        ahead = np.minimum(left, engine.launch_tokens)
-        reach = int((slots.table[:, decode.COUNT] + ahead).max())
-        length, pages = engine.cache_length(reach, len(slots.table)), None
-        if pool is None:
-            self._resize(self.cache, len(slots.table), length, kept)
-        else:
-            fewer = engine.pages_for_slots(slots.per_shard)
-            kept_pages = pool.shrink(fewer) if kept is not None and fewer < pool.pages else None
-            self._resize(self.cache, pool.pages * engine.row_shards, PAGE, kept_pages)
-            pages = pool.table(slots.seated, slots.per_shard, pages_of(length))
-        return rows.table(slots.prompts, self.prompt_keys), pages
-
     def _resize(self, cache: Cache, rows: int, length: int, kept: np.ndarray | None = None) -> None:
         """Gives one of the caches, in place, so many rows and positions. A decode step reads all
         positions of a row, since a slice of them would be a copy at each step.
@@ -618,7 +604,7 @@ class _Generation:
         """
         if not cache:
             cache += decode.new_cache(*self.on, rows, length, self.params["norm"]["scale"].dtype)
-            self._record()
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache))
         before, shards = keys_of(cache).shape, self.engine.row_shards
         if kept is None and before[decode.BATCH] < rows:
             kept = np.tile(np.arange(rows // shards, dtype=np.int32), shards)  # clipped: any row
@@ -629,16 +615,7 @@ class _Generation:
                 arguments = (*self.on, [layer], length, kept)
                 with self.ledger.running(decode.resize, *arguments):
                     cache[i : i + 1] = decode.resize(*arguments)
-            self._record()
-
-    def _record(self, *more: Cache) -> None:
-        """Enters the caches in the ledger."""
-        self.ledger.put(CACHE, (self.cache, self.prompt_cache, *more))
-
-    def _start(self, sample: PartialCompletion) -> int:
-        """Returns the position of the first token that a sample's slot reads: the last one of the
-        prompt, so that the next one is drawn by the same program as all others."""
-        return len(self.prompts[sample.prompt]) - 1
+            self.ledger.put(CACHE, (self.cache, self.prompt_cache))
 
     def _is_over(self, sample: PartialCompletion) -> bool:
         """Returns whether its last token ends its turn. An answer may end in an EOS, which ends
@@ -646,14 +623,6 @@ class _Generation:
         begun = len(sample.tokens) > sample.turn_start
         ended = begun and sample.tokens[-1] in self.sampling.eos_ids
         return ended or len(sample.tokens) == sample.turn_end
-
-    def _update_slot(self, sample: PartialCompletion) -> None:
-        """Updates the slot's entry in the table: decoding continues after the last token, or stops
-        if the turn is over."""
-        count = len(sample.tokens)
-        end = count if self._is_over(sample) else sample.turn_end
-        row = sample.tokens[-1], self._start(sample) + count, count, end
-        self.slots.table[sample.slot, :4] = row
 
     def _find_ends(self) -> None:
         """Searches the collected tokens for stop strings, which end a turn, and decodes the text of
@@ -725,8 +694,11 @@ class _Generation:
         for (_, width), waiting in sorted(parts.items(), key=lambda item: item[0]):
             while waiting:
                 waiting = self._extend_by(width, waiting)
+        # Decoding continues after the last token, or stops if the turn is over.
         for sample, _ in answered:
-            self._update_slot(sample)
+            count, start = len(sample.tokens), self.prompt_keys[sample.prompt]
+            end = count if self._is_over(sample) else sample.turn_end
+            self.slots.table[sample.slot, :4] = sample.tokens[-1], start + count, count, end
         jax.block_until_ready(self.cache)
         self.stats.prefill_seconds += time.perf_counter() - started
 
@@ -752,7 +724,7 @@ class _Generation:
                 continue
             at = shard, used[shard]
             tokens[at][: len(ids)], lengths[at] = ids, len(ids)
-            starts[at] = self._start(sample)
+            starts[at] = self.prompt_keys[sample.prompt]
             positions[at] = starts[at] + position
             slots[at], rows[at] = slot, self.rows.row(sample.slot, sample.prompt)
             used[shard] += 1

@@ -1,5 +1,6 @@
-"""One completion while it is generated, of one turn or, in an episode, of several; its text, and
-where a stop string ends it."""
+"""One completion while it is generated, of one turn or, in an episode, of several, and what is
+asked of the other side of an episode (`jaxrl.environments`); its text, and where a stop string ends
+it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,45 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.sampling.environment_protocol import Reply
 from jaxrl.types import Completion, FinishReason, TokenIds, Turn
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What follows a turn of the model."""
+
+    tokens: tuple[int, ...] = ()
+    """What the model reads next, up to where its next turn begins: the environment's words with the
+    chat template's tokens around them. Empty: the episode is over."""
+    text: str = ""
+    """The environment's words."""
+    reward: float | None = None
+    """Of the turn that is answered."""
+    cut: bool = False
+    """The episode ends because it may have no further turn, not because it is over."""
+    failure: str | None = None
+    """Why there is no answer, as in `types.Completion`: the episode ends without a reward."""
+
+
+class Partner(Protocol):
+    """The environments of one batch of prompts with n samples each."""
+
+    def answer(
+        self, prompt: int, sample: int, text: str, *, eos: int | None, length: int
+    ) -> Future[Reply]:
+        """Submits a turn of an episode; returns at once. Its future raises only what ends the run
+        (`UserError`, `RunError`): an environment that fails gives a `Reply.failure`.
+
+        Args:
+            prompt: index in the batch.
+            text: of the turn, with special tokens, without EOS and stop string.
+            eos: its last token, where that is an EOS; None where a stop string ended it.
+            length: tokens of the episode so far, this turn included.
+        """
+
+    def end(self, prompt: int, sample: int) -> None:
+        """Ends an episode, maybe without an answer to its last turn. Called once for each, also
+        where generation is aborted."""
 
 
 @dataclass
@@ -56,18 +94,15 @@ class PartialCompletion:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Returns the tokens so far, [n] int32."""
-        return self._joined()[:, 0]
-
-    def _joined(self) -> np.ndarray:
+        """Returns the tokens so far, [n] int32, and joins what was drawn."""
         if len(self.drawn) != 1:
             self.drawn = [np.concatenate([np.empty((0, 3), np.int32), *self.drawn])]
-        return self.drawn[0]
+        return self.drawn[0][:, 0]
 
     def cut(self, length: int) -> None:
         """Drops all tokens but the first ones."""
         self.was_cut |= len(self.tokens) > length
-        self.drawn = [self._joined()[:length]]
+        self.drawn = [self.drawn[0][:length]]
         if self.experts:
             self.experts[1:] = [np.concatenate(self.experts[1:])[:length]]
 
@@ -93,7 +128,8 @@ class PartialCompletion:
     def completion(self) -> Completion:
         """Returns the completion, which has ended."""
         assert self.finish_reason is not None
-        tokens, logprobs = TokenIds(self.tokens), self._joined()[:, 1:].view(np.float32)
+        tokens = TokenIds(self.tokens)
+        logprobs = self.drawn[0][:, 1:].view(np.float32)
         experts = None
         if self.experts:
             experts = np.concatenate(self.experts)[: len(self.experts[0]) + len(tokens)]

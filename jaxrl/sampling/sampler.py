@@ -15,13 +15,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jaxrl.errors import UserError
 
@@ -113,19 +112,15 @@ def sampling_arrays(
     eos_ids = (*sampling.eos_ids, *[-1] * (width - len(sampling.eos_ids)))
     parts = [seed % 2**32, (seed >> 32) % 2**32, step, *((ATTEMPT, attempt) if attempt else ())]
     s, draws = sampling, sampling.temperature > 0
-    return SamplingArrays(
-        temperature=_scalar(s.temperature, np.float32) if draws else None,
-        top_p=_scalar(s.top_p, np.float32) if draws and s.top_p < 1 else None,
-        min_p=_scalar(s.min_p, np.float32) if draws and s.min_p > 0 else None,
-        top_k=_scalar(min(s.top_k, 2**31 - 1), np.int32) if draws and s.top_k > 0 else None,
-        eos_ids=jax.device_put(np.array(eos_ids, np.int32)),
-        key=_key_of(np.array(parts, np.uint32)),
-    )
-
-
-def _scalar(value: float, dtype: DTypeLike) -> Array:
-    """Puts a number on the device without the program that `jnp.float32(value)` compiles."""
-    return jax.device_put(np.asarray(value, dtype))
+    arrays: dict[str, Any] = {
+        "temperature": np.float32(s.temperature) if draws else None,
+        "top_p": np.float32(s.top_p) if draws and s.top_p < 1 else None,
+        "min_p": np.float32(s.min_p) if draws and s.min_p > 0 else None,
+        "top_k": np.int32(min(s.top_k, 2**31 - 1)) if draws and s.top_k > 0 else None,
+        "eos_ids": np.array(eos_ids, np.int32),
+        "key": _key_of(np.array(parts, np.uint32)),
+    }
+    return SamplingArrays(**jax.device_put(arrays))  # `jnp.float32` would compile a program
 
 
 @jax.jit
@@ -143,24 +138,17 @@ def sample_keys(
 ) -> UInt32[Array, "B 2"]:
     """Computes keys of (seed, step, attempt, prompt id, sample id) of `key`, that of the first
     three."""
-
-    def one(prompt: Array, sample: Array) -> Array:
-        base = jax.random.wrap_key_data(key, impl="threefry2x32")
-        folded = jax.random.fold_in(jax.random.fold_in(base, prompt), sample)
-        return jax.random.key_data(folded)
-
-    return jax.vmap(one)(prompts, samples)
+    base = jax.random.wrap_key_data(key, impl="threefry2x32")
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(base, prompts)
+    return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, samples))
 
 
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float[Array, "B 2"]:
     """Draws two numbers in [0, 1) for each row: a function of its key and of the position in its
     completion alone."""
-
-    def one(key: Array, position: Array) -> Array:
-        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        return jax.random.uniform(folded, (2,))
-
-    return jax.vmap(one)(keys, positions)
+    rows = jax.random.wrap_key_data(keys, impl="threefry2x32")
+    folded = jax.vmap(jax.random.fold_in)(rows, positions)
+    return jax.vmap(partial(jax.random.uniform, shape=(2,)))(folded)
 
 
 def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays) -> Draw:
@@ -241,11 +229,6 @@ def pick(weights: Float[Array, "B V"], random: Float[Array, "B 2"]) -> Int[Array
     block = _invert(_block_sums(weights), random[:, 0])
     inside = jnp.take_along_axis(_blocks(weights), block[:, None, None], 1)[:, 0]
     return block * BLOCK + _invert(inside, random[:, 1])
-
-
-def is_eos(tokens: Int32[Array, " B"], knobs: SamplingArrays) -> Bool[Array, " B"]:
-    """Returns whether each token ends its completion."""
-    return (tokens[:, None] == knobs.eos_ids[None, :]).any(-1)
 
 
 def _invert(weights: Array, random: Array) -> Array:

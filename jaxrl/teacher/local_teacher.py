@@ -32,8 +32,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import RowDevices, room_of, row_devices
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import Layout, Params, abstract_params, head
+from jaxrl.models.parameters import Layout, Params, abstract_params, head, param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import SENT_TO_TEACHER
 from jaxrl.roles.microbatch import ScoredPart, own_parts, scored_padding, scored_part

@@ -49,7 +49,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import parameters
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import JsonObject, Keywords

@@ -33,7 +33,7 @@ from jaxrl.losses.distill import entropy_aware_from_topk
 from jaxrl.losses.divergence import EntropyAware
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import pack
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.actor import Actor
 from jaxrl.roles.reference import Reference

@@ -12,7 +12,7 @@ from tiny_models import SAMPLED as CONFIG
 
 from jaxrl.aot.programs import Program, engine_programs
 from jaxrl.models import parameters
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, prefill_batch
 from jaxrl.sampling.sampler import SamplingParams

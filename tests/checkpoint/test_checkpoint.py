@@ -20,7 +20,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import Actor
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh

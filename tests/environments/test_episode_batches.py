@@ -16,7 +16,7 @@ from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.environments.episode_batches import Episodes, row_of
 from jaxrl.errors import RunError, UserError
-from jaxrl.sampling.environment_protocol import Reply
+from jaxrl.sampling.partial_completion import Reply
 from jaxrl.types import Prompt
 
 HERE = Path(__file__).parent.parent / "support" / "episode_environments.py"

@@ -24,7 +24,7 @@ from jaxrl.formats import weights
 from jaxrl.formats.gguf import GgufFile, build_tokenizer, gguf_name, is_read, load_tokenizer
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.family import LayerKind
 from jaxrl.models.rope import Llama3Rope, ProportionalRope, YarnRope
 
 needs_smollm2 = pytest.mark.skipif(

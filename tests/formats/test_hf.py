@@ -25,7 +25,7 @@ from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 
 FAMILIES = (
     *("llama3_rope", "smollm", "qwen2", "qwen3", "olmo2", "phi3", "phi3_longrope"),

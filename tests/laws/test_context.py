@@ -17,7 +17,7 @@ from jaxrl import Config
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.train import train
 from jaxrl.types import Sequences
 

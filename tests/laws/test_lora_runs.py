@@ -15,7 +15,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.formats import peft
-from jaxrl.models.quantised import dequantise, quantise
+from jaxrl.models.lora import dequantise, quantise
 from jaxrl.train import train
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -27,9 +27,9 @@ from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.family import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import Actor
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import Axes

@@ -17,8 +17,7 @@ from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.losses.policy import kl_in_reward, make_objective, policy_loss, token_mean
-from jaxrl.models.cached import decode
-from jaxrl.models.decoder import forward
+from jaxrl.models.decoder import decode, forward
 from jaxrl.types import Sequences
 
 WIDE, MASK, NARROW = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)

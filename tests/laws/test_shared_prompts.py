@@ -17,7 +17,7 @@ from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, completion_hidden
 from jaxrl.config.settings import DistillConfig
 from jaxrl.formats import weights
-from jaxrl.models.buckets import round_up
+from jaxrl.models.batching import round_up
 from jaxrl.models.decoder import forward
 from jaxrl.models.packing import held_tokens, pack, row_devices
 from jaxrl.roles import actor, microbatch

@@ -31,7 +31,7 @@ from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
 from jaxrl.formats.weights import leaves_by_path
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import SENT, Actor, Weights
 from jaxrl.roles.rollout import DamagedWeights, Sampler, received
 from jaxrl.runtime import serialization

@@ -23,24 +23,21 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl.models import (
     attention,
     bert,
-    cached,
     cudnn,
     decoder,
     flash_decode,
     parameters,
     splash,
     split_k,
-    stack,
 )
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import EncoderConfig
+from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
-from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import by_products
 from jaxrl.sampling.decode import cache_specs
-from jaxrl.sharding.axes import ROWS
 from jaxrl.types import Sequences
 
 P, G, W, C, N, KV, H = 2, 3, 7, 5, 4, 2, 8
@@ -389,7 +386,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
             streams += [rows.pack(rows.unpack(hidden)) for rows in packing.rows]
         total = sum(jnp.sin(x).sum() for x in (plain, *streams))
-        filled, _ = cached.prefill(config, params, completions, live, mesh=mesh)
+        filled, _ = decoder.prefill(config, params, completions, live, mesh=mesh)
         return total, (plain, *streams, jnp.where(live[..., None], filled, 0))
 
     def run() -> Any:
@@ -397,7 +394,7 @@ def test_a_model_is_the_same_function_in_each_kernel(
         return jax.jit(differentiated if kernel == "cudnn" else loss)(params)
 
     expected = run()
-    monkeypatch.setattr(stack, "kernel_on", lambda *_: kernel)
+    monkeypatch.setattr(decoder, "kernel_of", lambda *_: kernel)
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
     assert_close(run(), expected, 1e-4)
 
@@ -417,7 +414,7 @@ def test_an_encoder_is_the_same_function_in_cudnn(
         return jax.jit(lambda: [bert.encode(config, params, *x) for x in given])()
 
     expected = run()
-    monkeypatch.setattr(bert, "kernel_on", lambda *_: "cudnn")
+    monkeypatch.setattr(bert, "kernel_of", lambda *_: "cudnn")
     assert_close(run(), expected)
 
 
@@ -591,19 +588,19 @@ def test_a_model_decodes_in_the_kernel(
     seats = a_seat_each([5, 0, 64, 40], shards=sizes[0] * sizes[1])
     positions = seats.lengths + jnp.array([0, 63, 64, 127], jnp.int32)
     pairs = arrays(*[(4, 2, 128, 16)] * 8)
-    spec = NamedSharding(mesh, cache_specs(config, mesh, ROWS, [(pairs[0], pairs[1])])[0][0])
+    spec = NamedSharding(mesh, cache_specs(mesh, [(pairs[0], pairs[1])])[0][0])
     given = [jax.device_put(x, spec) for x in pairs]
     cache, prompts = (
         list(zip(some[::2], some[1::2], strict=True)) for some in (given[:4], given[4:])
     )
-    shared = cached.Shared(prompts, seats, seats.lengths)
+    shared = decoder.Shared(prompts, seats, seats.lengths)
 
     def run() -> Any:
-        step = partial(cached.decode, config, mesh=mesh)
+        step = partial(decoder.decode, config, mesh=mesh)
         return jax.jit(step)(params, cache, tokens, positions, shared)
 
     expected = run()
-    monkeypatch.setattr(cached, "step_kernel_on", lambda *_: name)
+    monkeypatch.setattr(decoder, "step_kernel_of", lambda *_: name)
     for module in (split_k, flash_decode):
         monkeypatch.setattr(module, "attend", partial(module.attend, interpret=True))
     assert_close(run(), expected)
@@ -673,6 +670,6 @@ def test_the_kernel_of_an_accelerator_is_near_matrix_products(
         return [np.asarray(x) for x in jax.tree.leaves((seen, grads))]
 
     fused = run()
-    monkeypatch.setattr(stack, "kernel_on", lambda *_: None)
+    monkeypatch.setattr(decoder, "kernel_of", lambda *_: None)
     for a, b in zip(fused, run(), strict=True):
         assert np.sqrt(np.mean((a - b) ** 2)) <= 0.05 * np.sqrt(np.mean(b**2)) + 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.models.buckets import bucket
+from jaxrl.models.batching import bucket
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

@@ -19,10 +19,10 @@ from rounding import tolerance
 from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
 
 from jaxrl.formats import weights
-from jaxrl.models import cached, decoder, parameters, stack
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models import decoder, parameters
+from jaxrl.models.family import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.types import Sequences
 
 
@@ -106,8 +106,7 @@ def test_layouts_agree(name: str) -> None:
     config, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
     cut = parameters.unstack(jax.device_get(params))
-    joined = jax.jit(parameters.stack, static_argnums=1)(unstacked, config.cycle)
-    jax.tree.map(np.testing.assert_array_equal, (cut, joined), (unstacked, params))
+    jax.tree.map(np.testing.assert_array_equal, cut, unstacked)
     tokens, mask = batch(config.vocab_size)
     (_, a), _ = on_one_device(config, params, tokens, mask)
     b = logits(config, unstacked, tokens, mask)
@@ -143,12 +142,12 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
 
     @jax.jit
     def prefill(params: Any, tokens: Any, mask: Any) -> Any:
-        hidden, cache = cached.prefill(config, params, tokens, mask)
+        hidden, cache = decoder.prefill(config, params, tokens, mask)
         return decoder.logits(config, params, hidden), cache
 
     @jax.jit
     def step(params: Any, *rest: Any) -> Any:
-        hidden, cache = cached.decode(config, params, *rest)
+        hidden, cache = decoder.decode(config, params, *rest)
         return decoder.logits(config, params, hidden), cache
 
     mask = np.arange(width)[None] < lengths[:, None]
@@ -375,7 +374,7 @@ def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
 
     def gradient(table: Any, mesh: Any = None) -> Any:
         def loss(table: Any) -> jax.Array:
-            x, _ = stack.embed(config, params | {"embed": table}, tokens, mesh, None, *split)
+            x, _ = decoder.embed(config, params | {"embed": table}, tokens, mesh, None, *split)
             return (x * weights).sum()
 
         return jax.grad(loss)(table)
@@ -405,7 +404,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(
     mesh, tokens = None if axes is None else make_mesh(*axes), np.full((4, 512), 5, np.int32)
 
     def total(table: Any) -> jax.Array:
-        x, _ = stack.embed(config, params | {"embed": table}, tokens, mesh, jnp.bfloat16)
+        x, _ = decoder.embed(config, params | {"embed": table}, tokens, mesh, jnp.bfloat16)
         return x.astype(jnp.float32).sum()
 
     found = jax.jit(jax.grad(total))(params["embed"])["embedding"]

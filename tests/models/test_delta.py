@@ -15,7 +15,7 @@ from tiny_models import make_mesh, tiny_model
 from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.family import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
 

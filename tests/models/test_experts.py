@@ -19,9 +19,8 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import ExpertKernel
-from jaxrl.models.lora import Lora
+from jaxrl.models.lora import Lora, dequantise, quantise
 from jaxrl.models.packing import pack
-from jaxrl.models.quantised import dequantise, quantise
 from jaxrl.models.rope import YarnRope
 from jaxrl.types import Sequences
 
@@ -439,7 +438,7 @@ def test_a_mixture_with_states_counts_the_expert_that_all_tokens_share() -> None
     sizes |= {"num_attention_heads": 16, "tie_word_embeddings": False}
     config = DecoderConfig.from_hf({"model_type": "qwen3_5_moe_text", **sizes})
     assert config.experts == experts.Experts(256, 8, True, dense_width=512, beside="gate")
-    assert (config.n_kv_heads, config.head_dim, config.n_rotated) == (2, 256, 64)
+    assert (config.n_kv_heads, config.head_dim, config.rotary_dims) == (2, 256, 64)
     assert 34e9 < config.n_params < 35.5e9 and 2.9e9 < config.n_active < 3.6e9
     one = 3 * 2048 * 512
     assert config.n_params - config.n_active == 40 * (256 - 8) * one

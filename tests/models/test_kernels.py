@@ -14,7 +14,6 @@ import pytest
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.models import cudnn, kernels, split_k
-from jaxrl.models.attention import kernel_on
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward
 from jaxrl.models.kernels import (
@@ -26,6 +25,7 @@ from jaxrl.models.kernels import (
     kernel_of,
     step_kernel_of,
     target_of,
+    target_on,
     try_kernels,
     why_no_step_kernel,
     why_not_fused,
@@ -116,9 +116,9 @@ def test_attention_asks_for_the_devices_of_its_mesh():
     """Not for those of the process that traces it."""
     for capability, expected in (("7.5", None), ("8.0", "cudnn")):
         mesh: Any = SimpleNamespace(devices=np.array([gpu(capability)], object))
-        assert kernel_on(mesh, 64, jnp.bfloat16) == expected
-        assert kernel_on(mesh, 64, "float32") is None
-    assert kernel_on(None, 64, jnp.bfloat16) is None  # without a mesh: this process's own
+        assert kernel_of(target_on(mesh), 64, "bfloat16") == expected
+        assert kernel_of(target_on(mesh), 64, "float32") is None
+    assert target_on(None) == CPU  # without a mesh: this process's own
 
 
 def planned(capability: str, head_dim: int = 64, **changes: Any) -> Any:
@@ -206,7 +206,7 @@ def test_odd_limits_make_widths_that_every_kernel_takes(platform, multiple, most
 def pretending(monkeypatch):
     """The devices here take themselves for H100s; nothing is tried yet."""
     monkeypatch.setattr(kernels, "_TRIED", {})
-    monkeypatch.setattr(kernels, "_target", lambda device: H100)
+    monkeypatch.setattr(kernels, "target_of", lambda devices: H100)
 
 
 def working(monkeypatch, *, step: bool = True) -> list[str]:
@@ -281,7 +281,7 @@ def test_a_run_whose_kernels_fail_computes_the_products(pretending):
     ]
     found = logits()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_target", lambda device: CPU)
+        patch.setattr(kernels, "target_of", lambda devices: CPU)
         np.testing.assert_array_equal(found, logits())
 
 

@@ -15,13 +15,13 @@ from cases import and_slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.aot.machine import compilers, machine, prepare
-from jaxrl.models import cached, decoder, parameters, split_k
+from jaxrl.models import decoder, parameters, split_k
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Clamp, Experts
+from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import compiling_for, target_of
-from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.packing import pack
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
@@ -85,7 +85,7 @@ def compiled(
 
     def program(params: Any, given: Sequences) -> Any:
         heads = given.tokens[:, :W], given.mask[:, :W]
-        filled = cached.prefill(model, parameters.cast(params, dtype), *heads, mesh=mesh)
+        filled = decoder.prefill(model, parameters.cast(params, dtype), *heads, mesh=mesh)
         return jax.grad(loss)(params, given), filled
 
     def array(width: int, kind: Any) -> jax.ShapeDtypeStruct:
@@ -195,9 +195,11 @@ def test_a_decode_step_runs_in_a_kernel_that_reads_the_cache_where_it_is(
         lambda x: array(x.shape, jnp.bfloat16),
         parameters.abstract_params(model, layout="unstacked"),
     )
-    prompts = cached.Shared(cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots))
+    prompts = decoder.Shared(
+        cache(rows), Seats(ints(rows, 4), ints(rows), ints(slots)), ints(slots)
+    )
     given = (params, cache(slots), ints(slots), ints(slots), prompts)
-    step = partial(cached.decode, model, mesh=mesh)
+    step = partial(decoder.decode, model, mesh=mesh)
     with compiling_for(target_of(mesh.devices.flat)):
         lowered = jax.jit(step, donate_argnums=1).lower(*given)
     on_gpu = target.startswith("h")

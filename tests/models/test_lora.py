@@ -14,10 +14,10 @@ from references.tiny import batch
 from tiny_models import loss_and_logits, make_mesh, random_adapters, tiny_model
 
 from jaxrl.config.roles import ALL_LINEAR
-from jaxrl.models import cached, decoder, parameters
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 
 computed = jax.jit(loss_and_logits, static_argnums=0)
 merge = jax.jit(merged)
@@ -144,8 +144,8 @@ def test_prefill_and_decode_equal_the_forward_pass(name):
     params = parameters.unstack(jax.device_get(join(base, adapters)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 9)))
     mask = jnp.ones_like(tokens, bool)
-    forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, cached.prefill))
-    decode = jax.jit(cached.decode, static_argnums=0)
+    forward, prefill = (jax.jit(f, static_argnums=0) for f in (decoder.forward, decoder.prefill))
+    decode = jax.jit(decoder.decode, static_argnums=0)
     whole = forward(config, params, tokens, mask)
     hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, whole[:, :5], atol=1e-5)

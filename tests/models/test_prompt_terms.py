@@ -13,10 +13,10 @@ from cases import and_slow
 from prompt_of_a_slot import behind
 from tiny_models import NAMES, make_mesh, tiny_model
 
-from jaxrl.models import attention, cached, flash_decode, split_k
+from jaxrl.models import attention, decoder, flash_decode, split_k
 from jaxrl.models.config import DecoderConfig
+from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target
-from jaxrl.models.layer_kind import LayerKind
 from jaxrl.models.shared_prompts import Pages, Seats, shared_attender, why_not_paged
 
 H200, TPU = Target("gpu", (9, 0)), Target("tpu")
@@ -164,12 +164,12 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
         rng.integers(0, config.vocab_size, shape).astype(np.int32) for shape in ((2, 10), (3, 6))
     )
     mask = np.arange(10)[None] < lengths[:, None]
-    held = jax.device_get(jax.jit(partial(cached.prefill, config))(params, prompts, mask)[1])
+    held = jax.device_get(jax.jit(partial(decoder.prefill, config))(params, prompts, mask)[1])
     starts = jnp.asarray(lengths[prompt_of])
     copied, alone = behind(jax.tree.map(lambda x: x[prompt_of], held), starts, positions=8)
     own = jax.tree.map(jnp.copy, copied)
-    shared = cached.Shared(held, Seats(*map(jnp.asarray, seats_of(prompt_of, lengths, 1))), starts)
-    step = jax.jit(partial(cached.decode, config))
+    shared = decoder.Shared(held, Seats(*map(jnp.asarray, seats_of(prompt_of, lengths, 1))), starts)
+    step = jax.jit(partial(decoder.decode, config))
     for i, row in enumerate(tokens):
         expected, copied = step(params, copied, row, starts + i, alone)
         found, own = step(params, own, row, starts + i, shared)

@@ -22,12 +22,20 @@ from tiny_models import (
 
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
-from jaxrl.models import cached, decoder, parameters
+from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
-from jaxrl.models.lora import Lora, frozen_and_trained, join, merged
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.quantised import NF4, block_size, dequantise, quantise
+from jaxrl.models.lora import (
+    NF4,
+    Lora,
+    block_size,
+    dequantise,
+    frozen_and_trained,
+    join,
+    merged,
+    quantise,
+)
+from jaxrl.models.parameters import param_shardings
 
 KINDS = ("int8", "nf4")
 LORA = Lora(2, 4.0)
@@ -130,11 +138,11 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
     mask = jnp.ones_like(tokens, bool)
     expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
-    prefill = jax.jit(cached.prefill, static_argnums=0)
+    prefill = jax.jit(decoder.prefill, static_argnums=0)
     hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache, shared = behind(prompts, [5, 5], positions=8)
-    decode = jax.jit(cached.decode, static_argnums=0)
+    decode = jax.jit(decoder.decode, static_argnums=0)
     hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), shared)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 

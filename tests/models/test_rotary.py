@@ -17,7 +17,6 @@ from jaxrl.errors import UserError
 from jaxrl.models import decoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.layers import rope_angles
-from jaxrl.models.rope import frequencies
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
 
@@ -29,15 +28,18 @@ def test_frequencies_are_those_of_transformers(case: dict[str, Any]) -> None:
     """Whether the length is known beforehand or found in the program; and after our writing."""
     config = DecoderConfig.from_hf(case["config"])
     assert DecoderConfig.from_hf(json.loads(json.dumps(config.to_hf("float32")))) == config
-    np.testing.assert_allclose(config.attention_factor, case["attention_factor"], rtol=1e-6)
+    rope, half = config.rope_scaling, len(case["frequencies"])
+    assert rope is not None
+    np.testing.assert_allclose(rope.attention_factor, case["attention_factor"], rtol=1e-6)
     for length in (case["length"], jnp.array(case["length"])):
-        found = frequencies(config, length)
+        powers = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        found = rope.scaled(powers, config.rope_theta, length)
         np.testing.assert_allclose(found, case["frequencies"], rtol=2e-6)
 
     positions = jnp.array([[0, 5, case["length"] - 1]])
     angle = np.array([[0, 5, case["length"] - 1]])[..., None] * np.array(case["frequencies"])
     for one in (config, config.for_length(case["length"])):
-        cos, sin = rope_angles(one, positions)
+        cos, sin = rope_angles(one, positions, *one.kinds)
         np.testing.assert_allclose(
             cos[:, :, 0], np.cos(angle) * case["attention_factor"], atol=1e-4
         )

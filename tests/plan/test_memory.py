@@ -22,8 +22,8 @@ from jaxrl.errors import UserError
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
-from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.family import LayerKind
+from jaxrl.models.parameters import param_shardings
 from jaxrl.plan import (
     PROCESS_BYTES,
     array_bytes,

@@ -22,8 +22,8 @@ from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
 from jaxrl.models.experts import Clamp, Experts
+from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU
-from jaxrl.models.layer_kind import LayerKind
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.array_bytes import Pass
 from jaxrl.plan.plan_inputs import PlanInputs

@@ -12,7 +12,7 @@ from tiny_models import random_params
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.family import LayerKind
 from jaxrl.profile.work import (
     adamw_work,
     block_params,

@@ -23,8 +23,7 @@ from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, logits
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
-from jaxrl.models.param_sharding import param_shardings
-from jaxrl.models.parameters import head, unstack
+from jaxrl.models.parameters import head, param_shardings, unstack
 from jaxrl.roles.actor import Actor, Receiver
 from jaxrl.roles.optimizer import learning_rate
 from jaxrl.sharding.axes import Axes

@@ -15,7 +15,7 @@ from tiny_models import random_params, tiny_config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.optimizer import (
     MUON_DECAY,
     apply_changes,

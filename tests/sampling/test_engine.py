@@ -19,7 +19,7 @@ from tiny_models import SAMPLED as CONFIG
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, parameters
 from jaxrl.models.kernels import CPU, Target
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.process.compile_cache import collectives_lose_order
 from jaxrl.sampling import decode

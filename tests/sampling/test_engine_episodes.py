@@ -23,11 +23,11 @@ from jaxrl.errors import RunError
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import Experts
-from jaxrl.models.layer_kind import LayerKind
-from jaxrl.models.param_sharding import param_shardings
+from jaxrl.models.family import LayerKind
+from jaxrl.models.parameters import param_shardings
 from jaxrl.sampling import engine as engine_module
 from jaxrl.sampling.engine import Aborted, Engine
-from jaxrl.sampling.environment_protocol import Reply
+from jaxrl.sampling.partial_completion import Reply
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.sampling.partial_completion import PartialCompletion
-from jaxrl.sampling.prompt_rows import PromptRows, rows_at_first, rows_at_most
+from jaxrl.sampling.slots import PromptRows, rows_at_first, rows_at_most
 
 
 @pytest.mark.parametrize(("shards", "slots", "n"), [(1, 8, 2), (1, 7, 3), (3, 4, 6), (2, 6, 8)])

@@ -12,8 +12,7 @@ import pytest
 from jaxrl.models.shared_prompts import PAGE
 from jaxrl.sampling.decode import IDLE
 from jaxrl.sampling.partial_completion import PartialCompletion
-from jaxrl.sampling.prompt_rows import PromptRows
-from jaxrl.sampling.slots import PagePool, Slots, pages_of
+from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of
 
 LONGEST = 5 * PAGE
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.cached import Cache, Shared
+from jaxrl.models.decoder import Cache, Shared
 from jaxrl.models.delta import Recurrent
 from jaxrl.models.shared_prompts import Seats, shared_attender
 

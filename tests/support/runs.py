@@ -21,7 +21,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.formats.hf import save_hf
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.layer_kind import LayerKind
+from jaxrl.models.family import LayerKind
 
 QUICK = ["--config", "builtin:quickstart"]
 """On the command line: the keys that a test does not set are the quickstart's."""

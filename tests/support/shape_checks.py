@@ -16,7 +16,6 @@ MODULES = (
     *(f"jaxrl.losses.{name}" for name in ("divergence", "head", "policy")),
     "jaxrl.algorithms.advantages",
     "jaxrl.algorithms.signals",
-    "jaxrl.models.cached",
     "jaxrl.models.decoder",
 )
 

@@ -4,12 +4,17 @@ with a window, whose positions rotate by frequencies of their own, to one withou
 from __future__ import annotations
 
 from jaxrl.errors import UserError
-from jaxrl.models.family import BlockKind, Family, GgufFacts
-from jaxrl.models.json_fields import DecoderLike, Raw, number, size
-from jaxrl.models.layer_kind import (
+from jaxrl.models.family import (
     SLIDING,
+    BlockKind,
+    DecoderLike,
+    Family,
+    GgufFacts,
+    Raw,
+    number,
     read_ropes,
     read_windows,
+    size,
     written_ropes,
     written_windows,
 )

@@ -9,14 +9,22 @@ from dataclasses import replace
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.families.gemma import LOCAL, PERIOD, SOFTCAP, read_softcap
-from jaxrl.models.family import OMITTED, BlockKind, Family, GgufFacts
-from jaxrl.models.json_fields import DecoderLike, Raw, filled, given, number, size
-from jaxrl.models.layer_kind import (
+from jaxrl.models.family import (
     FULL,
+    OMITTED,
     SLIDING,
+    BlockKind,
+    DecoderLike,
+    Family,
+    GgufFacts,
     LayerKind,
+    Raw,
+    filled,
+    given,
+    number,
     read_ropes,
     read_windows,
+    size,
     written_ropes,
     written_windows,
 )

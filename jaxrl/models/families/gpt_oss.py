@@ -5,9 +5,18 @@ from __future__ import annotations
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Clamp, Experts, read_counts
-from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.json_fields import DecoderLike, Raw, filled, number, size, stated_once
-from jaxrl.models.layer_kind import read_windows, written_windows
+from jaxrl.models.family import (
+    BlockKind,
+    DecoderLike,
+    Family,
+    Raw,
+    filled,
+    number,
+    read_windows,
+    size,
+    stated_once,
+    written_windows,
+)
 from jaxrl.process.json_types import JsonObject
 
 ROPE = {

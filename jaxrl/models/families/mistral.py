@@ -3,8 +3,7 @@ window in the first version, and to everything in later ones."""
 
 from __future__ import annotations
 
-from jaxrl.models.family import Family
-from jaxrl.models.layer_kind import read_window
+from jaxrl.models.family import Family, read_window
 
 WINDOW = 4096
 """Of a `config.json` that does not say it; null says that there is none."""

@@ -6,9 +6,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.json_fields import DecoderLike, Raw, number, size
-from jaxrl.models.layer_kind import read_ropes, read_windows, written_ropes, written_windows
+from jaxrl.models.family import (
+    BlockKind,
+    DecoderLike,
+    Family,
+    Raw,
+    number,
+    read_ropes,
+    read_windows,
+    size,
+    written_ropes,
+    written_windows,
+)
 from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {"rope_theta": 5e5, "sliding_window": 4096}

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 from jaxrl.errors import UserError
-from jaxrl.models.family import Family
-from jaxrl.models.json_fields import DecoderLike, Raw
-from jaxrl.models.layer_kind import read_window
+from jaxrl.models.family import DecoderLike, Family, Raw, read_window
 from jaxrl.models.rope import LongRope, longrope_attention, read_rope
 from jaxrl.process.json_types import JsonObject
 

@@ -4,9 +4,16 @@ norms each head of q and k instead (arXiv 2505.09388)."""
 from __future__ import annotations
 
 from jaxrl.errors import UserError
-from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.json_fields import DecoderLike, Raw, given, size
-from jaxrl.models.layer_kind import read_windows, written_windows
+from jaxrl.models.family import (
+    BlockKind,
+    DecoderLike,
+    Family,
+    Raw,
+    given,
+    read_windows,
+    size,
+    written_windows,
+)
 from jaxrl.process.json_types import JsonObject
 
 FULL_LAYERS = 28

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from jaxrl.errors import UserError, short
 from jaxrl.models.delta import Delta
-from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.json_fields import DecoderLike, Raw, filled, size
-from jaxrl.models.layer_kind import FULL, LayerKind
+from jaxrl.models.family import FULL, BlockKind, DecoderLike, Family, LayerKind, Raw, filled, size
 from jaxrl.process.json_types import JsonObject
 
 RECURRENT = "linear_attention"

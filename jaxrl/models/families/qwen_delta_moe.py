@@ -8,8 +8,7 @@ from dataclasses import replace
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.families import qwen_delta
-from jaxrl.models.family import OMITTED
-from jaxrl.models.json_fields import DecoderLike, Raw, filled, size, stated_once
+from jaxrl.models.family import OMITTED, DecoderLike, Raw, filled, size, stated_once
 from jaxrl.process.json_types import JsonObject
 
 SHARED = "shared_expert_intermediate_size"

@@ -5,8 +5,16 @@ from __future__ import annotations
 
 from jaxrl.errors import UserError
 from jaxrl.models.experts import Experts, read_counts
-from jaxrl.models.family import BlockKind, Family
-from jaxrl.models.json_fields import DecoderLike, Raw, filled, given, size, stated_once
+from jaxrl.models.family import (
+    BlockKind,
+    DecoderLike,
+    Family,
+    Raw,
+    filled,
+    given,
+    size,
+    stated_once,
+)
 from jaxrl.process.json_types import JsonObject
 
 DEFAULTS: JsonObject = {

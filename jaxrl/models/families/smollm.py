@@ -6,9 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxrl.errors import UserError, short
-from jaxrl.models.family import Family
-from jaxrl.models.json_fields import DecoderLike, Raw, given, size
-from jaxrl.models.layer_kind import read_windows, written_windows
+from jaxrl.models.family import DecoderLike, Family, Raw, given, read_windows, size, written_windows
 from jaxrl.process.json_types import JsonObject
 
 EVERY = 4
