@@ -303,10 +303,10 @@ def shard_inputs(
     models: Sequence[tuple[Array, Array]],
     mask: Bool[Array, "B C"] | None,
     tokens: PerToken,
-    softcaps: Sequence[Softcap],
     outcomes: Sequence[Array | None] | None = None,
     *,
     temperature: float | Array = 1.0,
+    softcap: Softcap | Sequence[Softcap] = None,
     chunk: int = CHUNK,
     mesh: Mesh | None = None,
     v: int | None = None,
@@ -320,8 +320,8 @@ def shard_inputs(
             a gradient may flow, and of each teacher; over outcomes, a teacher's head is kept whole.
         mask: where False, hidden states may hold anything, NaN included; None: True everywhere.
         tokens: what the term knows of each token, [B, C, ...] by name.
-        softcaps: of each model.
         outcomes: as of `FrozenInputs`.
+        softcap: of each model.
     """
     cut = models if outcomes is None else models[:1]
     rows = min(head.shape[0] for _, head in cut)
@@ -368,7 +368,8 @@ def shard_inputs(
     )
     if outcomes is not None:
         teacher_head = tuple(kernel for _, kernel in teachers)
-    caps = tuple(None if cap is None else jnp.asarray(cap, jnp.float32) for cap in softcaps)
+    each = softcap if isinstance(softcap, Sequence) else [softcap]
+    caps = tuple(None if cap is None else jnp.asarray(cap, jnp.float32) for cap in each)
     given = FrozenInputs(
         mask=mask,
         scale=1 / jnp.asarray(temperature, jnp.float32),

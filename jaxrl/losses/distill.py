@@ -12,9 +12,9 @@ Common arguments:
     lean: False computes the gradients in the forward pass (4 products with a head), which needs a
         float32 accumulator of the head's size; True keeps nothing between forward and backward and
         computes the logits again, by tiles of the vocabulary (6 products).
-    options: `ShardOptions` (`entropy_aware_from_topk`: `LogitOptions`); `losses/chunked.py` says
-        what the mesh splits. Two heads with different numbers of rows are cut to the first V =
-        min(rows), which moves rows between devices at every call: cut a frozen head beforehand.
+    options: `ShardOptions` or `LogitOptions`; `losses/chunked.py` says what the mesh splits. Two
+        heads with different numbers of rows are cut to the first V = min(rows), which moves rows
+        between devices at every call: cut a frozen head beforehand.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def divergence_from_hidden(
         [(student_hidden, student_head), *teachers],
         mask,
         {} if mixture is None else {"weights": mixture.weights},
-        [softcap, *caps],
         temperature=temperature,
+        softcap=[softcap, *caps],
         lean=lean,
         **options,
     )
@@ -113,10 +113,8 @@ def topk_divergence_from_hidden(
     mask: Bool[Array, "B C"],
     *,
     beta: float,
-    temperature: float | Array = 1.0,
-    softcap: Softcap = None,
     lean: bool = False,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes the generalised JSD over K + 1 outcomes: the K ids, and the tail bucket of all the
     others.
@@ -133,10 +131,8 @@ def topk_divergence_from_hidden(
     most probable one *of the ids*; exact for `topk`, an upper bound for `student_topk`).
     """
     tokens = {"ids": ids, "logprobs": teacher_logprobs, "tail": teacher_tail}
-    inputs = [(student_hidden, student_head)], mask, tokens, [softcap]
-    return divergence_sums(
-        TopKDivergence(beta), *inputs, temperature=temperature, lean=lean, **options
-    )
+    models = [(student_hidden, student_head)]
+    return divergence_sums(TopKDivergence(beta), models, mask, tokens, lean=lean, **options)
 
 
 def entropy_aware_from_topk(
@@ -198,27 +194,16 @@ def divergence_sums(
     models: Sequence[tuple[Array, Array]],
     mask: Array,
     tokens: PerToken,
-    softcaps: Sequence[Softcap],
     outcomes: Sequence[Array | None] | None = None,
     *,
-    temperature: float | Array,
     lean: bool = False,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[LogitOptions],
 ) -> LossSums:
     """Computes a divergence chunk by chunk and sums it over `mask`. Arguments as of
     `chunked.shard_inputs`: the student is the first of the models."""
-    sharded, hidden, head, given = shard_inputs(
-        term,
-        models,
-        mask,
-        tokens,
-        softcaps,
-        outcomes,
-        temperature=temperature,
-        lean=lean,
-        **options,
-    )
-    total, values = loss_values(sharded, hidden, head, given)
+    inputs = shard_inputs(term, models, mask, tokens, outcomes, lean=lean, **options)
+    total, values = loss_values(*inputs)
+    given = inputs[-1]
     values = jax.lax.stop_gradient({k: x for k, x in values.items() if k != "loss"})
     count = mask.astype(jnp.float32).sum()
     metrics = {k: (masked_sum(x, given.mask), count) for k, x in values.items()}

@@ -34,8 +34,6 @@ from jaxrl.losses.chunked import (
     LogitOptions,
     PerToken,
     ShardedTerm,
-    ShardOptions,
-    Softcap,
     Term,
     TokenStats,
     VocabShard,
@@ -281,10 +279,7 @@ def token_values(
     tokens: PerToken,
     mask: Array | None,
     outcomes: tuple[Array, ...] | None = None,
-    *,
-    temperature: float | Array = 1.0,
-    softcap: Softcap = None,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[LogitOptions],
 ) -> PerToken:
     """Returns the term's values, differentiable.
 
@@ -293,8 +288,8 @@ def token_values(
         outcomes: as of `FrozenInputs`.
     """
     b, c = tokens["ids"].shape
-    inputs = [(hidden, head)], mask, tokens, [softcap], outcomes
-    values = _token_values(*shard_inputs(term, *inputs, temperature=temperature, **options))
+    inputs = shard_inputs(term, [(hidden, head)], mask, tokens, outcomes, **options)
+    values = _token_values(*inputs)
     return jax.tree.map(lambda x: x[:b, :c], values)
 
 
@@ -305,10 +300,7 @@ def term_values(
     tokens: PerToken,
     mixture: TeacherMixture | None = None,
     outcomes: tuple[Array | None, ...] | None = None,
-    *,
-    temperature: float | Array = 1.0,
-    softcap: Softcap | Sequence[Softcap] = None,
-    **options: Unpack[ShardOptions],
+    **options: Unpack[LogitOptions],
 ) -> PerToken:
     """Computes the term's values on one model's logits, or on those of a mixture. No gradient.
 
@@ -321,8 +313,6 @@ def term_values(
     models = jax.lax.stop_gradient(models)
     if mixture is not None:
         term, tokens = OfMixture(term, mixture.kind), tokens | {"weights": mixture.weights}
-    caps = softcap if isinstance(softcap, Sequence) else [softcap]
-    inputs = models, None, tokens, caps, outcomes
-    values = measure(*shard_inputs(term, *inputs, temperature=temperature, **options)).values
+    values = measure(*shard_inputs(term, models, None, tokens, outcomes, **options)).values
     b, c = models[0][0].shape[:2]
     return jax.tree.map(lambda x: x[:b, :c], values)

@@ -234,9 +234,9 @@ def loss(
             [(hidden, head), *teachers],
             mask & begins,
             given,
-            [softcap, *caps],
             (outcomes.student, of_teacher),
             temperature=temperature,
+            softcap=[softcap, *caps],
             **options,
         )
         given_outcome = jnp.where(kinds == Aligned.START, outcomes.student[tokens], -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +63,14 @@ class DamagedWeights(RunError):
 
 
 def received(
-    weights: Weights, expected: Tree, shardings: Tree, sent: str, role: str
+    weights: Weights,
+    expected: Tree,
+    shardings: Tree,
+    sent: str,
+    role: str,
+    free: Callable[[], None],
 ) -> tuple[Params, dict[str, float]]:
-    """Returns the weights in the receiver's shardings, and the metrics of the transfer. The caller
-    has freed the previous version.
+    """Returns the weights in the receiver's shardings, and the metrics of the transfer.
 
     Where arrays arrive damaged from another process, all are read once more: from the object store
     of the receiver's host, which mends what happened on the way from there to the devices.
@@ -75,6 +80,7 @@ def received(
             receiver's model.
         sent: their name in the ledger while they were on their way.
         role: of the receiver, for the error.
+        free: frees the previous version, once the weights are known to fit.
 
     Raises:
         RuntimeError: the weights do not fit the model.
@@ -90,6 +96,7 @@ def received(
                 f"version {weights.version} does not fit the model of {role}: {name} is"
                 f" {found.get(name, 'missing')}, it must be {fits.get(name, 'left out')}"
             )
+    free()
     again = any(isinstance(leaf, Shards) for leaf in jax.tree.leaves(weights.params))
     first = 0
     with phase(f"load version {weights.version}"):
@@ -231,9 +238,8 @@ class Sampler:
         """
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
-        self.params = None
         how = self._expected, self._shardings, SENT, "the role that samples"
-        self.params, taken = received(weights, *how)
+        self.params, taken = received(weights, *how, free=partial(setattr, self, "params", None))
         if self._merge is not None:
             with phase(f"merge version {weights.version}"):
                 given = (self._base, self.params)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -179,10 +179,8 @@ class LocalTeacher:
     def load(self, weights: Weights) -> dict[str, float]:
         """Takes the next version of weights that follow the policy, once the old one is freed.
         Returns and raises as `received`."""
-        self._write(None)
-        params, taken = received(
-            weights, self._expected, self._shardings, SENT_TO_TEACHER, "the teacher"
-        )
+        how = self._expected, self._shardings, SENT_TO_TEACHER, "the teacher"
+        params, taken = received(weights, *how, free=partial(self._write, None))
         self._write(params)
         return taken
 

@@ -361,7 +361,9 @@ def test_a_number_that_changes_in_a_process_ends_the_run():
                 samples.load(Weights(1, damaged, 4, sums))
             else:
                 shardings = NamedSharding(mesh, PartitionSpec())
-                received(Weights(1, damaged, 4, sums), tree, shardings, SENT, "rollout")
+                received(
+                    Weights(1, damaged, 4, sums), tree, shardings, SENT, "rollout", lambda: None
+                )
 
 
 def test_checksums_are_those_of_the_values_in_any_sharding():

@@ -490,7 +490,7 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="top_k is 51.*50 tokens"):
         call(beta=0.5, entropy_aware=EntropyAware(top_k=51))
     with pytest.raises(ValueError, match="12 wide and their head 10"):
-        shard_inputs(Term(), [(HIDDEN, TEACHER_HEAD)], MASK, {}, [None], chunk=8)
+        shard_inputs(Term(), [(HIDDEN, TEACHER_HEAD)], MASK, {}, chunk=8)
     with pytest.raises(ValueError, match="v is 51; .* 50 rows"):
         logprobs_from_hidden(HIDDEN, HEAD, TOKENS, v=51)
     with pytest.raises(ValueError, match="top-k is 0"):
