@@ -52,7 +52,7 @@ UNFUSED_ARRAYS = 4
 """Further ones on a CPU, which fuses less."""
 SAMPLER_ARRAYS = 3
 """Float32 arrays [slots, V] alive at once in the sampler; on a TPU `TPU_SAMPLER_ARRAYS`."""
-TPU_SAMPLER_ARRAYS = 5
+TPU_SAMPLER_ARRAYS = 4
 LANES = 128
 """Columns to which a TPU pads the rows of an array."""
 SAFETY = 1.1
