@@ -182,14 +182,10 @@ def deadline_of(config: Config, method: str) -> float:
     }[method]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Protocol):
     """Calls a role: (role, a method of its Protocol, the method's arguments) -> the future of what
     the method returns. The first argument, and what is in lists and dicts, may be futures.
     """
-
-    send: Callable[..., Future[Any]]
-    """(role, name of the method, *args, **kwargs)."""
 
     @overload
     def __call__(
@@ -210,10 +206,6 @@ class Ask:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Future[T]: ...
-    def __call__(
-        self, role: str, method: Callable[..., T], /, *args: object, **kwargs: object
-    ) -> Future[T]:
-        return self.send(role, method.__name__, *args, **kwargs)
 
 
 @dataclass(frozen=True)

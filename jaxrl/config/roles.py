@@ -534,7 +534,7 @@ class RewardConfig(FrozenConfig):
         if every and not any(every):
             yield "every weight is 0: nothing would be learned; give one another value"
 
-    @property
+    @cached_property
     def weights_of_functions(self) -> tuple[float, ...]:
         """Returns one weight for each function."""
         return (1.0,) * len(self.functions) if self.weights is None else self.weights

@@ -107,7 +107,7 @@ class PromptStream:
         that of the teacher too long."""
         if not len(self._rows):
             raise self._all_too_long(source)
-        self._order: Passes | Mixture = Passes(self._rows, (seed,), shuffle)
+        self._row_at = in_passes(self._rows, (seed,), shuffle)
         if self._weights is not None:
             if len(self._weights) != len(parts):
                 raise UserError(
@@ -120,7 +120,7 @@ class PromptStream:
                 if not len(rows):
                     raise self._all_too_long(part)
             with about("data.weights"):
-                self._order = Mixture(parts, self._weights, seed, shuffle)
+                self._row_at = Mixture(parts, self._weights, seed, shuffle).row
 
     @cached_property
     def fingerprint(self) -> str:
@@ -152,20 +152,20 @@ class PromptStream:
         refills, number = divmod(index, REFILL_OFFSET)
         size = self._batch_size
         taken = list(range(number * size, (number + 1) * size))
-        seen = {self._order.row(position) for position in taken} if refills else set[int]()
+        seen = {self._row_at(position) for position in taken} if refills else set[int]()
         for refill in range(1, refills + 1):
             start, times, fresh = (number + refill * REFILL_OFFSET) * size, Counter[int](), 0
             found: list[tuple[int, bool, int]] = []
             # In twice as many positions as there are rows, each row of a file comes once.
             for position in range(start, start + 2 * len(self._rows) + size):
-                row = self._order.row(position)
+                row = self._row_at(position)
                 found.append((times[row], row in seen, position))
                 fresh += not times[row] and row not in seen
                 times[row] += 1
                 if fresh == size:
                     break
             taken = [position for *_, position in sorted(found)[:size]]
-            seen |= {self._order.row(position) for position in taken}
+            seen |= {self._row_at(position) for position in taken}
         return [self._prompt(position) for position in taken]
 
     def rows(self, batches: Iterable[int]) -> Iterator[tuple[int, Prompt]]:
@@ -174,7 +174,7 @@ class PromptStream:
         seen: set[int] = set()
         for index in batches:
             for position in range(index * self._batch_size, (index + 1) * self._batch_size):
-                row = self._order.row(position)
+                row = self._row_at(position)
                 if row not in seen:
                     seen.add(row)
                     yield index, self._prompt(position)
@@ -248,7 +248,7 @@ class PromptStream:
     def _prompt(self, position: int) -> Prompt:
         """Returns the prompt of the row at this position or, where that is too long, of the next
         row of its part whose prompt is not."""
-        part, row = self._source.locate(self._order.row(position))
+        part, row = self._source.locate(self._row_at(position))
         for step in range(min(_TRIES, len(part))):
             at = (row + step) % len(part)
             known = len(self.noted)
@@ -372,23 +372,22 @@ _BLOCKS, _SOURCES = 1, 2
 """First of the seeds' second words. Never 0: numpy takes trailing zeros of a seed for nothing."""
 
 
-class Passes:
-    """All rows once in each pass, each pass in an order of its own."""
+def in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callable[[int], int]:
+    """Returns what maps a position to its row: all rows once in each pass, each pass in an order of
+    its own."""
 
-    def __init__(self, rows: np.ndarray, seed: tuple[int, ...], shuffle: bool):
-        self._rows = rows
+    @lru_cache(maxsize=2)
+    def order(number: int) -> np.ndarray:
+        count = len(rows)
+        if not shuffle:
+            return np.arange(count)
+        return np.random.default_rng((*seed, number)).permutation(count)
 
-        def order(number: int) -> np.ndarray:
-            count = len(rows)
-            if not shuffle:
-                return np.arange(count)
-            return np.random.default_rng((*seed, number)).permutation(count)
+    def row(position: int) -> int:
+        number, place = divmod(position, len(rows))
+        return int(rows[order(number)[place]])
 
-        self._pass = lru_cache(maxsize=2)(order)
-
-    def row(self, position: int) -> int:
-        number, place = divmod(position, len(self._rows))
-        return int(self._rows[self._pass(number)[place]])
+    return row
 
 
 class Mixture:
@@ -411,7 +410,7 @@ class Mixture:
         self._counts = apportion(weights)
         self._seed, self._shuffle = seed, shuffle
         self._passes = [
-            Passes(each, (seed, _SOURCES + number), shuffle) for number, each in enumerate(rows)
+            in_passes(each, (seed, _SOURCES + number), shuffle) for number, each in enumerate(rows)
         ]
         self._block = lru_cache(maxsize=2)(self._sources_and_draws)
 
@@ -419,7 +418,7 @@ class Mixture:
         block, place = divmod(position, sum(self._counts))
         sources, draws = self._block(block)
         source = int(sources[place])
-        return self._passes[source].row(block * self._counts[source] + int(draws[place]))
+        return self._passes[source](block * self._counts[source] + int(draws[place]))
 
     def _sources_and_draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each place of a block, and how many draws of that source come

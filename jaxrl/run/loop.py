@@ -83,11 +83,14 @@ class Calls:
         """What the next calls belong to: `generate`, `score`, `train` or `publish`, as the action,
         or `save`; and the row of metrics. Row v is of the batch that makes version v, and of what
         follows on that version (publishing, evaluation)."""
-        self.call = Ask(self._send)
+        self.call: Ask = self._send
         """Calls a role; raises Stopped for a call that the run no longer needs."""
 
-    def _send(self, role: str, method: str, *args: object, **kwargs: object) -> Future[Any]:
+    def _send(
+        self, role: str, called: Callable[..., Any], /, *args: object, **kwargs: object
+    ) -> Future[Any]:
         """Queues a call. For a lazy role its deadline includes the time to build the role."""
+        method = called.__name__
         if self.end is not None and not self._needs(self.kind, self.row, self.end):
             raise Stopped("the run was asked to end")
         deadline = deadline_of(self._config, method)

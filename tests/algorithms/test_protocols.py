@@ -1,10 +1,13 @@
 """The calls of the loop: each role has a Protocol, each of its methods a deadline."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from jaxrl.algorithms.protocols import ActorRole, Ask, deadline_of, protocols
+from jaxrl.algorithms.protocols import ActorRole, deadline_of, protocols
 from jaxrl.config.schema import Config
 from jaxrl.run.launch import MAKERS
+from jaxrl.run.loop import Calls
 from jaxrl.runtime.worker import methods_of
 
 SERVED = ["teacher.address=host:1", "teacher.model=null"]
@@ -22,6 +25,8 @@ def test_each_role_has_a_protocol_and_each_call_a_deadline(given):
 
 def test_a_call_is_sent_by_the_name_of_the_method():
     sent = []
-    ask = Ask(lambda *args, **kwargs: sent.append((args, kwargs)))
-    ask("actor", ActorRole.publish, version=3, dtype="float32")
-    assert sent == [(("actor", "publish"), {"version": 3, "dtype": "float32"})]
+    actor = SimpleNamespace(call=lambda *args, **kwargs: sent.append((args, kwargs)))
+    calls = Calls(Config.load(None, ["deadlines.weight_sync=7"]), {"actor": actor})
+    calls.call("actor", ActorRole.publish, version=3, dtype="float32")
+    asked = {"version": 3, "dtype": "float32", "deadline": 7, "aside": False}
+    assert sent == [(("publish",), asked)]
