@@ -33,6 +33,7 @@ from jaxrl.plan.array_bytes import (
     split,
     table_bytes,
     trained_bytes,
+    trained_shards,
     weight_bytes,
 )
 from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting, generates
@@ -88,6 +89,12 @@ def actor(m: Setting) -> Iterable[Entry]:
     if lora and gathers and m.inputs.target.platform in GPU:
         # Kernels that are split along their last dim are transposed before they are gathered.
         copies += layer_bytes(student.base, axes, c.base_dtype) // 2
+    if student.experts is not None and not lora and gathers and m.inputs.target.platform in GPU:
+        # Of two of the experts' three kernels, the sum is transposed to be added to.
+        experts = sum(
+            shard.size for shard in trained_shards(student, axes) if "experts" in shard.path
+        )
+        copies += 2 * experts * F32 // 3 * (count > 1)
     head = table_bytes(m.vocab, student.d_model, axes, run.itemsize)
     theirs = 0
     if m.signal == "hidden":

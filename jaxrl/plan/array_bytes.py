@@ -276,9 +276,10 @@ class Pass:
     @property
     def gathered(self) -> int:
         """Returns the bytes of the weights of one turn of the loop over layers: copied by the
-        loop, and gathered where they are split."""
+        loop, and gathered where they are split. Recurrent layers wait for the ones before them,
+        and their copies with them."""
         c = self.config
-        if self.axes.weights == 1:
+        if self.axes.weights == 1 and c.delta is None:
             return self.layer
         return sum(self._weights(c.of(kind)) for kind in c.kinds[: c.cycle])
 
@@ -310,8 +311,9 @@ class Pass:
         at_once = min(max(AT_ONCE // size, 1), blocks)
         results = (-(-blocks // at_once) * at_once * size + 2 * tokens) * d * item
         kernels, rows = at_once * d * wide * item, at_once * size * item
-        if not differentiated:
-            return results + rows * (d + 2 * wide) + 2 * kernels
+        if not differentiated:  # kernels that are gathered are transposed too
+            gathered = 3 * own * d * wide * item * (self.axes.weights > 1)
+            return results + rows * (d + 2 * wide) + 2 * kernels + gathered
         trained, products = d * wide, 7
         if c.lora is not None:  # whose gradients are summed in place of the kernels'
             trained, products = c.lora.rank * (d + wide), 3
