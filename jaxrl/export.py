@@ -38,7 +38,7 @@ def export(
     """Writes `source` to the folder `destination`, one tensor in host memory at a time.
 
     Args:
-        source: what `checkpoint.source.resolve_model` returns, or any name that `load_model` takes:
+        source: what `resolve_model` returns, or any name that `load_model` takes:
             a run directory, a checkpoint, a Hugging Face folder, a hub id, a `.gguf` file.
         dtype: of the stored weights: float32, float16 or bfloat16.
         force: replace a model folder that stands at `destination`.

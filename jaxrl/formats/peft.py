@@ -73,7 +73,7 @@ class Adapter(weights.Derived):
 
     lora: Lora
     base: str
-    """Name of the base model, in any form that `checkpoint.source.resolve_model` takes."""
+    """Name of the base model, in any form that `checkpoint.model_source.resolve_model` takes."""
     base_path: Path
     """Its folder or GGUF file."""
     tensors: weights.Tensors = field(repr=False, compare=False)

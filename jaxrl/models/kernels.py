@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -59,6 +59,13 @@ class Target:
     """Compute capability of an NVIDIA GPU; None for anything else."""
     kind: str = ""
     """`jax.Device.device_kind` of an accelerator, where it is known."""
+    others: tuple[tuple[int, int], ...] = ()
+    """Higher capabilities of other GPUs that the program is made for too."""
+
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], ...]:
+        """Returns the capabilities of all GPUs that the program is made for."""
+        return () if self.capability is None else (self.capability, *self.others)
 
     @property
     def width_multiple(self) -> int:
@@ -83,7 +90,9 @@ def target_of(devices: Iterable[DeviceFacts]) -> Target:
         numbers = re.fullmatch(r"(\d+)\.(\d+)", str(reported))  # AMD's are of another form
         capability = (int(numbers[1]), int(numbers[2])) if numbers else None
         targets.append(Target("gpu", OLDEST if reported is None else capability, kind))
-    return min(targets, key=lambda target: target.capability or (0, 0))
+    least = min(targets, key=lambda target: target.capability or (0, 0))
+    higher = {target.capability for target in targets if target.capability != least.capability}
+    return replace(least, others=tuple(sorted(one for one in higher if one is not None)))
 
 
 def target_on(mesh: Mesh | None) -> Target:
@@ -185,10 +194,10 @@ def _why_not_split_k(target: Target, head_dim: int, dtype: str) -> str | None:
             "the kernel of a decode step takes head dims that are powers of two from"
             f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
         )
-    if split_k.tile_of(1, head_dim, target.capability) is None:
+    if split_k.tile_of(1, head_dim, target.capabilities) is None:
         return (
             f"the kernel of a decode step has no shared memory for head_dim={head_dim} (at most"
-            f" {block_shared_bytes(target.capability)} bytes of a block)"
+            f" {min(map(block_shared_bytes, target.capabilities))} bytes of a block)"
         )
     if not split_k.exists():
         return "this version of jax has no kernel of a decode step"
@@ -215,8 +224,8 @@ def _why_failed(
 
 
 def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str]:
-    """Calls each kernel that a run would use once, as small as it can be, before large programs are
-    compiled with it: what cuDNN or pallas refuses of a new device or driver shows only there. From
+    """Calls each kernel that a run would use once, for little, before large programs are compiled
+    with it: what cuDNN or pallas refuses of a new device or driver shows only there. From
     then on this process computes without those that fail; on CPUs, and for devices that are not
     this process's, nothing is tried.
 
@@ -295,7 +304,7 @@ def _try_step(kernel: StepKernel, target: Target, head_dim: int, dtype: str) -> 
     q, k = (jnp.ones((2, 1, n, head_dim), dtype) for n in (split_k.MOST_QUERIES, 2 * TILE))
     attend = flash_decode.attend
     if kernel == "split-k":
-        attend = partial(split_k.attend, capability=target.capability)
+        attend = partial(split_k.attend, capabilities=target.capabilities)
     return jax.jit(attend)(q, k, k, jnp.full(2, TILE, jnp.int32))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -121,7 +121,7 @@ class YarnRope(RopeScaling):
 
     factor: float
     original_max_positions: int
-    attention_factor: float
+    attention_factor: float = field()  # required: the 1 of the others is no default
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -174,7 +174,7 @@ class LongRope(RopeScaling):
     """[R / 2], of R rotated dims."""
     long_factors: tuple[float, ...]
     original_max_positions: int
-    attention_factor: float
+    attention_factor: float = field()  # required: the 1 of the others is no default
     """Of short sequences too."""
     rope_type = "longrope"
 

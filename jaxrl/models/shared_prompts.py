@@ -121,7 +121,7 @@ def shared_attender(
             seen = jnp.where(page_owners >= 0, seen, 0)
         term: Callable[..., Term] = flash_decode.attend
         if kernel == "split-k":
-            term = partial(split_k.attend, capability=target_on(mesh).capability)
+            term = partial(split_k.attend, capabilities=target_on(mesh).capabilities)
         if kernel is not None and window is None:
             theirs = term(asked, prompt_k, prompt_v, lengths)
         else:  # the queries of one prompt have different windows, which no kernel has

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,8 +36,6 @@ FEWEST_QUERIES, MOST_QUERIES = 16, 64
 """Of one KV head that a block has at a time: several blocks read the keys of more."""
 BARRIERS = 32
 """Bytes of shared memory in which a block waits for its loads."""
-ANY = (8, 0)
-"""Compute capability that stands for none."""
 WARPS = 4
 MODULE = "jax.experimental.pallas.ops.gpu.decode_attention"
 
@@ -60,16 +58,19 @@ def parts_of(positions: int, rows: int) -> int:
 
 
 def tile_of(
-    queries: int, head_dim: int, capability: tuple[int, int] | None
+    queries: int, head_dim: int, capabilities: Sequence[tuple[int, int]]
 ) -> tuple[int, int] | None:
     """Returns how many queries a block has, of so many, and how many keys it reads at a time, so
-    that both fit in the shared memory of a GPU (`shared_by`). None where not even the smallest
+    that both fit in the shared memory of each GPU (`shared_by`). None where not even the smallest
     fit."""
-    most = block_shared_bytes(capability or ANY)
+
+    def fits(rows: int, keys: int, gpu: tuple[int, int]) -> bool:
+        return shared_by(rows, keys, head_dim, gpu) <= block_shared_bytes(gpu)
+
     rows = bucket(queries, smallest=FEWEST_QUERIES, most=MOST_QUERIES)
     while rows >= FEWEST_QUERIES:
         for keys in (KEYS, KEYS // 2, KEYS // 4):
-            if shared_by(rows, keys, head_dim, capability or ANY) <= most:
+            if all(fits(rows, keys, gpu) for gpu in capabilities):
                 return rows, keys
         rows //= 2
     return None
@@ -91,7 +92,7 @@ def attend(
     v: jax.Array,
     lengths: jax.Array,
     *,
-    capability: tuple[int, int] | None,
+    capabilities: Sequence[tuple[int, int]],
     window: int | None = None,
     interpret: bool = False,
 ) -> Term:
@@ -104,7 +105,7 @@ def attend(
 
     Args:
         lengths: where 0, what is read is 0, and the log-sum-exp near `LOWEST`.
-        capability: compute capability of the GPU; None where the kernel is interpreted.
+        capabilities: compute capabilities of the GPUs; none where the kernel is interpreted.
         window: only the last so many of those; parts of the keys that end before are not read.
         interpret: runs anywhere, slowly.
     """
@@ -113,7 +114,7 @@ def attend(
         decode_attention: Any = import_module(MODULE)  # on GPUs only
 
     (r, kv, m, h), s = q.shape, k.shape[2]
-    tile = tile_of(m, h, capability)
+    tile = tile_of(m, h, capabilities)
     assert tile is not None, "`kernels.why_no_step_kernel` says where there is no kernel"
     n = parts_of(s, r * kv)
     size = s // n

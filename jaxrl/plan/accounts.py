@@ -1,7 +1,7 @@
 """Accounts for the memory of each role on one of its devices, before any weight is read.
 
-Arrays that a role keeps are exact (`plan/array_bytes.py`); what a program needs besides is the
-estimate of `plan/temporaries.py`. An entry is resident or belongs to a phase. A worker does one
+By `plan/array_bytes.py` the arrays that a role keeps are exact, and what a program needs besides is
+an estimate. An entry is resident or belongs to a phase. A worker does one
 thing at a time, so the peak of a device is the largest over the phases of all roles there: what is
 resident and not away then, and the phase.
 """

@@ -42,7 +42,7 @@ class RunFiles:
     events: tuple[JsonObject, ...]
     """Of the timeline, as in its file."""
     plan: JsonObject | None
-    """As `plan.record.plan_json` describes it."""
+    """As `plan.table.plan_json` describes it."""
     stages: JsonObject | None
     """What a profiled run measured of its stages, as `StageTable.to_json` makes it."""
     sessions: tuple[JsonObject, ...]

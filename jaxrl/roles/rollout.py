@@ -29,6 +29,7 @@ from jaxrl.runtime.worker import detail, phase, stopping
 from jaxrl.sampling.engine import Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
+from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import Shards, checksums, put, reshard, to_host
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, Tree, Weights
 
@@ -246,6 +247,7 @@ class Sampler:
                 with current().running(self._merge, *given):
                     self.params = jax.block_until_ready(self._merge(*given))
         self.version = weights.version
+        verify_arrays("rollout", self.params, self.mesh)
         return taken
 
     @property

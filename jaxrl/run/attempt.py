@@ -322,7 +322,7 @@ def _attempt(run: Run) -> None:
             packing,
             calls.call,
             calls.wait,
-            [prompt for held_out in job.held_out for prompt in held_out.prompts],
+            tuple(prompt for held_out in job.held_out for prompt in held_out.prompts),
             partial(decode, job.tokenizer),
             job.stored_samples,
             evaluated=("teacher",) if job.evaluates_teacher else (),

@@ -289,16 +289,16 @@ class Reporter:
     def _version(self, version: int, futures: Futures) -> dict[str, float]:
         """Returns the metrics of what followed on a version: the weight syncs to the rollout and to
         a teacher that follows the policy, and evaluations. What the run, asked to end, does not
-        need is left out; a resumed run adds it to the row (`amend`)."""
-        values: dict[str, Any] = {}
-        for key in futures:
-            if key.startswith(("load.", "eval.")):
-                try:
-                    values[key] = self.wait(futures[key])
-                except Stopped:
-                    continue
+        need is left out; a resumed run adds the policy's to the row (`amend`)."""
         row: dict[str, float] = {}
-        for kind, role, taken in ((*key.split("."), value) for key, value in values.items()):
+        for key in futures:
+            kind, _, role = key.partition(".")
+            if kind not in ("load", "eval"):
+                continue
+            try:
+                taken: Any = self.wait(futures[key])
+            except Stopped:
+                continue
             if kind == "eval":
                 scores = judged(self.job.held_out, taken, self.job.judge)
                 evaluation = evaluation_row(self.job.held_out, taken, scores)

@@ -1,5 +1,5 @@
 """What all launchers share: the interfaces of futures, roles and worker groups, the times of a
-call, the phase that a worker is in, and the errors of calls.
+call, the phase that a worker is in, the errors of calls, and the clock of their deadlines.
 
 A worker owns a pool of devices, holds the roles of the pool and executes their calls in order.
 `runtime/local.py` and `runtime/ray` implement it.
@@ -316,7 +316,13 @@ MOST_GAPS = 1000
 
 
 class WallClock:
-    """A clock, and the stretches of time in which nobody looked at it. Any thread may ask."""
+    """A clock, and the stretches of time in which nobody looked at it. Any thread may ask.
+
+    Deadlines do not run while this process is frozen: by Ctrl-Z, a debugger or a paused virtual
+    machine, with its workers or without them. When it goes on, every running call would be late,
+    though its end could not have been heard of. A thread looks at the clock every `TICK_S`; where
+    two looks lie much further apart, the time between them counts for no deadline.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -40,6 +40,7 @@ from jaxrl.roles.rollout import Sampler, received
 from jaxrl.runtime.worker import phase
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import current
+from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import put
 from jaxrl.types import (
     Array,
@@ -182,6 +183,7 @@ class LocalTeacher:
         how = self._expected, self._shardings, SENT_TO_TEACHER, "the teacher"
         params, taken = received(weights, *how, free=partial(self._write, None))
         self._write(params)
+        verify_arrays("teacher", params, self._scorer.mesh)
         return taken
 
 

@@ -515,7 +515,7 @@ def test_parts_of_the_keys_are_put_together_in_float32() -> None:
     q, k, v = arrays((8, 2, 3, 64), *[(8, 2, 1024, 64)] * 2)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v + 1))  # far from 0: the factor is seen
     lengths = jnp.arange(8, dtype=jnp.int32) * 128 + 100
-    attend = partial(split_k.attend, capability=SMALLEST, interpret=True)
+    attend = partial(split_k.attend, capabilities=[SMALLEST], interpret=True)
     read, total = jax.jit(attend)(q, k, v, lengths)
     mask = (jnp.arange(1024)[None] < lengths[:, None])[:, None]
     expected, of = by_products(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
@@ -526,11 +526,11 @@ def test_parts_of_the_keys_are_put_together_in_float32() -> None:
 
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 256), (8, 512), (64, 512)])
 def test_wide_heads_are_read_in_smaller_tiles(queries: int, head_dim: int) -> None:
-    rows, keys = split_k.tile_of(queries, head_dim, SMALLEST)
+    rows, keys = split_k.tile_of(queries, head_dim, [SMALLEST])
     assert keys < split_k.KEYS
     q, k, v = arrays((2, 1, queries, head_dim), *[(2, 1, 128, head_dim)] * 2)
     lengths = jnp.array([128, 40], jnp.int32)
-    attend = partial(split_k.attend, capability=SMALLEST, interpret=True)
+    attend = partial(split_k.attend, capabilities=[SMALLEST], interpret=True)
     read, total = jax.jit(attend)(q, k, v, lengths)
     mask = (jnp.arange(128)[None] < lengths[:, None])[:, None]
     expected, of = by_products(q, k, v, mask)
@@ -552,7 +552,7 @@ def test_a_tile_fits_the_shared_memory_of_its_gpu_or_there_is_no_kernel(
     target = Target("gpu", capability)
     reason = why_no_step_kernel(target, head_dim, "bfloat16")
     for queries in (1, 16, 40, 64, 1000):
-        tile = split_k.tile_of(queries, head_dim, capability)
+        tile = split_k.tile_of(queries, head_dim, [capability])
         assert (tile is None) == (reason is not None) == (head_dim > widest)
         if tile is not None:
             rows, keys = tile

@@ -36,6 +36,7 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
 from jaxrl.sharding.mesh import Visible
 from jaxrl.sharding.placement import place
+from jaxrl.sharding.targets import block_shared_bytes
 from jaxrl.types import Completion, Prompt
 
 H100 = Target("gpu", (9, 0))
@@ -105,7 +106,14 @@ def test_a_gpu_without_tensor_cores_for_bfloat16_computes_in_float32(capability,
 
 
 def test_devices_of_several_kinds_do_what_the_least_able_can():
-    assert target_of([gpu("9.0"), gpu("7.5"), gpu("10.0")]) == Target("gpu", (7, 5))
+    mixed = target_of([gpu("9.0"), gpu("7.5"), gpu("10.0")])
+    assert mixed == Target("gpu", (7, 5), others=((9, 0), (10, 0)))
+    for least, other in (("8.0", "8.9"), ("9.0", "12.0")):  # the other has less shared memory
+        both = target_of([gpu(least), gpu(other)]).capabilities
+        for head_dim in (128, 256, 512):
+            rows, keys = split_k.tile_of(64, head_dim, both)
+            for one in both:
+                assert split_k.shared_by(rows, keys, head_dim, one) <= block_shared_bytes(one)
     assert target_of([gpu("10.3")]).capability > target_of([gpu("9.0")]).capability
     assert target_of([gpu("gfx942")]) == Target("gpu")  # AMD's
     assert target_of([gpu(None)]) == UNKNOWN_GPU

@@ -228,7 +228,7 @@ def test_a_gpu_has_the_shared_memory_of_a_decode_step(
     """On each kind of GPU the kernel reads as many keys at a time as there is shared memory for,
     and Triton takes as much of it as is said here; 64 queries are those of a prompt that slots
     share."""
-    tile = split_k.tile_of(queries, head_dim, GPUS[target].capability)
+    tile = split_k.tile_of(queries, head_dim, [GPUS[target].capability])
     assert tile is not None and tile[1] == keys
     assert "triton" in split_k_for(target, queries, head_dim)
 
@@ -246,7 +246,7 @@ def test_what_triton_takes_of_shared_memory_is_what_tiles_count(
 ) -> None:
     """Of a GPU that has next to none, whose compiler says how much it lacks."""
     gpu = GPUS[target]
-    rows, keys = split_k.tile_of(queries, 256, gpu.capability) or (0, 0)
+    rows, keys = split_k.tile_of(queries, 256, [gpu.capability]) or (0, 0)
     monkeypatch.setitem(GPUS, target, replace(gpu, shared_kib=2))
     monkeypatch.setattr(split_k, "tile_of", lambda *_: (rows, keys))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
@@ -266,7 +266,7 @@ def split_k_for(target: str, queries: int, head_dim: int) -> str:
     )
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=whole)
     gpu = target_of(mesh.devices.flat)
-    attend = jax.jit(partial(split_k.attend, capability=gpu.capability))
+    attend = jax.jit(partial(split_k.attend, capabilities=gpu.capabilities))
     with compiling_for(gpu):
         lowered = attend.lower(query, cache, cache, lengths)
     return str(lowered.compile(OPTIONS["gpu"]).as_text())
