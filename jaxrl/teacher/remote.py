@@ -508,11 +508,12 @@ class CompletionsClient:
             pairs = [((0, 0.0),) * k, *(named[:k] for _, named, _ in positions)]
             ids = np.array([[i for i, _ in row] for row in pairs])
             best = np.array([[value for _, value in row] for row in pairs])
-            tail = np.array([0.0, *(tail_logprob(row) for row in best[1:])])
+            tail = np.zeros(len(token))
             if k:
                 if vocab_size is not None:
                     protocol.check_ids("the id of one of the best tokens", ids, vocab_size)
                 protocol.check_logprobs("the log-prob of one of the best tokens", best, mask)
+                tail[1:] = [tail_logprob(row) for row in best[1:]]
                 protocol.check_sum("the best tokens' probabilities", best, tail, mask)
             return PromptScores(token, ids, best, tail, [decoded for *_, decoded in positions])
 

@@ -37,8 +37,8 @@ from jaxrl.config.schema import Config
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-HERE = {"configs", "benchmarks", "docs", "jaxrl", "README.md"}
-"""Of the checkout, in which a reader types the commands."""
+HERE = {"configs", "benchmarks", "jaxrl", "README.md"}
+"""Of the checkout, in which a reader types the commands, which write into `docs` too."""
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     README's `run.yaml`, but nothing that a run wrote."""
     for name in HERE:
         (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(# run.yaml\n.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     (tmp_path / "run.yaml").write_text(example)
