@@ -687,6 +687,8 @@ class RemoteTeachers:
         shares = [weights[:, k] for k, answer in enumerate(answers) if answer is not None]
 
         def mixed(*logprobs: np.ndarray) -> np.ndarray:
+            if not np.issubdtype(logprobs[0].dtype, np.floating):
+                return logprobs[0]  # ids, of the same tokens for all
             each = [share.reshape(-1, *[1] * (logprobs[0].ndim - 1)) for share in shares]
             rows = np.any(shares, 0).reshape(each[0].shape)  # 0 in rows without a teacher
             return np.where(rows, log_mixture(logprobs, each), 0).astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -106,7 +107,10 @@ class Reads:
     def watch(self, config: Config) -> Config:
         config = config.parse(config.model_dump())  # no section is shared, as equal defaults are
         self._alive.append(config)
-        self._paths |= {id(section): path for path, section in _sections(config, "")}
+        for path, one in _sections(config, ""):
+            self._paths[id(one)] = path
+            for name in vars(one).keys() - type(one).model_fields.keys():
+                del vars(one)[name]  # computed for the checks
         return config
 
     def spy(self, section: Section, name: str) -> Any:
@@ -125,6 +129,7 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
 
 OF_THE_CONFIG = {
     __file__,
+    functools.__file__,  # of `cached_property`
     *(str(part.__file__) for part in (roles, cross_rules, run_config, schema, section, settings)),
 }
 

@@ -28,6 +28,7 @@ from chat_shapes import (
 from tiny_tokenizer import CHATML, tiny_tokenizer
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from jaxrl.config.schema import Config
 from jaxrl.data import chat_template
 from jaxrl.data.batch import data_rollout
 from jaxrl.data.chat_template import dated, program, render
@@ -95,14 +96,13 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
     row = {"messages": [ASK, {"role": "assistant", "content": "4"}]}
     prompt = encoded(tokenizer, row)
     engine = SimpleNamespace(generate=lambda weights, tokens, **_: tokens)
-    environment = SimpleNamespace(turn_tokens=None)
     sampler: Any = SimpleNamespace(
         **{"params": 1, "version": 0, "_weights": 1, "_episodes": None, "_teacher": False},
+        **{"_most": 8, "_eos_ids": ()},
         engine=engine,
-        config=SimpleNamespace(environment=environment),
+        config=Config.load("builtin:quickstart"),
     )
-    given: Any = {"n": 1, "seed": 0, "step": 0, "sampling": None}
-    (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], **given)
+    (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], "train")
     assert sampled.tokens == tokens and spelt(tokenizer, tokens).endswith("assistant\n<think>\n")
     rollout = data_rollout([prompt], decode=str, max_prompt_tokens=64, max_new_tokens=8, pad_id=0)
     assert spelt(tokenizer, rollout.prompts[0].tokens).endswith("<|im_start|>assistant\n")

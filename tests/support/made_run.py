@@ -117,7 +117,7 @@ def write_timeline(path: Path) -> None:
         def call(role: str, method: str, seconds: float, **args: int) -> None:
             nonlocal at
             timeline.span(role, method, at, at + seconds, **args)
-            timeline.state(role, f"{role}.{method}", at, at + seconds)
+            timeline.span(f"worker {role}", f"{role}.{method}", at, at + seconds)
             at += seconds
 
         call("actor", "publish", PUBLISH, version=0)
