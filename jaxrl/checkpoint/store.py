@@ -42,7 +42,8 @@ class Manifest:
     data: JsonObject
     """Seed, next batch, next prompt, epoch, and the fingerprint of the training data."""
     accuracy: float | None
-    """`eval/accuracy` of these weights, where they were evaluated."""
+    """`eval/accuracy` of these weights, where they were evaluated; `eval/environment_reward` where
+    only the environment judges."""
     versions: dict[str, str]
     """Of the libraries that wrote it."""
     depends: dict[str, str] = field(default_factory=dict)

@@ -137,6 +137,12 @@ class Written:
     """`time.monotonic` seconds."""
 
 
+def _worth(row: Row) -> float | None:
+    """Returns what the best checkpoints are kept by: the accuracy of an evaluation, or its reward
+    by an environment where nothing else judges; None without an evaluation."""
+    return row.get("eval/accuracy", row.get("eval/environment_reward"))
+
+
 class CheckpointWriter:
     """The checkpoints of one run.
 
@@ -210,9 +216,9 @@ class CheckpointWriter:
         pending = self._pending.pop(row["step"], None)
         if pending is not None:
             self._queue.put((pending, row))
-        elif row["step"] == self.newest and "eval/accuracy" in row:  # made up for after a resume
+        elif row["step"] == self.newest and _worth(row) is not None:  # made up for after a resume
             try:
-                store.judge(self._folders / str(row["step"]), row["eval/accuracy"])
+                store.judge(self._folders / str(row["step"]), _worth(row))
             except (OSError, UserError) as error:
                 self._notify(
                     f"the accuracy of checkpoint {row['step']} could not be noted: {error}"
@@ -280,7 +286,7 @@ class CheckpointWriter:
                 "epoch": row["data/epoch"],
                 "fingerprint": self._fingerprint,
             },
-            accuracy=row.get("eval/accuracy"),
+            accuracy=_worth(row),
             versions=versions(),
             depends=self._depends,
         )

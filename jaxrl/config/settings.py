@@ -535,7 +535,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints that are kept."""
     keep_best: Count = 1
     """Number of further checkpoints that are kept for the best `eval/accuracy`, among evaluated
-    steps."""
+    steps; where only an environment judges, for the best `eval/environment_reward`."""
 
 
 class DeadlinesConfig(Section):

@@ -240,7 +240,13 @@ def headline(run: RunFiles, activity: Activity) -> list[Figure]:
         at = f"step {' and '.join(str(row['step']) for row in ends)}"
         note = "; ".join((*teacher, at, *([f"95% interval {intervals}"] if intervals else [])))
         figures.append(Figure("accuracy on held-out prompts", value, note))
-    else:
+    rewards = [row for row in run.rows if row.get("eval/environment_reward") is not None]
+    if any(row["eval/environment_reward"] for row in rewards):
+        ends = rewards[:1] + rewards[1:][-1:]
+        value = " → ".join(f"{row['eval/environment_reward']:.3f}" for row in ends)
+        at = f"step {' and '.join(str(row['step']) for row in ends)}"
+        figures.append(Figure("environment's reward on held-out prompts", value, at))
+    if not figures:
         measured = next((name for name in NOISY if _values(run.rows, name)), None)
         if measured is not None:
             value, _, note = _first_and_last(run.rows, measured).partition(", ")
@@ -280,6 +286,7 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
         "mesh": meshes(run.sessions) or config.get("mesh"),
         "models": _models(run),
         "data": ", ".join(map(str, sources)) if isinstance(sources, list) else sources,
+        "environment": config.get("environment.name"),
         "batch": "" if None in batch else "{} prompts x {}, up to {} new tokens".format(*batch),
         "held-out accuracy": _accuracy(run.rows),
         **{name: _first_and_last(run.rows, name) for name in NOISY},

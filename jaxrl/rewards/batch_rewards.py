@@ -111,7 +111,7 @@ class RewardFunctions:
         for name in sorted(columns & {*OF_COMPLETIONS, *ADDED}):
             raise UserError(
                 f"{KEY}: the data has a column `{name}`, which functions get from the run: rename"
-                " the column"
+                f" the column{', or set data.answer_key=answer' * (name == 'answer')}"
             )
         columns |= set(ADDED if self.environment else ADDED[:-1])
         for source, signature in zip(self.sources, self.pool.facts(), strict=True):

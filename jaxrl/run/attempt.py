@@ -429,6 +429,12 @@ def _summary(run: Run, reporter: Reporter) -> list[str]:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
         teacher = first_row.get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
+    rewards = [row.get("eval/environment_reward") for row in (first_row, last_row)]
+    if any(rewards) and None not in rewards:
+        lines.append(
+            "environment's reward on held-out prompts:"
+            f" {rewards[0]:.3f} before, {rewards[1]:.3f} after"
+        )
     used = meshes(sessions(folder.path))
     if "then" in used:
         lines.append(f"mesh: {used}")

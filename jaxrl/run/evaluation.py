@@ -475,3 +475,5 @@ def _add_rows(shown: Table, name: str, row: Row) -> None:
     shown.add_row(name, str(row["prompts"]), f"mean@{k}", cell("accuracy"), *about)
     for n in pass_ks(k):
         shown.add_row("", "", f"pass@{n}", cell(f"pass@{n}"))
+    if row.get("environment_reward"):
+        shown.add_row("", "", "reward", f"{row['environment_reward']:.3f}")

@@ -19,7 +19,7 @@ from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.data import hub_sets
 from jaxrl.data.chat_template import opening_of
-from jaxrl.data.example import Split
+from jaxrl.data.example import Example, Split
 from jaxrl.data.source import is_missing, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.token_alignment import Aligner
@@ -59,6 +59,9 @@ from jaxrl.teacher.cache import MANIFEST, ScoreCache
 from jaxrl.teacher.protocol import Info
 from jaxrl.teacher.remote import AnyInfo
 from jaxrl.types import Completion, Prompt
+
+FIRST_ROWS = 16
+"""Rows that are read where the prompts cannot be tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,17 +215,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
-    begun = False  # whether an environment gives its episodes other prompts than the data
-    if config.environment.name is not None:
-        with pool_of(config, 1, given.code) as pool:
-            environment = pool.facts()
-        if config.teacher.prompt is not None and (environment.resets or environment.tools):
-            raise UserError(
-                f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
-                " others, by its `reset` or its tools: set teacher.prompt=null, or give an"
-                " environment without both"
-            )
-        begun = environment.resets
+    begun = _begins_episodes(config, given)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
@@ -262,6 +255,22 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     )
 
 
+def _begins_episodes(config: Config, given: PythonObjects) -> bool:
+    """Returns whether the environment gives its episodes other prompts than the data; False without
+    an environment. Raises UserError where it cannot be made, or made so."""
+    if config.environment.name is None:
+        return False
+    with pool_of(config, 1, given.code) as pool:
+        environment = pool.facts()
+    if config.teacher.prompt is not None and (environment.resets or environment.tools):
+        raise UserError(
+            f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
+            " others, by its `reset` or its tools: set teacher.prompt=null, or give an"
+            " environment without both"
+        )
+    return environment.resets
+
+
 def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], Sequence[str]]:
     """Returns the student, its tokenizer, the tokens that end its completions, and notes where
     tokenizer and config say other things."""
@@ -294,22 +303,40 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
         return make_job(config, given).data_notes()
     _check_positions(config)
     verifier(config.data.verifier)
-    notes = []
+    notes, prompts = [], list[Prompt]()
     for label, sources, split in _data_sources(config):
         if here[label]:
-            open_source(here[label], config.seed, split, keys(config), label, given.rows)
+            rows = open_source(here[label], config.seed, split, keys(config), label, given.rows)
+            if label == "data.train":
+                prompts += map(_untokenized, (rows[i] for i in range(min(len(rows), FIRST_ROWS))))
         missing = [text for text in sources if text not in here[label] and data_name(text) is None]
         if missing:
             notes.append(f"{label}: {', '.join(missing)}: not here, so not checked")
-    if not described:
+    if described:
+        notes.append("data: prompts are not tokenized, as a model has only its config.json here")
+    else:
         student, tokenizer, eos_ids, _ = _student(config)
         find_teachers(config, student, tokenizer, eos_ids)
+    begun = _begins_episodes(config, given)
     if config.learns_from_rewards:
         with user_input("policy"):
             configured_correction(config)
         with contextlib.closing(reward_functions(config, given.code)) as rewards:
-            rewards.pool.facts()
+            if prompts:
+                notes += rewards.check(prompts, begun)
+            else:
+                rewards.pool.facts()
     return notes
+
+
+def _untokenized(example: Example) -> Prompt:
+    """Returns a prompt for checks that read no tokens."""
+    if isinstance(example.prompt, str):
+        text, chat = example.prompt, False
+    else:
+        text, chat = "\n".join(str(m.get("content") or "") for m in example.prompt), True
+    columns = example.columns
+    return Prompt(0, (), text, answer=example.answer, columns=columns, conversational=chat)
 
 
 def reward_functions(

@@ -66,6 +66,7 @@ _SHOWN: dict[str, tuple[str, str]] = {
     "policy/kl_k3": ("KL", ".4f"),
     "policy/entropy": ("entropy", ".3f"),
     "eval/accuracy": ("accuracy", ".1%"),
+    "eval/environment_reward": ("held-out reward", ".3f"),
     "teacher/accuracy": ("teacher", ".1%"),
     "tokens/per_second": ("tok/s", ",.0f"),
     "time/step_s": ("s/step", ".2f"),
@@ -73,14 +74,20 @@ _SHOWN: dict[str, tuple[str, str]] = {
     "actor/skipped_updates": ("skipped updates", ".0f"),
 }
 """Label and format of the metrics that are shown, in this order."""
-_SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
+_SHOWN_UNLESS_ZERO = {"staleness", "actor/skipped_updates", "eval/environment_reward"}
+_OF_EVALUATIONS = ("eval/accuracy", "eval/environment_reward", "teacher/accuracy")
+
+
+def evaluated(row: Row) -> bool:
+    """Returns whether the policy was evaluated at the step of a row."""
+    return "eval/accuracy" in row or "eval/environment_reward" in row
 
 
 def _shown(row: Row) -> list[tuple[str, str]]:
     """Returns the label and text of each shown metric that ``row`` has."""
     shown = []
     for name, (label, form) in _SHOWN.items():
-        if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
+        if name not in row or (name in _SHOWN_UNLESS_ZERO and not row[name]):
             continue
         value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
         text = "not finite" if value is None else format(value, form)
@@ -218,14 +225,14 @@ class Console:
             step, eta = row["step"], self._eta.step(row["step"])
             if self._screen is not None:
                 # Evaluations are rare: their last values stay on the screen between them.
-                rare = ("eval/accuracy", "teacher/accuracy")
-                lasting = {name: v for name, v in self._row.items() if name.startswith(rare)}
+                rare = self._row.items()
+                lasting = {name: v for name, v in rare if name.startswith(_OF_EVALUATIONS)}
                 self._row = lasting | dict(row)
                 self._done, self._time_left = step, "-:--" if eta is None else format_seconds(eta)
                 self._draw(self._screen)
                 return
             self._latest, self._stepped_at = f"step {step}/{self._steps}", self._clock()
-            self._due = step % self._every == 0 or step in self._ends or "eval/accuracy" in row
+            self._due = step % self._every == 0 or step in self._ends or evaluated(row)
             if self._due:
                 parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
                 parts += [f"{label} {text}" for label, text in _shown(row)]

@@ -446,7 +446,8 @@ class Sample:
     score: float | None = None
     """The verifier's score in [0, 1]; null where nothing judged it."""
     reward: float | None = None
-    """What the completion was rewarded with, where the algorithm learns from rewards."""
+    """What the completion was rewarded with, where the algorithm learns from rewards; else, of an
+    episode, the sum of its turns' rewards."""
     agreement: float | None = None
     """Share of its tokens where student and teacher had the same most probable token when it was
     trained on; null where nobody counted."""
@@ -475,6 +476,7 @@ class Sample:
         reward: float | None = None,
         agreement: float | None = None,
     ) -> Self:
+        given = [turn.reward for turn in completion.turns if turn.reward is not None]
         return cls(
             step=step,
             split=split,
@@ -486,7 +488,7 @@ class Sample:
             policy_version=policy_version,
             answer=prompt.answer,
             score=score,
-            reward=reward,
+            reward=sum(given) if reward is None and given else reward,
             agreement=agreement,
             turns=tuple(
                 {"role": turn.role, "content": turn.text, "reward": turn.reward}

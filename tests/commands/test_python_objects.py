@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from episode_environments import Doors, Echo
 from reward_functions import length
+from rich.console import Console
 from runs import SHORT, numbers, save_model, unlisted_files
 
 from jaxrl import Config, dry_run, evaluate, generate, load_model, train
@@ -25,6 +27,8 @@ from jaxrl.environments import Answer, Environment
 from jaxrl.environments.episode_batches import pool_of
 from jaxrl.errors import UserError
 from jaxrl.evaluate import main as evaluate_main
+from jaxrl.report.__main__ import main as report_main
+from jaxrl.run.evaluation import table
 from jaxrl.run.job import check_job, make_job
 from jaxrl.run.python_objects import bind, bound
 from jaxrl.telemetry.metrics import SAMPLES_FILE
@@ -337,3 +341,31 @@ def test_the_path_of_an_environment_is_whole_whatever_the_config_is(
     for config in (run, Config.of(run)):
         made, _ = bind(config, environment="env.py:E")
         assert made.environment.name == f"{tmp_path / 'env.py'}:E"
+
+
+def test_where_only_an_environment_judges_its_reward_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the console, the end of the run, the samples, an evaluation's table and the report."""
+
+    class Ends(Environment):
+        def step(self, text: str, messages: Any) -> Answer:
+            return Answer("", reward=1.0, done=True)
+
+    rows = [{"prompt": f"{n}+{n}-{n}="} for n in range(10, 18)]
+    given: Any = {"eval_data": rows[:4], "environment": Ends}
+    run = keys(**GSPO, **{"teacher.model": None, "run_dir": str(tmp_path / "run")})
+    run["max_new_tokens"] = 24
+    result = train(run, data=rows, model="builtin:student", **given)
+    out = capsys.readouterr().out
+    assert "held-out reward 1.000" in out
+    assert "environment's reward on held-out prompts: 1.000 before, 1.000 after" in out
+    page = Console(width=100)
+    with page.capture() as captured:
+        page.print(table(evaluate(result.run_dir, samples=tmp_path / "samples", **given)))
+    lines = (tmp_path / "samples").read_text().splitlines()
+    assert [json.loads(line)["reward"] for line in lines] == [1.0] * 4
+    assert re.search(r"not judged.*\n.* reward +1\.000", captured.get())
+    assert cli.run(report_main, [str(result.run_dir)]) == 0
+    html = (result.run_dir / "report.html").read_text()
+    assert "environment's reward on held-out prompts" in html.replace("&#39;", "'")

@@ -4,12 +4,14 @@ alone, and alone."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from large_models import NAMED
 
 from jaxrl.config import cli
 from jaxrl.train import main
@@ -132,3 +134,33 @@ def test_files_that_are_not_here_may_be_on_the_machine_that_is_planned_for(
     assert "verdict: fits on t4x8" in out and not err
     assert "data.train: none.jsonl: not here, so not checked" in out
     assert "data.eval: none/*.csv: not here, so not checked" in out
+
+
+def test_a_model_without_weights_hides_no_mistake_in_the_users_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes, functions and columns are checked without a tokenizer, and the plan says that the
+    prompts are not tokenized."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    raw = NAMED["Qwen/Qwen2.5-7B-Instruct"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    (tmp_path / "mine.py").write_text(
+        "from jaxrl.environments import Environment\n"
+        "class Game(Environment):\n"
+        "    def step(self, text, messages): return None\n"
+        "def judge(completions, ansver): return [0.0] * len(completions)\n"
+    )
+    keys = ["algorithm=gspo", "teacher.model=null", "mesh=actor+rollout=8", "group_size=4"]
+    keys += ["student.model=model", "data.train=rows.jsonl", "data.eval=null"]
+    asked = [*QUICK, "--dry-run", "--target", "h100x8", *keys]
+    for given, expected in (
+        (["environment.name=mine.py:Gone", "reward.functions=[exact]"], "no class Gone"),
+        (["environment.name=none.py:Game", "reward.functions=[exact]"], "none.py"),
+        (["reward.functions=[mine.py:judge]"], "the column `ansver` (did you mean answer?)"),
+    ):
+        assert cli.run(main, [*asked, *given]) == cli.EXIT_BAD_INPUT
+        assert expected in capsys.readouterr().err
+    assert cli.run(main, [*asked, "environment.name=mine.py:Game", "reward.functions=[exact]"]) == 0
+    assert "data: prompts are not tokenized" in capsys.readouterr().out
