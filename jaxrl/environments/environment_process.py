@@ -340,9 +340,9 @@ class _Instances:
     def _differs(self, what: str, before: object, now: object) -> CodeFailed:
         return CodeFailed(
             "exception",
-            f"{self._source.text} is not deterministic: its process was lost, and made again it"
-            f" gave {what} as {shown(now)}, before that as {shown(before)}; let all random numbers"
-            " come from a seed in the row",
+            f"{self._source.text} is not deterministic: for the same row it gave {what} as"
+            f" {shown(now)}, and before that as {shown(before)}; let all random numbers come from a"
+            " seed in the row",
         )
 
 
