@@ -294,7 +294,7 @@ def run(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "train" and not {"--dry-run", "--help"} & set(argv):
         argv = in_small(argv)
     if name in ("evaluate", "score"):
-        argv = [*argv, "max_new_tokens=8"]
+        argv = [*argv, f"max_new_tokens={FEW['max_new_tokens']}"]
         argv += ["max_prompt_tokens=64"] if name == "score" or "run.yaml" in argv else []
     module = importlib.import_module(module_of(name))
     if name.startswith("scripts."):
