@@ -52,6 +52,15 @@ EXAMPLES = (
 )
 """Of training."""
 
+ARGUMENTS = {
+    "data.train": "data",
+    "data.eval": "eval_data",
+    "environment.name": "environment",
+    "reward.functions": "rewards",
+    "student.model": "model",
+}
+"""Key -> the argument of the Python functions that stands for it."""
+
 Command = Callable[[Sequence[str]], int | None]
 
 
@@ -327,6 +336,9 @@ def make_callable(name: str, function: Callable[..., object]) -> None:
         def __call__(self, *args: object, **kwargs: object) -> object:
             for word in kwargs.keys() - signature.parameters.keys():
                 hint = config_keys.alias_hint(word)
+                for key, argument in ARGUMENTS.items():
+                    if argument in signature.parameters:
+                        hint = hint.replace(key, f"{argument}=")
                 if word in Config.model_fields:
                     hint = f" ({word} is a key of the config)"
                 raise UserError(

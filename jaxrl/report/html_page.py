@@ -32,7 +32,7 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
 from jaxrl.report.timeline_lanes import Activity, evenly, lanes, reason, understand, waited
 from jaxrl.run.run_dir import meshes
-from jaxrl.telemetry.metrics import Metric, describe
+from jaxrl.telemetry.metrics import Metric, describe, held_out_reward
 from jaxrl.telemetry.plot import labels
 from jaxrl.types import Row
 
@@ -241,7 +241,7 @@ def headline(run: RunFiles, activity: Activity) -> list[Figure]:
         note = "; ".join((*teacher, at, *([f"95% interval {intervals}"] if intervals else [])))
         figures.append(Figure("accuracy on held-out prompts", value, note))
     rewards = [row for row in run.rows if row.get("eval/environment_reward") is not None]
-    if any(row["eval/environment_reward"] for row in rewards):
+    if any(held_out_reward(row) is not None for row in rewards):
         ends = rewards[:1] + rewards[1:][-1:]
         value = " → ".join(f"{row['eval/environment_reward']:.3f}" for row in ends)
         at = f"step {' and '.join(str(row['step']) for row in ends)}"

@@ -61,7 +61,13 @@ from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.local_teacher import teacher_metrics
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
-from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
+from jaxrl.telemetry.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    MetricsWriter,
+    SamplesWriter,
+    held_out_reward,
+)
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
 from jaxrl.types import Row
@@ -429,12 +435,10 @@ def _summary(run: Run, reporter: Reporter) -> list[str]:
         line = f"accuracy on held-out prompts: {first:.1%} before, {last:.1%} after"
         teacher = first_row.get("teacher/accuracy")
         lines.append(line if teacher is None else f"{line}; the teacher has {teacher:.1%}")
-    rewards = [row.get("eval/environment_reward") for row in (first_row, last_row)]
-    if any(rewards) and None not in rewards:
-        lines.append(
-            "environment's reward on held-out prompts:"
-            f" {rewards[0]:.3f} before, {rewards[1]:.3f} after"
-        )
+    ends = [row for row in (first_row, last_row) if "eval/environment_reward" in row]
+    if any(held_out_reward(row) is not None for row in ends) and len(ends) == 2:
+        before, after = (f"{row['eval/environment_reward']:.3f}" for row in ends)
+        lines.append(f"environment's reward on held-out prompts: {before} before, {after} after")
     used = meshes(sessions(folder.path))
     if "then" in used:
         lines.append(f"mesh: {used}")

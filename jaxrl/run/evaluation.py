@@ -59,7 +59,7 @@ from jaxrl.sampling.engine import EngineStats
 from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
-from jaxrl.telemetry.metrics import Sample
+from jaxrl.telemetry.metrics import Sample, held_out_reward
 from jaxrl.types import Completion, Row
 
 Scores = Sequence[Sequence[float | None]]
@@ -475,5 +475,5 @@ def _add_rows(shown: Table, name: str, row: Row) -> None:
     shown.add_row(name, str(row["prompts"]), f"mean@{k}", cell("accuracy"), *about)
     for n in pass_ks(k):
         shown.add_row("", "", f"pass@{n}", cell(f"pass@{n}"))
-    if row.get("environment_reward"):
-        shown.add_row("", "", "reward", f"{row['environment_reward']:.3f}")
+    if (reward := held_out_reward(row, "")) is not None:
+        shown.add_row("", "", "reward", f"{reward:.3f}")

@@ -325,7 +325,7 @@ def launch(
     pages = None if pages is None else Pages(*(by_rows(x, mesh) for x in pages))
     shared = Shared(held, seats, starts, pages)
     if config.n_recurrent:
-        cache = _begin_states(config, mesh, cache, shared, fresh=slots[:, COUNT] == 0)
+        cache = _begin_states(mesh, cache, shared, fresh=slots[:, COUNT] == 0)
     out = {"drawn": by_rows(jnp.full((slots.shape[0], n_tokens, 3), NOT_RUN, jnp.int32), mesh)}
     if record:
         assert config.experts is not None
@@ -417,9 +417,7 @@ def launch_with(options: tuple[tuple[str, str | int], ...]) -> Wrapped:
     )
 
 
-def _begin_states(
-    config: DecoderConfig, mesh: Mesh | None, cache: Cache, shared: Shared, fresh: jax.Array
-) -> Cache:
+def _begin_states(mesh: Mesh | None, cache: Cache, shared: Shared, fresh: jax.Array) -> Cache:
     """Returns the cache with the states of slots [B] that are fresh replaced by those of their
     prompts. Once a launch: in each step, that would read all states twice."""
     seats = shared.seats.slots.shape[1]

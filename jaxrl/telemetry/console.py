@@ -29,7 +29,7 @@ from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import Output
 from jaxrl.runtime.worker import WorkerState
-from jaxrl.telemetry.metrics import Sample
+from jaxrl.telemetry.metrics import Sample, held_out_reward
 from jaxrl.telemetry.timeline import Ticker
 from jaxrl.types import Row
 
@@ -74,20 +74,17 @@ _SHOWN: dict[str, tuple[str, str]] = {
     "actor/skipped_updates": ("skipped updates", ".0f"),
 }
 """Label and format of the metrics that are shown, in this order."""
-_SHOWN_UNLESS_ZERO = {"staleness", "actor/skipped_updates", "eval/environment_reward"}
+_SHOWN_WHEN_POSITIVE = {"staleness", "actor/skipped_updates"}
 _OF_EVALUATIONS = ("eval/accuracy", "eval/environment_reward", "teacher/accuracy")
-
-
-def evaluated(row: Row) -> bool:
-    """Returns whether the policy was evaluated at the step of a row."""
-    return "eval/accuracy" in row or "eval/environment_reward" in row
 
 
 def _shown(row: Row) -> list[tuple[str, str]]:
     """Returns the label and text of each shown metric that ``row`` has."""
     shown = []
     for name, (label, form) in _SHOWN.items():
-        if name not in row or (name in _SHOWN_UNLESS_ZERO and not row[name]):
+        if name not in row or (name in _SHOWN_WHEN_POSITIVE and not row[name]):
+            continue
+        if name == "eval/environment_reward" and held_out_reward(row) is None:
             continue
         value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
         text = "not finite" if value is None else format(value, form)
@@ -232,7 +229,11 @@ class Console:
                 self._draw(self._screen)
                 return
             self._latest, self._stepped_at = f"step {step}/{self._steps}", self._clock()
-            self._due = step % self._every == 0 or step in self._ends or evaluated(row)
+            self._due = (
+                step % self._every == 0
+                or step in self._ends
+                or any(map(row.__contains__, _OF_EVALUATIONS))
+            )
             if self._due:
                 parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
                 parts += [f"{label} {text}" for label, text in _shown(row)]

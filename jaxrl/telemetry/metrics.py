@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, Self, SupportsFloat
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
 from jaxrl.errors import UserError, near
@@ -362,6 +362,13 @@ class JsonLines(LineFile):
             self.first, self.last, last = self.first or row, row, row["step"]
             size += len(line)
         return size
+
+
+def held_out_reward(row: Mapping[str, Any], prefix: str = "eval/") -> float | None:
+    """Returns the reward that an environment gave held-out episodes, where it says something: it is
+    not 0, as it is of an environment without rewards, or nothing else judges them."""
+    reward: float | None = row.get(f"{prefix}environment_reward")
+    return reward if reward or f"{prefix}accuracy" not in row else None
 
 
 class MetricsWriter(JsonLines):

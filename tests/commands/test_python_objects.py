@@ -184,7 +184,7 @@ def test_names_are_taken_where_objects_are(student: str, tmp_path: Path) -> None
         ),
         ({"environment": functools.partial(Doors, LOCK)}, "Doors cannot be sent to"),
         ({"on_step": "print"}, "on_step='print': a function that gets each row"),
-        ({"train_dataset": ROWS}, "no argument train_dataset .here it is data.train.; it has"),
+        ({"train_dataset": ROWS}, "no argument train_dataset .here it is data=.; it has"),
         ({"steps": 3}, "no argument steps .steps is a key of the config."),
         ({"rewards": ["math"]}, "'math' is no function .*reward.functions takes names"),
         ({"rewards": "math"}, r"write rewards=\[f\]; reward.functions takes names"),

@@ -16,7 +16,6 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -307,9 +306,10 @@ def run(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(module, "main"):
         runpy.run_module(module.__name__, run_name="__main__")
         return
-    code = 0
-    with suppress(SystemExit):  # of --help
+    try:
         code = cli.run(module.main, argv)
+    except SystemExit as ended:  # of --help
+        code = int(ended.code or 0)
     assert code in (0, cli.EXIT_DOES_NOT_FIT if "--dry-run" in argv else 0), words
 
 

@@ -31,6 +31,7 @@ from jaxrl.telemetry.metrics import (
     Sample,
     SamplesWriter,
     describe,
+    held_out_reward,
     markdown,
     read_metrics,
 )
@@ -722,3 +723,10 @@ def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert cli.run(plot.main, argv) == 2
         assert len(capsys.readouterr().err.splitlines()) <= 2
+
+
+def test_a_held_out_reward_says_something_where_it_is_not_0_or_alone() -> None:
+    judged = {"eval/accuracy": 0.5}
+    for reward, row, shown in ((0.0, judged, None), (0.0, {}, 0.0), (-1.0, judged, -1.0)):
+        assert held_out_reward(row | {"eval/environment_reward": reward}) == shown
+    assert held_out_reward({}) is None and held_out_reward(judged) is None
