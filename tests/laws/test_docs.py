@@ -81,6 +81,21 @@ def test_the_commands_of_jaxrl_exist(page: Path) -> None:
     assert named <= set(COMMANDS)
 
 
+ROOMS = "|".join(sorted(path.parent.name for path in (ROOT / "jaxrl").glob("*/__init__.py")))
+
+
+def test_files_that_pages_and_docstrings_name_exist() -> None:
+    """As `plan/table.py`, with or without the package's name; a file that moved leaves no name."""
+    texts = [*COMMAND_PAGES, *(ROOT / "jaxrl").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    gone = set()
+    for path in texts:
+        named = re.findall(
+            rf"(?<![\w/.-])(?:jaxrl/)?((?:{ROOMS})/[\w/]+\.py)\b", path.read_text("utf-8")
+        )
+        gone |= {(path.name, name) for name in named if not (ROOT / "jaxrl" / name).is_file()}
+    assert {name for name in gone if not (ROOT / "tests" / name[1]).is_file()} == set()
+
+
 def test_every_page_is_reached_from_how_it_works() -> None:
     """One click from the page that the README ends with."""
     text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
