@@ -24,11 +24,7 @@ class Output:
     """A text stream that drops what it cannot write. The next text is tried again."""
 
     def __init__(self, stream: IO[str] | None) -> None:
-        """
-        Args:
-            stream: None: there is none, as `sys.stdout` where the process began without one.
-        """
-        self._stream = stream
+        self._stream = stream  # `sys.stdout` is None where the process began without one
         self.lost: Callable[[str], None] | None = None
         """Takes one message, the first time that something could not be written."""
         self._reported = False

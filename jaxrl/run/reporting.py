@@ -216,7 +216,6 @@ class Reporter:
             self._written(self.metrics.amend(step, lacking))
 
     def _written(self, row: Row) -> None:
-        """Passes on a row that is now in `metrics.jsonl`."""
         self.checkpoints.row(row)
         if self.trackers is not None:
             self.trackers.write(row["step"], row)
@@ -231,11 +230,8 @@ class Reporter:
                 self.run.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
-        """Computes the metrics of sampling and scoring, with the times of the calls.
-
-        Args:
-            sampled: the policy or a teacher wrote the completions; else the data has them.
-        """
+        """Computes the metrics of sampling and scoring, with the times of the calls; where nothing
+        is sampled, the data has the completions."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
         row = {
