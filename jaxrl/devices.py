@@ -23,13 +23,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import psutil
-import rich.console
 from rich import box
 from rich.table import Table
 
 from jaxrl.config import cli
 from jaxrl.errors import short
 from jaxrl.process.gpu_memory import OLD_NAME, SMI_S, VARIABLE, nvidia_smi
+from jaxrl.process.streams import table_lines, terminal_width
 
 if TYPE_CHECKING:
     from jaxrl.runtime.cluster import Cluster
@@ -256,15 +256,9 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def show(page: Iterable[Table | str]) -> None:
     """Prints a page; on no terminal, its lines are as long as they are."""
-    width = None if sys.stdout.isatty() else 1000
-    console = rich.console.Console(width=width, color_system=None, highlight=False, markup=False)
+    width = terminal_width() if sys.stdout.isatty() else 1000
     for part in page:
-        if isinstance(part, str):
-            print(part)
-            continue
-        with console.capture() as captured:
-            console.print(part)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+        print(part if isinstance(part, str) else "\n".join(table_lines(part, width)))
 
 
 def main(argv: Sequence[str]) -> None:

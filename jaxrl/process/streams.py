@@ -138,14 +138,19 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
-def table_lines(table: Table) -> list[str]:
+def table_lines(table: Table, width: int = WIDTH) -> list[str]:
     """Returns the lines of a table, without empty ones."""
     from rich.console import Console  # a tenth of a second, in every process of a user's code
 
     out = io.StringIO()
     # In a notebook, rich would show the table instead of writing it.
     console = Console(
-        file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False
+        file=out,
+        width=width,
+        color_system=None,
+        highlight=False,
+        markup=False,
+        force_jupyter=False,
     )
     console.print(table)
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]

@@ -47,9 +47,9 @@ from jaxrl.run.python_objects import NOTHING, PythonObjects
 from jaxrl.run.reporting import Notifier, OnStep, Reporter, Run, ScorerMetrics
 from jaxrl.run.run_dir import (
     SESSIONS_FILE,
-    Contents,
     check_run_dir,
     find_run,
+    folder_check,
     meshes,
     open_run_dir,
     sessions,
@@ -263,7 +263,9 @@ def _attempt(run: Run) -> None:
             close = trackers.close
             stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
         growing = [file.restore for file in (metrics, samples, timeline, log)]
-        contents = Contents(folder, description, growing, notify)
+        check_folder = folder_check(
+            folder, description, growing, notify, lambda: checkpoints.forget_removed()
+        )
         checkpoints = CheckpointWriter(
             path,
             config,
@@ -271,9 +273,8 @@ def _attempt(run: Run) -> None:
             partial(_describe_policy, job),
             notify,
             folder.depends,
-            contents.check,
+            check_folder,
         )
-        contents.lost = checkpoints.forget_removed
         checkpoints.newest = folder.step or None
         stack.callback(checkpoints.stop)
         reporter = Reporter(
@@ -288,15 +289,11 @@ def _attempt(run: Run) -> None:
             _scorer_metrics(job, plan),
         )
 
-        def asked_to_stop() -> bool:
-            asked = run.interrupt.asked or run.step_error is not None
-            return asked or worker_group.ending is not None
-
         roles = {  # their calls are drawn in the timeline, and counted where they are profiled
             role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
             for role in worker_group.roles
         }
-        calls = Calls(config, roles, asked_to_stop)
+        calls = Calls(config, roles, reporter.asked_to_stop)
         sources = Sources(
             config,
             job.train.batch,
@@ -315,7 +312,7 @@ def _attempt(run: Run) -> None:
             profile.close()
             checkpoints.close(config.deadlines.checkpoint)
             reporter.checkpoint()
-            contents.check()
+            check_folder()
 
         saved = checkpoints.newest
         kept = "nothing is saved" if saved is None else f"the newest checkpoint is of step {saved}"

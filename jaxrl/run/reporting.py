@@ -126,6 +126,11 @@ class Reporter:
         self.job, self._notify = self.run.job, self.run.notify
         self._planned = self.run.plan.peaks
 
+    def asked_to_stop(self) -> bool:
+        """Returns whether the run has to save and end."""
+        asked = self.run.interrupt.asked or self.run.step_error is not None
+        return asked or self.worker_group.ending is not None
+
     def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row. Row 0 has the first
         weight sync, and the accuracy of the student and of other roles that are evaluated."""

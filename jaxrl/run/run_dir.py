@@ -249,46 +249,46 @@ class Lock:
         return file
 
 
-@dataclass
-class Contents:
-    """The files that a run keeps in its folder, while it works."""
+def folder_check(
+    folder: RunDir,
+    texts: Mapping[str, str],
+    restores: Sequence[Callable[[], bool]],
+    notify: Callable[[str], None],
+    lost: Callable[[], None],
+) -> Callable[[], int]:
+    """Returns a function that checks the folder before a checkpoint begins, before it is completed,
+    and at the end: it writes again what somebody removed, and returns how often files of this run
+    were found removed. It raises RunError if another process has the folder.
 
-    folder: RunDir
-    texts: Mapping[str, str]
-    """Name -> what the file says."""
-    restore: Sequence[Callable[[], bool]]
-    """Functions that write a growing file again where it was removed, and return whether it was."""
-    notify: Callable[[str], None]
-    lost: Callable[[], None] = lambda: None
-    """Called where files were removed."""
-    _removed: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Args:
+        texts: name of a file -> what it says.
+        restores: write a growing file again where it was removed, and return whether it was.
+        lost: called where files were removed.
+    """
+    lock, removed = threading.Lock(), 0
 
-    def check(self) -> int:
-        """Checks the folder before a checkpoint begins, before it is completed, and at the end:
-        writes again what somebody removed. Raises RunError if another process has the folder.
-
-        Returns how often files of this run were found removed.
-        """
-        folder = self.folder
-        with self._lock:
+    def check() -> int:
+        nonlocal removed
+        with lock:
             lock_removed = folder.lock is not None and folder.lock.check()
-            restored = [restore() for restore in self.restore]  # each of them, so no `any` here
+            restored = [restore() for restore in restores]  # each of them, so no `any` here
             with suppress(UserError):  # a disk that refuses: the save says so
-                for name, text in self.texts.items():
+                for name, text in texts.items():
                     if not (folder.path / name).exists():
                         folder.write(name, text)
             if any(restored):
-                self._removed += 1
-                self.lost()
-                self.notify(
+                removed += 1
+                lost()
+                notify(
                     f"files of {folder.path} were removed during the run. metrics.jsonl,"
                     " samples.jsonl, timeline.json, log.txt and the config are restored; other"
                     " removed files, such as checkpoints and TensorBoard's files, are lost"
                 )
             elif lock_removed:
-                self.notify(f"the lock of {folder.path} was removed: it is taken again")
-            return self._removed
+                notify(f"the lock of {folder.path} was removed: it is taken again")
+            return removed
+
+    return check
 
 
 def recorded_config(config: Config) -> JsonObject:

@@ -35,7 +35,6 @@ BOUNDED = {
     ("checkpoint/writer.py", "pending.saved.result()"): CALLS,
     ("checkpoint/writer.py", "rollout.result()"): CALLS,
     ("checkpoint/writer.py", "self._queue.get()"): QUEUE,
-    ("devices.py", "captured.get()"): "rich's captured text: no wait",
     ("run/launch.py", "started.result()"): CALLS,
     ("run/attempt.py", "exported.result()"): CALLS,
     ("run/loop.py", "future.result()"): CALLS,
