@@ -40,22 +40,10 @@ _HOMES = {
     "jaxrl.similarity": "jaxrl.algorithms.similarity",
 }
 """Public name of a module -> where it is."""
-__all__ = [
-    "Config",
-    "Result",
-    "RunError",
-    "UserError",
-    "dry_run",
-    "evaluate",
-    "export",
-    "generate",
-    "load_model",
-    "train",
-]
+__all__ = sorted((*_MODULES, *_NAMES))
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, whether or not they are imported yet."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 

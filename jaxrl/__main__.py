@@ -27,20 +27,13 @@ COMMANDS = {
 """Name -> its module, and what it does."""
 
 
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: jaxrl COMMAND [--help] ... | jaxrl --version",
-            "",
-            "Post-training of language models in JAX. Commands:",
-            "",
-            *lines,
-            "",
-            "jaxrl train without anything else trains a small model in a few minutes.",
-        ]
-    )
+USAGE = """usage: jaxrl COMMAND [--help] ... | jaxrl --version
+
+Post-training of language models in JAX. Commands:
+
+{commands}
+
+jaxrl train without anything else trains a small model in a few minutes."""
 
 
 def main(argv: Sequence[str]) -> int | None:
@@ -48,7 +41,8 @@ def main(argv: Sequence[str]) -> int | None:
     if name in ("-h", "--help"):
         if rest and rest[0] in COMMANDS:
             return main([rest[0], "--help", *rest[1:]])
-        print(usage())
+        commands = "\n".join(f"  {name:13}  {what}" for name, (_, what) in COMMANDS.items())
+        print(USAGE.format(commands=commands))
         return None
     if name == "--version" or rest == ["--version"]:
         print(f"jaxrl {__version__}")

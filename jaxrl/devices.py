@@ -23,19 +23,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import psutil
-import rich.console
 from rich import box
 from rich.table import Table
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError, short
-from jaxrl.process.gpu_memory import OLD_NAME, VARIABLE
+from jaxrl.errors import short
+from jaxrl.process.gpu_memory import OLD_NAME, SMI_S, VARIABLE, nvidia_smi
+from jaxrl.process.streams import table_lines, terminal_width
 
 if TYPE_CHECKING:
     from jaxrl.runtime.cluster import Cluster
 
-SMI_S = 20.0
-"""Seconds that nvidia-smi may take."""
 FREE_SHARE = 0.05
 """Share of a GPU's memory that may be in use while nobody has it: the driver keeps some."""
 COMMAND_WIDTH, RUN_WIDTH = 60, 160
@@ -75,8 +73,6 @@ def local_devices(notify: Callable[[str], None]) -> list[LocalDevice]:
     """
     if shutil.which("nvidia-smi") is None:
         return jax_devices(notify)
-    from jaxrl.runtime.cluster import nvidia_smi
-
     try:
         gpus = nvidia_smi("--query-gpu=index,uuid,name,memory.used,memory.total", SMI_S)
         processes = nvidia_smi("--query-compute-apps=pid,gpu_uuid,used_memory", SMI_S)
@@ -110,7 +106,6 @@ def _bytes(mib: str) -> int | None:
 
 
 def _user(pid: int, used: int | None) -> str:
-    """Tells the command of a process, cut, and the bytes that it takes of a GPU."""
     try:
         text = shlex.join(psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -161,30 +156,21 @@ def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(lines)
 
 
-def versions() -> str:
-    """Returns a line: the versions of jax, jaxlib, the packages that drive accelerators, and the
-    driver of NVIDIA GPUs."""
-    found = []
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    if shutil.which("nvidia-smi") is not None:
-        from jaxrl.runtime.cluster import nvidia_smi
-
-        with suppress(OSError, subprocess.SubprocessError):  # which `local_devices` reports
-            drivers = {row[0] for row in nvidia_smi("--query-gpu=driver_version", SMI_S)}
-            found += [f"NVIDIA driver {driver}" for driver in sorted(drivers)]
-    return ", ".join(found)
-
-
 def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
     """Shows the devices of this host, who uses them, and which are free."""
     from jaxrl.sharding.mesh import host_available
 
+    versions = []
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    with suppress(OSError, subprocess.SubprocessError):  # none, or what `local_devices` reports
+        drivers = {row[0] for row in nvidia_smi("--query-gpu=driver_version", SMI_S)}
+        versions += [f"NVIDIA driver {driver}" for driver in sorted(drivers)]
     free_memory = f"{host_available() / GB:.1f} GB of memory free"
     page: list[Table | str] = [
         f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
-        versions(),
+        ", ".join(versions),
         *settings(os.environ.items()),
     ]
     if not devices:
@@ -270,26 +256,9 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 def show(page: Iterable[Table | str]) -> None:
     """Prints a page; on no terminal, its lines are as long as they are."""
-    width = None if sys.stdout.isatty() else 1000
-    console = rich.console.Console(width=width, color_system=None, highlight=False, markup=False)
+    width = terminal_width() if sys.stdout.isatty() else 1000
     for part in page:
-        if isinstance(part, str):
-            print(part)
-            continue
-        with console.capture() as captured:
-            console.print(part)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
-
-
-def check_address(address: str) -> None:
-    """Raises UserError for what cannot be an address, and for any without Ray."""
-    if not re.fullmatch(r"auto|(ray://)?[^\s/]+:\d{1,5}", address):
-        raise UserError(
-            f"{address!r} is not the address of a Ray cluster: write HOST:PORT, or auto for the"
-            " cluster of this host (--address, or else RAY_ADDRESS)"
-        )
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(f"a cluster ({address}) needs the package ray: pip install 'jaxrl[ray]'")
+        print(part if isinstance(part, str) else "\n".join(table_lines(part, width)))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -301,16 +270,14 @@ def main(argv: Sequence[str]) -> None:
         default=os.environ.get("RAY_ADDRESS"),
         help="a Ray cluster to list too (default: RAY_ADDRESS, where set)",
     )
-    address = parser.parse(argv).address
-    if address:
-        check_address(address)
-    notes: list[str] = []
+    address, notes = parser.parse(argv).address, list[str]()
     devices = local_devices(notes.append)
-    show([*host_page(devices), *notes, "", *process_page()])
+    page = [*host_page(devices), *notes, "", *process_page()]
     if address:
         from jaxrl.runtime.ray.connect import cluster
 
-        show(["", *cluster_page(cluster(address))])
+        page += ["", *cluster_page(cluster(address))]
+    show(page)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def generate(
         For each prompt, in order, a list of n `Completion`s: text, tokens, logprobs, finish_reason.
     """
     from jaxrl.checkpoint.model_source import Model, load_model
-    from jaxrl.run.generation import end_ids_of, sample
+    from jaxrl.data.tokenizer import end_ids
+    from jaxrl.run.generation import sample
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
 
@@ -66,13 +67,15 @@ def generate(
         with named(model) as name:
             model = load_model(name)
             _ = model.tokenizer  # reads its file, which may be gone afterwards
+    if eos_ids is None:
+        eos_ids = end_ids(model.config.eos_ids, model.tokenizer)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        eos_ids=end_ids_of(model) if eos_ids is None else tuple(eos_ids),
+        eos_ids=tuple(eos_ids),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
     groups = sample(model, prompts, n=n, sampling=sampling, seed=seed)[0]
@@ -82,14 +85,9 @@ def generate(
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
     cli.check_writable("--out", arguments.out)
+    from jaxrl.data.tokenizer import end_ids
     from jaxrl.process.compilations import compilations
-    from jaxrl.run.generation import (
-        end_ids_of,
-        load_for_sampling,
-        read_prompts,
-        sample,
-        write_lines,
-    )
+    from jaxrl.run.generation import load_for_sampling, read_prompts, sample, write_lines
     from jaxrl.sampling.sampler import SamplingParams
 
     prompts = read_prompts(arguments.prompt, arguments.prompts, arguments.chat)
@@ -98,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         **{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop)
     )
     model = load_for_sampling(arguments.model, arguments.devices, arguments.tensor, arguments.dtype)
-    sampling = replace(sampling, eos_ids=end_ids_of(model))
+    sampling = replace(sampling, eos_ids=end_ids(model.config.eos_ids, model.tokenizer))
     n, seed = arguments.n, arguments.seed
     before = compilations()
     completions, stats = sample(model, prompts, n=n, sampling=sampling, seed=seed)

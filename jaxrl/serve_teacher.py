@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxrl.checkpoint.model_source import resolve_model
     from jaxrl.models.kernels import try_kernels
     from jaxrl.process.compile_cache import enable_compile_cache
-    from jaxrl.run.check_inputs import tokenizer_of
+    from jaxrl.run.job import tokenizer_of
     from jaxrl.sharding.axes import Axes
     from jaxrl.sharding.mesh import ensure_devices, role_mesh
     from jaxrl.teacher.protocol import find_token

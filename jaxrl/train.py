@@ -142,7 +142,6 @@ def train(
 
 
 def _leave(misfit: Sequence[str]) -> int | None:
-    """Returns the exit code of a plan, and says on stderr what does not fit."""
     if not misfit:
         return None
     to_stderr("\n".join(misfit))

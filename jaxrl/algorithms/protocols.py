@@ -20,8 +20,7 @@ from jaxrl.data.batch import DATA, data_rollout, make_rollout
 from jaxrl.data.stream import REFILL_OFFSET
 from jaxrl.process.json_types import Keywords
 from jaxrl.rewards.batch_rewards import RewardReport
-from jaxrl.runtime.local import done_future
-from jaxrl.runtime.worker import Future, Wait
+from jaxrl.runtime.worker import Future, Wait, done_future
 from jaxrl.types import (
     Completion,
     Embedded,

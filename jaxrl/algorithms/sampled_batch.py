@@ -31,8 +31,7 @@ from jaxrl.rewards.batch_rewards import (
     as_rewards,
     reward_stats,
 )
-from jaxrl.runtime.local import done_future
-from jaxrl.runtime.worker import Future
+from jaxrl.runtime.worker import Future, done_future
 from jaxrl.sharding.reshard import join_parts
 from jaxrl.types import Embedded, Prepare, RoleScores, Rollout, TrainBatch
 

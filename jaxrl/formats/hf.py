@@ -3,6 +3,7 @@ stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import math
@@ -27,7 +28,6 @@ from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
-from jaxrl.process.folder_lock import lock_folder
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
@@ -474,6 +474,18 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
             f"{path} is where a disk is mounted, and a model folder is put in place by its name:"
             " name a folder on that disk"
         )
+
+
+def lock_folder(folder: Path) -> int:
+    """Takes the lock of a folder, which ends with the process: what a killed one left is told from
+    what a living one uses. Returns its descriptor. Raises OSError where a process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def sweep(final: Path) -> None:

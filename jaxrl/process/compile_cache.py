@@ -121,7 +121,6 @@ def collectives_lose_order(hlo: str) -> bool:
 
 
 def _is_unordered(program: Any) -> bool:
-    """Returns whether this is a compiled program of a CPU whose collectives lose their order."""
     if not hasattr(program, "hlo_modules") or program.local_devices()[0].platform != "cpu":
         return False
     # Half the text, in half the time; no public module has its options.

@@ -1,10 +1,11 @@
 """How much of a GPU's memory jax takes: decided here for every process that jaxrl starts on GPUs,
-and read from here by the plan.
-"""
+and read from here by the plan; and what the driver tells of GPUs."""
 
 from __future__ import annotations
 
+import csv
 import os
+import subprocess
 
 from jaxrl.errors import UserError
 
@@ -15,6 +16,8 @@ SHARE = 0.92
 buffers, cuDNN's and cuBLAS's own, loaded programs."""
 JAX_SHARE = 0.75
 """What jax takes by itself."""
+SMI_S = 20.0
+"""Seconds that nvidia-smi may take."""
 
 
 def given_share() -> float | None:
@@ -63,3 +66,15 @@ def worker_share() -> dict[str, str]:
     none where nothing is set: that process decides by what its own host has."""
     share = given_share()
     return {} if share is None else {VARIABLE: str(share), OLD_NAME: ""}
+
+
+def nvidia_smi(query: str, seconds: float = SMI_S) -> list[list[str]]:
+    """Asks the driver of this host's NVIDIA GPUs, which takes no memory of theirs; returns the
+    fields of each line.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no nvidia-smi, it failed, or it hangs.
+    """
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+    return [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]

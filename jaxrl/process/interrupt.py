@@ -33,11 +33,8 @@ class Interrupt:
     """Whether the run has been asked to end. Only the main thread hears of it."""
 
     def __init__(self, seconds: float):
-        """
-        Args:
-            seconds: from the first signal on; then whatever is unsaved is given up.
-        """
         self.seconds = seconds
+        """From the first signal on; then whatever is unsaved is given up."""
         self.asked = False
         """Whether to save and end."""
         self._patient = False

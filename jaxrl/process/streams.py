@@ -24,11 +24,7 @@ class Output:
     """A text stream that drops what it cannot write. The next text is tried again."""
 
     def __init__(self, stream: IO[str] | None) -> None:
-        """
-        Args:
-            stream: None: there is none, as `sys.stdout` where the process began without one.
-        """
-        self._stream = stream
+        self._stream = stream  # `sys.stdout` is None where the process began without one
         self.lost: Callable[[str], None] | None = None
         """Takes one message, the first time that something could not be written."""
         self._reported = False
@@ -142,14 +138,19 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
-def table_lines(table: Table) -> list[str]:
+def table_lines(table: Table, width: int = WIDTH) -> list[str]:
     """Returns the lines of a table, without empty ones."""
     from rich.console import Console  # a tenth of a second, in every process of a user's code
 
     out = io.StringIO()
     # In a notebook, rich would show the table instead of writing it.
     console = Console(
-        file=out, width=WIDTH, color_system=None, highlight=False, force_jupyter=False
+        file=out,
+        width=width,
+        color_system=None,
+        highlight=False,
+        markup=False,
+        force_jupyter=False,
     )
     console.print(table)
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]

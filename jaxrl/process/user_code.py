@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, NotRequired, Self, TypedDict, TypeVar,
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from jaxrl.errors import RunError, UserError, short
-from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, family, kill_family
+from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, Trouble, family, kill_family
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 class Failure:
     """Why the user's code has no answer."""
 
-    kind: Literal["timeout", "exception", "user"]
+    kind: Trouble | Literal["user"]
     """`user`: the data is wrong, as the text says; an `exception` comes with its traceback, or with
     how the process ended."""
     text: str
@@ -69,11 +69,9 @@ class Failure:
 class Lost(Exception):
     """A process was late or has ended, or wrote what is no answer."""
 
-    def __init__(
-        self, kind: Literal["timeout", "exception"], text: str, guilty: bool | None = None
-    ):
+    def __init__(self, kind: Trouble, text: str, guilty: bool | None = None):
         super().__init__(text)
-        self.kind: Literal["timeout", "exception"] = kind
+        self.kind: Trouble = kind
         self.guilty = guilty
         """Whether the call that raises this is to blame; None: nobody knows."""
 
@@ -86,7 +84,7 @@ class ProcessAnswer(BaseModel, extra="forbid"):
 
 
 class FailedAnswer(ProcessAnswer):
-    failure: tuple[Literal["timeout", "exception", "user"], str]
+    failure: tuple[Trouble | Literal["user"], str]
     """Of a `Failure`."""
 
 
@@ -108,11 +106,10 @@ class ImportsAnswer(ProcessAnswer):
 
 
 class BegunAnswer(ProcessAnswer):
-    """The user's code is called, or what it returned is awaited."""
-
     begin: int
-    """Number of the times that it is called in this call."""
+    """Number of the times that the user's code is called in this call."""
     awaits: bool = False
+    """What it returned is awaited."""
 
 
 CommonAnswer = BegunAnswer | ImportsAnswer | RefusedAnswer
@@ -148,7 +145,6 @@ class UserProcess:
         timeout: float,
         startup: float,
     ):
-        """Starts it. The arguments are `UserCodePool`'s."""
         self._timeout, self._startup = timeout, startup
         self.worker: int | None = None  # id of the process that runs the code, under the guard
         self.killed = False
@@ -222,24 +218,22 @@ class UserProcess:
             try:
                 answer = self._shape.validate_json(line, strict=True) if line != b"\n" else None
             except ValidationError:  # text, a line that is like an answer, or the guard's report
+                found = None
                 with suppress(ValueError, RecursionError):
-                    self._refuse(json.loads(line))
+                    found = json.loads(line)
+                if not isinstance(found, dict):
+                    continue
+                if isinstance(how := found.get("ended"), int | str):
+                    if not isinstance(how, str):
+                        signalled = f"was ended by {_NAMES.get(-how, f'signal {-how}')}"
+                        how = signalled if how < 0 else f"ended with exit code {how}"
+                    raise Lost("exception", f"its process {how}{self._stack()}") from None
+                if found.get("order") in range(1, self._number + 1):
+                    raise no_answer(json.dumps(found)) from None
                 continue
             if answer is not None and 1 <= answer.order <= self._number:
                 return answer
         raise Lost("exception", f"it wrote {MOST_BYTES} bytes that are not an answer")
-
-    def _refuse(self, answer: object) -> None:
-        """Raises Lost where JSON is the guard's report, or is like an answer without being one."""
-        if not isinstance(answer, dict):
-            return
-        if isinstance(how := answer.get("ended"), int | str):
-            if not isinstance(how, str):
-                signalled = f"was ended by {_NAMES.get(-how, f'signal {-how}')}"
-                how = signalled if how < 0 else f"ended with exit code {how}"
-            raise Lost("exception", f"its process {how}{self._stack()}")
-        if answer.get("order") in range(1, self._number + 1):
-            raise no_answer(json.dumps(answer))
 
     def running(self) -> SentCall | None:
         """Returns the call in whose name it is running, or was when it ended."""
@@ -272,7 +266,6 @@ class UserProcess:
         return Lost("timeout", f"no answer after {seconds:g} s{self._stack()}")
 
     def _stack(self) -> str:
-        """Returns where the user's code is or, after a crash, was."""
         if self.killed:
             return ""
         lines = os.pread(self._shared.fileno(), STACK_BYTES, CELL).decode(errors="replace")
@@ -358,7 +351,12 @@ class UserCodePool(ABC, Generic[Facts]):
         self._starts = asyncio.TaskGroup()
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=section, daemon=True)
+
+        def serve() -> None:
+            self._loop.run_until_complete(self._serve())
+            self._loop.close()
+
+        self._thread = threading.Thread(target=serve, name=section, daemon=True)
         self._thread.start()
 
     @abstractmethod
@@ -396,12 +394,7 @@ class UserCodePool(ABC, Generic[Facts]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
     async def _serve(self) -> None:
-        """Keeps the processes until the pool is closed, or one of them cannot be started."""
         try:
             async with self._starts:
                 for _ in range(self._workers):
@@ -455,7 +448,6 @@ class UserCodePool(ABC, Generic[Facts]):
                 self.lose(process, lost)
 
     async def _start(self) -> UserProcess:
-        """Starts a process; returns it once it has loaded the code."""
         why = f"{self._section}: the process for {self._names} did not start: "
         try:
             process = UserProcess(*self._kind)

@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import psutil
 
@@ -59,7 +59,7 @@ READ_BYTES = 1 << 16
 LENGTH = CELL = 8
 """Bytes of the length before a pickle, and of the shared cell: a call's number, little endian; 0:
 none is running."""
-T = TypeVar("T")
+Trouble = Literal["timeout", "exception"]
 _NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
 
 
@@ -70,9 +70,9 @@ class TooLong(Exception):
 class CodeFailed(Exception):
     """The user's code has no answer."""
 
-    def __init__(self, kind: Literal["timeout", "exception"], text: str, error: object = None):
+    def __init__(self, kind: Trouble, text: str, error: object = None):
         super().__init__(text)
-        self.kind: Literal["timeout", "exception"] = kind
+        self.kind: Trouble = kind
         self.error = error
         """The exception that it raised, if it did."""
 
@@ -176,7 +176,12 @@ def main(service: str, section: str, shared: int, parent: int, max_processes: in
         os.dup2(prints, 2)
         for descriptor in (nothing, printed, prints):
             os.close(descriptor)
-        _heed_signals_in_children()
+        # Processes that the user's code forks have the default handlers; no signal is lost.
+        block, unblock = (
+            partial(signal.pthread_sigmask, how, ASKING)
+            for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+        )
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_heed_signals)
         faulthandler.enable(shared)
         faulthandler.register(signal.SIGUSR1, shared, all_threads=False)
         # Where memory runs out, this process is the one to end, not the run.
@@ -202,20 +207,11 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _heed_signals_in_children() -> None:
-    """Gives processes that the user's code forks the default handlers; no signal is lost."""
-
-    def heed_signals() -> None:
-        for number in ASKING:
-            if signal.getsignal(number) is _ignore:
-                signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-
-    os.register_at_fork(
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING),
-        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING),
-        after_in_child=heed_signals,
-    )
+def _heed_signals() -> None:
+    for number in ASKING:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
 def _watch(parent: int, answers: int, max_processes: int, section: str) -> None:
@@ -241,7 +237,6 @@ def _show(printed: int, section: str) -> None:
 
 
 def _end(answers: int, how: int | str) -> None:
-    """Reports the exit code of the process that works, or why it is killed; ends everything."""
     with suppress(BrokenPipeError):  # nobody is left to read it
         _write(answers, _line({"ended": how}))
     kill_family(os.getpid())
@@ -379,6 +374,5 @@ def _line(message: JsonObject) -> bytes:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Writes all of it."""
     while data:
         data = data[_os_write(descriptor, data) :]

@@ -4,10 +4,9 @@ the newest checkpoint."""
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +49,7 @@ from jaxrl.run.run_dir import (
     SESSIONS_FILE,
     check_run_dir,
     find_run,
+    folder_check,
     meshes,
     open_run_dir,
     sessions,
@@ -72,7 +72,6 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
 from jaxrl.types import Row
 
-AGAIN = "nothing to do. A larger `steps` trains further; another `run_dir` starts a new run"
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
@@ -126,11 +125,11 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
     run_dir, kept = check_run_dir(config), None
     if config.deterministic:
         exclude_nondeterministic()
-        if accelerators_here():
-            kept = keep_autotuning(run_dir / TUNED_DIR, "driver")
     enable_compile_cache(config.compile_cache)
     config, _ = with_commits(config)
     job = make_job(with_date(config), given)
+    if config.deterministic and accelerators_here():  # it makes files, and jax starts below
+        kept = keep_autotuning(run_dir / TUNED_DIR, "driver")
     plan = plan_run(config)
     if plan.hopeless:
         lines = (*plan.verdict[:1], *plan.advice[:3], "--dry-run shows the plan")
@@ -171,7 +170,10 @@ def run_config(
             for note in (*notes, *folder.notes):
                 notify(note)
             if folder.finished(config.steps):
-                notify(f"{folder.path} has all of its {config.steps} steps: {AGAIN}")
+                notify(
+                    f"{folder.path} has all of its {config.steps} steps: nothing to do. A larger"
+                    " `steps` trains further; another `run_dir` starts a new run"
+                )
                 return folder.path
             shown = plan.console_text(terminal_width()).rstrip()
             for text in (shown, f"run directory: {folder.path}", *job.data_notes()):
@@ -214,7 +216,6 @@ def _run(run: Run) -> None:
 
 
 def _attempt(run: Run) -> None:
-    """Starts the workers, opens the files, trains, exports the model, and stops the workers."""
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
     notify, path = run.notify, folder.path
     restore = None if folder.checkpoint is None else folder.checkpoint.path
@@ -261,35 +262,10 @@ def _attempt(run: Run) -> None:
         if trackers is not None:
             close = trackers.close
             stack.push(lambda failed, *_: close(HURRY_S if failed else CLOSE_S))
-        checking, removed = threading.Lock(), 0
-
-        def check_folder() -> int:
-            """Checks the folder before a checkpoint begins, before it is completed, and at the end:
-            writes again what somebody removed. Raises RunError if another process has the folder.
-
-            Returns how often files of this run were found removed.
-            """
-            nonlocal removed
-            with checking:
-                lock_removed = folder.lock is not None and folder.lock.check()
-                # each of them, so no `any` here
-                restored = [file.restore() for file in (metrics, samples, timeline, log)]
-                with suppress(UserError):  # a disk that refuses: the save says so
-                    for name, text in description.items():
-                        if not (path / name).exists():
-                            folder.write(name, text)
-                if any(restored):
-                    removed += 1
-                    checkpoints.forget_removed()
-                    notify(
-                        f"files of {path} were removed during the run. metrics.jsonl,"
-                        " samples.jsonl, timeline.json, log.txt and the config are restored; other"
-                        " removed files, such as checkpoints and TensorBoard's files, are lost"
-                    )
-                elif lock_removed:
-                    notify(f"the lock of {path} was removed: it is taken again")
-                return removed
-
+        growing = [file.restore for file in (metrics, samples, timeline, log)]
+        check_folder = folder_check(
+            folder, description, growing, notify, lambda: checkpoints.forget_removed()
+        )
         checkpoints = CheckpointWriter(
             path,
             config,
@@ -313,15 +289,11 @@ def _attempt(run: Run) -> None:
             _scorer_metrics(job, plan),
         )
 
-        def asked_to_stop() -> bool:
-            asked = run.interrupt.asked or run.step_error is not None
-            return asked or worker_group.ending is not None
-
         roles = {  # their calls are drawn in the timeline, and counted where they are profiled
             role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
             for role in worker_group.roles
         }
-        calls = Calls(config, roles, asked_to_stop)
+        calls = Calls(config, roles, reporter.asked_to_stop)
         sources = Sources(
             config,
             job.train.batch,
@@ -381,7 +353,6 @@ def _describe_policy(job: Job, folder: Path) -> None:
 
 
 def _scorer_metrics(job: Job, plan: Plan) -> dict[str, ScorerMetrics]:
-    """Returns `Reporter.scorers`."""
     multiple = plan.inputs.target.width_multiple
     devices = {
         role: RowDevices(sizes.rows, math.lcm(multiple, sizes.context))
@@ -420,7 +391,6 @@ def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resu
 
 
 def _summary(run: Run, reporter: Reporter) -> list[str]:
-    """Returns the last words of a run that has ended."""
     folder = run.folder
     first_row: Row = reporter.metrics.first or {"step": folder.step}
     last_row: Row = reporter.metrics.last or {"step": folder.step}

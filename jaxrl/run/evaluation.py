@@ -14,11 +14,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +51,18 @@ from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import episode_rewards
 from jaxrl.rewards.verifiers import Verifier, verifier
 from jaxrl.roles.rollout import Sampler
-from jaxrl.run import check_inputs
-from jaxrl.run.job import episodes
+from jaxrl.run.job import (
+    check_positions,
+    encoder,
+    end_ids,
+    episodes,
+    held_out_notes,
+    held_out_sets,
+    longest_sequence,
+    pad_id,
+    token_notes,
+    tokenizer_of,
+)
 from jaxrl.run.python_objects import GivenEnvironment, entries
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
@@ -226,6 +236,8 @@ class Evaluation:
     def run(self) -> tuple[JsonObject, list[str]]:
         """Runs the evaluation; returns the result of `jaxrl.evaluate`, and every completion as a
         line of `samples.jsonl`."""
+        known = [key.path for key in config_keys.keys(Config)]
+        values = dict(_flat(self.config.model_dump(mode="json")))
         groups, speeds = _sample(replace(self, source=self.source.with_weights()))
         scores = judged(self.sets, groups, self.judge)
         result = {
@@ -234,10 +246,7 @@ class Evaluation:
             "step": self.step,
             "metrics": evaluation_row(self.sets, groups, scores),
             "sets": list(_by_set(self.sets, groups, scores, speeds)),
-            "settings": _values(
-                self.config.model_dump(mode="json"),
-                (key.path for key in config_keys.keys(Config) if config_keys.evaluated(key.path)),
-            ),
+            "settings": {key: values[key] for key in known if config_keys.evaluated(key)},
         }
         prompts = [prompt for held_out in self.sets for prompt in held_out.prompts]
         step = self.step or 0
@@ -269,22 +278,19 @@ def prepare(
     if isinstance(given, Config):
         base = given.model_dump(mode="json")
     elif isinstance(given, Mapping):
-        flat = dict(yaml_text.assignments(given, config_keys.mappings(Config)))
-        base = yaml_text.assign({}, flat)
+        base = yaml_text.assign({}, dict(_flat(given)))
         config_keys.refuse_unknown(Config, base)
     elif (path := source.run_config if given is None else config_file(given)) is not None:
         base = read_keys(path)
         config_keys.refuse_unknown(Config, base)
     keys, objects = entries(None, eval_data, environment)
     config = _config(source, base, overrides, mesh, keys)
-    tokenizer = check_inputs.tokenizer_of(source, config.data.chat_date)
-    ends = check_inputs.end_ids(source, tokenizer)
-    check_inputs.check_positions(
-        config, config.max_new_tokens, source.config, f"model {source.name!r}"
-    )
-    source = source.for_length(check_inputs.longest_sequence(config))
-    encode = check_inputs.encoder(config, tokenizer, ends, source.config.vocab_size)
-    sets = check_inputs.held_out_sets(config, encode, objects.rows)
+    tokenizer = tokenizer_of(source, config.data.chat_date)
+    ends = end_ids(source, tokenizer)
+    check_positions(config, config.max_new_tokens, source.config, f"model {source.name!r}")
+    source = source.for_length(longest_sequence(config))
+    encode = encoder(config, tokenizer, ends, source.config.vocab_size)
+    sets = held_out_sets(config, encode, objects.rows)
     opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
     judge = verifier(config.data.verifier, opening)
     enable_compile_cache(config.compile_cache)
@@ -305,8 +311,8 @@ def prepare(
         *filter(None, [seen.note]),
         *failed,
         *placement.notes,
-        *check_inputs.token_notes(config, source, tokenizer),
-        *check_inputs.held_out_notes(config, sets, judge),
+        *token_notes(config, source, tokenizer),
+        *held_out_notes(config, sets, judge),
     )
     folder, step = source.path.resolve(), None
     if folder.parent.name == store.FOLDER and folder.name.isdigit():
@@ -319,6 +325,10 @@ def prepare(
     return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes, code)
 
 
+def _flat(overrides: Overrides) -> Iterator[tuple[str, object]]:
+    return yaml_text.assignments(overrides, config_keys.mappings(Config))
+
+
 def _config(
     source: ModelSource,
     base: JsonObject,
@@ -329,7 +339,7 @@ def _config(
     """Returns the config of an evaluation: what only training reads keeps its defaults."""
     if isinstance(overrides, str):
         raise UserError(f"overrides is a list of key=value strings, got {overrides!r}")
-    given = dict(yaml_text.assignments(overrides, config_keys.mappings(Config)))
+    given = dict(_flat(overrides))
     known = [key.path for key in config_keys.keys(Config)]
     read = [key for key in known if config_keys.evaluated(key)]
     for key in given:
@@ -338,11 +348,16 @@ def _config(
             hint = f" (did you mean {meant}?)" if meant in read else ""
             keys = ", ".join(EVALUATED)
             raise UserError(f"{key} has no part in an evaluation{hint}; keys that have: {keys}")
+    values = {
+        key: value
+        for key, value in _flat(base)
+        if (config_keys.evaluated(key) or key in SLOTS)
+        and not config_keys.under(key, PLACEMENT)
+        and (key in known or value is not None)  # a section without keys
+    }
     # `data.train` is a required key, which nothing here opens.
-    values = {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
-    values |= _values(base, [key for key in read if not config_keys.under(key, PLACEMENT)])
-    given |= objects
-    mapping = yaml_text.assign({}, values | _values(base, SLOTS) | given)
+    values |= {"mesh": EVALUATED_MESH, "data.train": "arithmetic"}
+    mapping = yaml_text.assign({}, values | given | dict(objects))
     if mesh is not None:
         mapping["mesh"] = mesh
     config = Config.parse(mapping | {"student": {"model": source.name}, "algorithm": "sft"})
@@ -355,24 +370,7 @@ def _config(
     return config.model_copy(update={"max_new_tokens": longest})
 
 
-def _values(mapping: JsonObject, keys: Iterable[str]) -> JsonObject:
-    """Maps each dotted key to its value in nested sections, for the keys that are there."""
-    found: JsonObject = {}
-    for key in keys:
-        *sections, last = key.split(".")
-        here: Any = mapping
-        for name in sections:
-            here = {} if here.get(name) is None else here[name]
-            if not isinstance(here, Mapping):
-                raise UserError(f"the config has {here!r} where a section of keys belongs")
-        if last in here:
-            found[key] = here[last]
-    return found
-
-
 def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]:
-    """Samples all prompts, set by set, with the rollout role; returns the samples, and what each
-    set took."""
     config, mesh = job.config, job.mesh
     params = job.source.load(mesh, jnp.dtype(config.rollout.dtype), "unstacked")
     verify_arrays("rollout", params, mesh)
@@ -383,7 +381,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         mesh,
         slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
         tokenizer=job.tokenizer,
-        pad_id=check_inputs.pad_id(job.source, job.end_ids),
+        pad_id=pad_id(job.source, job.end_ids),
         eos_ids=job.end_ids,
         row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
@@ -421,7 +419,6 @@ def _by_set(
     scores: Scores,
     speeds: Sequence[EngineStats],
 ) -> Iterator[JsonObject]:
-    """Yields for each set its metrics, without `eval/`, and its prompts and speed."""
     parts = zip(sets, speeds, split(sets, groups), split(sets, scores), strict=True)
     for held_out, stats, completions, marks in parts:
         row = evaluation_row([replace(held_out, name="")], completions, marks)
@@ -456,8 +453,6 @@ def table(result: JsonObject) -> Table:
 
 
 def _add_rows(shown: Table, name: str, row: Row) -> None:
-    """Adds one line for each value; what is the same for all stands in the first."""
-
     def cell(metric: str) -> str:
         """Formats a value as per cent, with its interval."""
         if metric not in row:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt, end_ids
+from jaxrl.data.tokenizer import PromptLike, encode_prompt
 from jaxrl.errors import UserError, user_path
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
@@ -67,11 +67,6 @@ def sample(
     if not isinstance(params["layers"], list):
         params = parameters.unstack(params)
     return engine.generate(params, tokens, n=n, sampling=sampling, seed=seed), engine.stats
-
-
-def end_ids_of(model: Model) -> tuple[int, ...]:
-    """Returns the tokens that end a completion (`data.tokenizer.end_ids`)."""
-    return end_ids(model.config.eos_ids, model.tokenizer)
 
 
 def _engine(model: Model, longest: int, new_tokens: int, samples: int) -> Engine:

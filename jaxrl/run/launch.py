@@ -48,8 +48,7 @@ from jaxrl.roles.reward import Reward, RewardModel, open_reward
 from jaxrl.roles.rollout import Sampler
 from jaxrl.roles.update import first_rows_program
 from jaxrl.run.job import Setup, episodes, reward_functions
-from jaxrl.runtime.local import LocalWorkerGroup
-from jaxrl.runtime.worker import Future, WorkerGroup
+from jaxrl.runtime.worker import Future, LocalWorkerGroup, WorkerGroup
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.ledger import HOST, current
 from jaxrl.sharding.mesh import (
@@ -131,7 +130,6 @@ def start_roles(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
 
 
 def _start_in_ray(setup: Setup, plan: Plan, log: Log) -> WorkerGroup:
-    """Does the work of `start_roles` in processes of Ray."""
     from jaxrl.runtime.ray.connect import address_of, import_ray  # an optional package
 
     import_ray(address_of(setup.config.ray))
@@ -428,13 +426,8 @@ def _sampler(
     base: Params | None = None,
     teacher: bool = False,
 ) -> Sampler:
-    """Builds a `Sampler` on `mesh`.
-
-    Args:
-        params: the weights; None if they come later.
-        base: the frozen base weights of adapters.
-        teacher: it samples for a teacher, with the teacher's tokenizer where that has its own.
-    """
+    """Builds a `Sampler`, for a teacher with the teacher's tokenizer where that has its own;
+    `params` are None if the weights come later, `base` is what adapters are on."""
     config, tokenizer, eos_ids = setup.config, setup.open_tokenizer(), setup.eos_ids
     aligner = setup.open_aligner() if teacher else None
     if aligner is not None:

@@ -32,8 +32,7 @@ from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.reporting import Futures, Reporter
-from jaxrl.runtime.local import done_future
-from jaxrl.runtime.worker import Future, Handle, Stopped, T
+from jaxrl.runtime.worker import Future, Handle, Stopped, T, done_future
 from jaxrl.types import Rollout
 
 POLL_S = 0.5
@@ -250,7 +249,6 @@ class Loop:
                 self._futures["eval.rollout", version] = self.sources.held_out_samples("rollout")
 
     def _save(self, step: int) -> None:
-        """Requests a checkpoint of the state after `step` batches, without waiting for it."""
         self.calls.kind, self.calls.row = "save", step
         folder = self.checkpoints.folder(step)
         asked = self.calls.call("actor", ActorRole.save, folder, step=step)

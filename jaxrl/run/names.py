@@ -101,13 +101,11 @@ def fetch_models(config: Config) -> bool:
 
 
 def _keys(config: Config) -> list[str]:
-    """Returns the keys of the models and data that the run reads."""
     embeds = config.learns_from_rewards and config.policy.advantages == "similarity"
     return [key for key in (*MODELS, *DATA) if key != "grouper.model" or embeds]
 
 
 def _names(mapping: JsonObject, keys: Iterable[str]) -> list[tuple[str, HubName]]:
-    """Returns the names on a hub under these keys of a config, each with its key."""
     found: list[tuple[str, HubName]] = []
 
     def keep(key: str, text: str) -> str:

@@ -112,7 +112,7 @@ def bind(
         raise UserError(
             "rewards is a list of functions: write rewards=[f]; reward.functions takes names"
         )
-    code = dict(given.code)
+    functions: dict[str, bytes] = {}
     for function in rewards:
         if not callable(function) or inspect.isclass(function):
             hint = ": reward.functions takes names" if isinstance(function, str) else ""
@@ -121,12 +121,11 @@ def bind(
             )
         text, packed = _pickled(function, "rewards", "reward.functions as path.py:function")
         name = text.partition("@")[0]
-        if any(other.partition("@")[0] == name for other in code if other not in given.code):
+        if name in (other.partition("@")[0] for other in functions):
             raise UserError(
                 f"rewards: two functions are called {name.removeprefix(PYTHON)!r}: rename one"
             )
-        code[text] = packed
-    functions = [text for text in code if text not in given.code]
+        functions[text] = packed
 
     def place(mapping: JsonObject) -> JsonObject:
         section = mapping.get("reward") or {}
@@ -142,7 +141,7 @@ def bind(
                 placed.append(text)
         return mapping | {"reward": section | {"functions": placed}}
 
-    return Config.of(config, keys, place), PythonObjects(code, given.rows)
+    return Config.of(config, keys, place), PythonObjects({**given.code, **functions}, given.rows)
 
 
 def entries(
@@ -215,7 +214,6 @@ def _inner(function: Any) -> Any:
 
 
 def _pickled(function: Callable[..., object], what: str, place: str) -> tuple[str, bytes]:
-    """Returns the entry of a function or class in a config, and its pickle."""
     name = name_of(function)
     try:
         return f"{PYTHON}{name}@{digest(function)}", cloudpickle.dumps(function)
@@ -326,7 +324,6 @@ def _pair(model: GivenModel) -> tuple[Any, Any]:
 
 
 def _pieces(model: GivenModel) -> Iterator[bytes]:
-    """Yields names and bytes of all weights."""
     if isinstance(model, Model):
         read = weights.hf_tensors(model.config, model.params)
         for name in weights.tensor_shapes(model.config):

@@ -126,6 +126,11 @@ class Reporter:
         self.job, self._notify = self.run.job, self.run.notify
         self._planned = self.run.plan.peaks
 
+    def asked_to_stop(self) -> bool:
+        """Returns whether the run has to save and end."""
+        asked = self.run.interrupt.asked or self.run.step_error is not None
+        return asked or self.worker_group.ending is not None
+
     def row(self, step: int, futures: Futures) -> None:
         """Waits for the futures of a step, then writes and shows its row. Row 0 has the first
         weight sync, and the accuracy of the student and of other roles that are evaluated."""
@@ -216,7 +221,6 @@ class Reporter:
             self._written(self.metrics.amend(step, lacking))
 
     def _written(self, row: Row) -> None:
-        """Passes on a row that is now in `metrics.jsonl`."""
         self.checkpoints.row(row)
         if self.trackers is not None:
             self.trackers.write(row["step"], row)
@@ -231,11 +235,8 @@ class Reporter:
                 self.run.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
-        """Computes the metrics of sampling and scoring, with the times of the calls.
-
-        Args:
-            sampled: the policy or a teacher wrote the completions; else the data has them.
-        """
+        """Computes the metrics of sampling and scoring, with the times of the calls; where nothing
+        is sampled, the data has the completions."""
         lengths = [len(completion.tokens) for completion in rollout.completions]
         cut = [completion.finish_reason == "length" for completion in rollout.completions]
         row = {

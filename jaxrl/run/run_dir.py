@@ -9,7 +9,8 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -185,18 +186,16 @@ class Lock:
     """
 
     def __init__(self, run_dir: Path):
-        """
-        Raises:
-            UserError: another process holds it, or it cannot be written.
-        """
+        """Raises UserError where another process holds it, or it cannot be written."""
         self.path = run_dir / LOCK
         try:
-            self._file = self._take()
+            taken = self._take()
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"run_dir={run_dir} cannot be written to: {why}") from error
-        except _Held as held:
-            raise UserError(f"run_dir={run_dir} is in use by {held}: name another") from None
+        if isinstance(taken, str):
+            raise UserError(f"run_dir={run_dir} is in use by {taken}: name another")
+        self._file = taken
 
     def close(self) -> None:
         self._file.close()
@@ -222,16 +221,17 @@ class Lock:
             taken = self._take()
         except OSError:
             return False
-        except _Held as held:
+        if isinstance(taken, str):
             raise RunError(
-                f"run_dir={run_dir} is in use by {held} too: the lock of this run was removed. This"
-                " run ends before it writes over the checkpoints of the other one"
-            ) from None
+                f"run_dir={run_dir} is in use by {taken} too: the lock of this run was removed."
+                " This run ends before it writes over the checkpoints of the other one"
+            )
         self._file.close()
         self._file = taken
         return True
 
-    def _take(self) -> IO[str]:
+    def _take(self) -> IO[str] | str:
+        """Returns the file with the lock, or who holds that."""
         # The file is cut below: one that a link leads to is not ours.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
@@ -241,7 +241,7 @@ class Lock:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise _Held(holder) from None
+            return holder
         with suppress(OSError):  # a full disk: the lock holds without a name in it
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}")
@@ -249,8 +249,46 @@ class Lock:
         return file
 
 
-class _Held(Exception):
-    """By whom."""
+def folder_check(
+    folder: RunDir,
+    texts: Mapping[str, str],
+    restores: Sequence[Callable[[], bool]],
+    notify: Callable[[str], None],
+    lost: Callable[[], None],
+) -> Callable[[], int]:
+    """Returns a function that checks the folder before a checkpoint begins, before it is completed,
+    and at the end: it writes again what somebody removed, and returns how often files of this run
+    were found removed. It raises RunError if another process has the folder.
+
+    Args:
+        texts: name of a file -> what it says.
+        restores: write a growing file again where it was removed, and return whether it was.
+        lost: called where files were removed.
+    """
+    lock, removed = threading.Lock(), 0
+
+    def check() -> int:
+        nonlocal removed
+        with lock:
+            lock_removed = folder.lock is not None and folder.lock.check()
+            restored = [restore() for restore in restores]  # each of them, so no `any` here
+            with suppress(UserError):  # a disk that refuses: the save says so
+                for name, text in texts.items():
+                    if not (folder.path / name).exists():
+                        folder.write(name, text)
+            if any(restored):
+                removed += 1
+                lost()
+                notify(
+                    f"files of {folder.path} were removed during the run. metrics.jsonl,"
+                    " samples.jsonl, timeline.json, log.txt and the config are restored; other"
+                    " removed files, such as checkpoints and TensorBoard's files, are lost"
+                )
+            elif lock_removed:
+                notify(f"the lock of {folder.path} was removed: it is taken again")
+            return removed
+
+    return check
 
 
 def recorded_config(config: Config) -> JsonObject:

@@ -10,14 +10,13 @@ A process of GPUs sees those that Ray gives it. TPU chips are chosen here: the r
 
 from __future__ import annotations
 
-import csv
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxrl.errors import UserError
-from jaxrl.process.gpu_memory import SHARE, gpu_share
+from jaxrl.process.gpu_memory import SHARE, gpu_share, nvidia_smi
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.worker import WorkerState
 from jaxrl.sharding.mesh import threads_of_one_process
@@ -32,8 +31,6 @@ BLOCKS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of a process -> the shape of their block, as libtpu wants it. The shapes are those that
 Ray (`accelerators/tpu.py`) and JAX's own multi-process tests use; a block starts at a multiple of
 its size."""
-SMI_S = 20.0
-"""Seconds that nvidia-smi may take."""
 TPU_PORT = 8476
 """The port of libtpu in a process that has the host's first chip; the next chip's is the next."""
 
@@ -104,18 +101,6 @@ class ClusterDevice:
 
     def memory_stats(self) -> Mapping[str, int] | None:
         return None if self.limit is None else {"bytes_limit": self.limit}
-
-
-def nvidia_smi(query: str, seconds: float = SMI_S) -> list[list[str]]:
-    """Asks the driver of this host's NVIDIA GPUs, which takes no memory of theirs; returns the
-    fields of each line.
-
-    Raises:
-        OSError, subprocess.SubprocessError: there is no nvidia-smi, it failed, or it hangs.
-    """
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
-    return [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]
 
 
 def ask_driver(share: float | None) -> Keywords:
@@ -200,31 +185,26 @@ def worker_variables(slot: ProcessSlot, kind: Kind, placement: Placement) -> dic
     """Returns the environment that gives a process its devices, and no others."""
     if kind == "GPU" and slot.devices:
         return {"JAX_PLATFORMS": "cuda,cpu"}
-    if kind == "TPU" and slot.devices:
-        return {"JAX_PLATFORMS": "tpu,cpu", **_chip_variables(slot)}
+    if kind == "TPU" and slot.devices:  # Ray would name other chips
+        ours = {"JAX_PLATFORMS": "tpu,cpu", "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}
+        if slot.devices == slot.host.has["TPU"]:
+            return ours
+        port = TPU_PORT + slot.chips[0]
+        return ours | {
+            "TPU_VISIBLE_CHIPS": ",".join(map(str, slot.chips)),
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": BLOCKS[slot.devices],
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+            "TPU_PROCESS_PORT": str(port),
+            "CLOUD_TPU_TASK_ID": "0",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # each process has chips of its own
+        }
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(max(slot.devices, 1)),
         # As many as one process with all of the run's devices, so that every launcher computes
         # the same bits.
         "NPROC": str(threads_of_one_process(placement.n_devices)),
-    }
-
-
-def _chip_variables(slot: ProcessSlot) -> dict[str, str]:
-    """Returns what libtpu reads. A process that has all chips of its host needs nothing."""
-    ours = {"RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1"}  # Ray would name others
-    if slot.devices == slot.host.has["TPU"]:
-        return ours
-    port = TPU_PORT + slot.chips[0]
-    return ours | {
-        "TPU_VISIBLE_CHIPS": ",".join(map(str, slot.chips)),
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": BLOCKS[slot.devices],
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
-        "TPU_PROCESS_PORT": str(port),
-        "CLOUD_TPU_TASK_ID": "0",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # each process has chips of its own
     }
 
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,22 @@ from typing import Any
 import jax
 
 from jaxrl.errors import RunError, UserError
-from jaxrl.process.compilations import Compilations, compilations, compiling
+from jaxrl.process.compilations import Compilations, compilations
 from jaxrl.process.gpu_memory import take_share
 from jaxrl.process.streams import to_stderr
 from jaxrl.process.xla_flags import TUNED_VARIABLE, keep_autotuning
-from jaxrl.runtime.local import LocalFuture, LocalWorker, Tracer, device_memory
 from jaxrl.runtime.serialization import Parcel, Store, pack
 from jaxrl.runtime.worker import (
+    LocalFuture,
+    LocalWorker,
     OutOfMemory,
     Phase,
     Stopped,
     Times,
+    Tracer,
     WorkerError,
     WorkerState,
+    device_memory,
     map_leaves,
 )
 from jaxrl.sharding.mesh import accelerators_here
@@ -50,8 +53,8 @@ STARTING = "starting"
 
 
 class InputLost(RunError):
-    """A call did not run because its input, or that of an earlier call, was lost with the process
-    that held it. The driver sends such a call again."""
+    """A call did not run because its input, or that of an earlier call, is lost with the node that
+    held it."""
 
 
 REPORTED = (InputLost, UserError, OutOfMemory, WorkerError, RunError)
@@ -72,12 +75,9 @@ class CallRequest:
 
     number: int
     """Number of the call in the run; a call that is sent again keeps its number."""
-    epoch: int
-    """The calls of an epoch run in order. After a process was lost, the driver sends the calls that
-    did not run again, in a new epoch. (Unrelated to epochs of the data.)"""
     position: int
-    """Position in the epoch, from 0; -1 for a call that runs on a thread of its own, outside the
-    order."""
+    """The calls to a process run in this order, from 0; -1 for a call that runs on a thread of its
+    own, outside the order."""
     role: str
     method: str
     args: tuple[object, ...]
@@ -100,18 +100,15 @@ class CallReport:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The state of a process, which it reports while it works."""
+    """What a process reports while it works."""
 
-    at: float
-    """`time.monotonic` seconds of this process; in `RayPool.answers`, of the driver."""
-    phase: Phase
+    state: WorkerState
+    """By the clock of the process; in `RayPool.answers`, by that of the driver."""
     running: tuple[tuple[int, float], ...]
     """(number, start) of each running call."""
     memory: str
     peak: int | None
     compiled: Compilations
-    compiling: str
-    """As in `WorkerState`."""
 
 
 @dataclass(frozen=True)
@@ -127,37 +124,27 @@ class ProcessInfo:
     stacks_file: str
 
 
-@dataclass(eq=False)
-class _Call(LocalFuture):
-    epoch: int = 0
-
-
 class _Worker(LocalWorker):
-    """Runs no further calls of an epoch once one of them has lost its input."""
+    """Runs no further calls once one of them has lost its input: the actor must not save what it
+    has not trained on."""
 
-    lost_epoch = -1
+    input_lost = False
 
     def _execute(self, call: LocalFuture, own: Phase) -> None:
-        assert isinstance(call, _Call)
-        if not call.aside and call.epoch <= self.lost_epoch:
+        if self.input_lost and not call.aside:
             call.finish(error=InputLost("an earlier call lost its input"))
             return
         super()._execute(call, own)
-        if isinstance(call._error, InputLost) and not call.aside:
-            self.lost_epoch = call.epoch
+        self.input_lost |= isinstance(call._error, InputLost) and not call.aside
 
 
 class WorkerServer:
     """A process of a pool. Every method may be called from any thread."""
 
     def __init__(self, name: str, rank: int, cwd: str, store: Store):
-        """
-        Args:
-            name: of the process, the same after a restart.
-            cwd: the driver's working directory, to which relative paths refer.
-            store: puts arrays where other processes can fetch them.
-        """
-        if os.path.isdir(cwd):
+        """Takes a name that is the same after a restart, the driver's working directory, and what
+        puts arrays where other processes can fetch them."""
+        if os.path.isdir(cwd):  # relative paths refer to it
             os.chdir(cwd)
         take_share()
         tuned = os.environ.get(TUNED_VARIABLE)
@@ -169,12 +156,18 @@ class WorkerServer:
         self._worker = _Worker(name, tracer=Tracer(name))
         self._worker.phase.name = STARTING
         self._turn = threading.Condition()
-        self._next: dict[int, int] = {}
-        self._kept: dict[int, _Call] = {}
-        self._running: dict[int, _Call] = {}
+        self._next = 0
+        self._kept: dict[int, LocalFuture] = {}
+        self._running: dict[int, LocalFuture] = {}
 
-    def info(self) -> ProcessInfo:
-        """Initialises JAX and describes this process. If `join` is called, it must come first."""
+    def info(self, joins: tuple[str, int, int, float] | None = None) -> ProcessInfo:
+        """Initialises JAX and describes this process, which then takes calls.
+
+        Args:
+            joins: what `join` gets, for one of several processes of a pool.
+        """
+        if joins is not None:
+            self.join(*joins)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in visible.split(",") if name]
         found: list[tuple[str, str]] = []
@@ -182,6 +175,8 @@ class WorkerServer:
             hardware = names[index] if device.platform == "gpu" and index < len(names) else ""
             name = f"{device.platform}:{hardware or device.id}"
             found.append((name, hardware or f"{os.getpid()}.{device.id}"))
+        self._worker.devices = tuple(jax.local_devices())
+        self._worker.phase.name, self._worker.phase.since = "idle", time.monotonic()
         versions = tuple((name, sys.modules[name].__version__) for name in ("jax", "numpy"))
         stacks_file = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
         return ProcessInfo(socket.gethostname(), os.getpid(), tuple(found), versions, stacks_file)
@@ -212,35 +207,11 @@ class WorkerServer:
             heartbeat_timeout_seconds=60,
         )
 
-    def open(self) -> None:
-        self._worker.devices = tuple(jax.local_devices())
-        self._worker.phase.name, self._worker.phase.since = "idle", time.monotonic()
-
     def run(self, request: CallRequest) -> tuple[CallReport, Parcel | None]:
         """Runs a call in its turn. Returns its report and its packed result, None if the result
         stays here or there was an error."""
-        call = self._submit(request)
-        while not call._done.wait(1.0):
-            pass  # the driver enforces the deadline: it polls `answer`, and kills the process
-        self._running.pop(request.number, None)
-        error, parcel = None, None
-        value = call._value
-        if call._error is not None:
-            error = _reported(call._error)
-        elif not request.keeps:
-            try:
-                parcel = value if isinstance(value, Parcel) else self._pack(value, None)
-            except BaseException as failed:
-                name = f"{request.role}.{request.method}"
-                error = RunError(f"the result of {name} cannot travel: {failed}")
-        call.args = call.kwargs = ()  # type: ignore[assignment]
-        if not request.keeps:
-            call._value = None
-        return CallReport(call.times, error), parcel
-
-    def _submit(self, request: CallRequest) -> _Call:
         worker = self._worker
-        call = _Call(
+        call = LocalFuture(
             request.role,
             request.method,
             (),
@@ -249,32 +220,45 @@ class WorkerServer:
             aside=request.position < 0,
             worker=worker,
             then=partial(self._pack, store=self._store) if request.stores else None,
-            epoch=request.epoch,
         )
+
+        def resolved(values: object) -> Any:
+            return map_leaves(
+                values, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x
+            )
+
         with self._turn:
-            while self._next.get(request.epoch, 0) < request.position:
+            while self._next < request.position and not worker.stopping:
                 self._turn.wait(1.0)
-                if worker.stopping:
-                    call.finish(error=Stopped("the run is over"))
-                    return call
-            call.args = tuple(self._resolve(list(request.args)))
-            call.kwargs = self._resolve(dict(request.kwargs))
+            call.args = tuple(resolved(list(request.args)))
+            call.kwargs = resolved(dict(request.kwargs))
             if request.keeps:
                 self._kept[request.number] = call
             self._running[request.number] = call
-            worker.submit(call)
-            if request.position >= 0:
-                self._next[request.epoch] = request.position + 1
+            if worker.stopping:
+                call.finish(error=Stopped("the run is over"))
+            else:
+                worker.submit(call)
+            if not call.aside:
+                self._next = request.position + 1
             self._turn.notify_all()
-        return call
-
-    def _resolve(self, value: object) -> Any:
-        return map_leaves(value, lambda x: self._kept[x.number] if isinstance(x, LocalRef) else x)
+        while not call.wait(1.0):
+            pass  # the driver enforces the deadline: it polls `answer`, and kills the process
+        self._running.pop(request.number, None)
+        error, parcel, value = None, None, call._value
+        if call._error is not None:
+            text = str(call._error)
+            error = next(kind(text) for kind in REPORTED if isinstance(call._error, kind))
+        elif not request.keeps:
+            try:
+                parcel = value if isinstance(value, Parcel) else self._pack(value, None)
+            except BaseException as failed:
+                name = f"{request.role}.{request.method}"
+                error = RunError(f"the result of {name} cannot travel: {failed}")
+        return CallReport(call.times, error), parcel
 
     def _pack(self, value: object, store: Store | None) -> Parcel:
-        """Packs the whole value in the pool's first process, in the others only their pieces of its
-        arrays."""
-        parcel = pack(value, store)
+        parcel = pack(value, store)  # of the other processes only their pieces of its arrays
         return parcel if self.rank == 0 else Parcel(b"", (), parcel.arrays, parcel.buckets)
 
     def answer(self, released: Sequence[int] = ()) -> ProcessStatus:
@@ -287,18 +271,10 @@ class WorkerServer:
             for number, call in list(self._running.items())
             if call.times.started is not None and not call.done()
         )
-        return ProcessStatus(
-            time.monotonic(),
-            replace(worker.phase),
-            running,
-            device_memory(worker.devices),
-            worker.peak(),
-            compilations(),
-            compiling(worker.thread.ident),
-        )
+        memory, peak = device_memory(worker.devices), worker.peak()
+        return ProcessStatus(worker.state(), running, memory, peak, compilations())
 
     def state(self) -> WorkerState:
-        """Tells the state of this process in the form that all launchers share."""
         return self._worker.state()
 
     def stacks(self) -> str:
@@ -316,25 +292,13 @@ class WorkerServer:
             self._turn.notify_all()
 
 
-def _reported(error: BaseException) -> Exception:
-    """Returns the error of a call as one of a class that the driver has."""
-    if isinstance(error, Stopped):
-        return InputLost(str(error))
-    for kind in REPORTED:
-        if isinstance(error, kind):
-            return kind(str(error))
-    return WorkerError(f"{type(error).__name__}: {error}")
-
-
 def look(pid: int, stacks_file: str) -> str:
     """Diagnoses a process of this host that does not answer: its state in the kernel, and its
     Python stacks. A signal makes it write these even if it cannot run Python code (`faulthandler`).
     """
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
-            state = next(
-                (line.split(None, 1)[1].strip() for line in lines if "State:" in line), "?"
-            )
+            state = next(line.split(None, 1)[1].strip() for line in lines if "State:" in line)
     except OSError:
         return "process is gone"
     if state.startswith(("T", "Z")):

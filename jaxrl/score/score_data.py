@@ -37,8 +37,7 @@ from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
 from jaxrl.process.streams import Output
-from jaxrl.run.check_inputs import longest_sequence
-from jaxrl.run.job import Job, Setup, make_job
+from jaxrl.run.job import Job, Setup, longest_sequence, make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.run_dir import LOCK, Lock

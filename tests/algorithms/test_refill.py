@@ -13,7 +13,7 @@ from jaxrl.algorithms.sampled_batch import refilled
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.rewards.batch_rewards import RewardReport
-from jaxrl.runtime.local import done_future
+from jaxrl.runtime.worker import done_future
 from jaxrl.types import Completion, Prompt
 
 NONE = np.nan

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -192,7 +194,9 @@ def test_bad_input_is_a_few_lines_and_exit_code_2(
 def test_without_ray_an_address_is_refused_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.startswith("jaxrl.runtime.ray")]:
+        monkeypatch.delitem(sys.modules, name)
     assert cli.run(devices.main, ["--address", "head:6379"]) == 2
     assert "pip install 'jaxrl[ray]'" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from jaxrl.algorithms.protocols import Sources
 from jaxrl.process.compilations import Compilations
 from jaxrl.run.loop import Calls, Loop
 from jaxrl.run.reporting import Reporter
-from jaxrl.runtime.local import LocalWorker
+from jaxrl.runtime.worker import LocalWorker
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline

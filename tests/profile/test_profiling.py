@@ -30,8 +30,7 @@ from jaxrl.profile.work import (
     block_params,
     step_work,
 )
-from jaxrl.runtime.local import LocalWorkerGroup, Tracer, done_future
-from jaxrl.runtime.worker import Traced
+from jaxrl.runtime.worker import LocalWorkerGroup, Traced, Tracer, done_future
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.targets import Ceilings
 from jaxrl.telemetry.metrics import read_metrics

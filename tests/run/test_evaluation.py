@@ -9,7 +9,6 @@ import pytest
 from jaxrl import Config
 from jaxrl.data.stream import EvalSet
 from jaxrl.rewards.verifiers import verifier
-from jaxrl.run.check_inputs import held_out_notes
 from jaxrl.run.evaluation import (
     Estimate,
     Z,
@@ -21,6 +20,7 @@ from jaxrl.run.evaluation import (
     pass_ks,
     wilson,
 )
+from jaxrl.run.job import held_out_notes
 from jaxrl.types import Completion, Prompt
 
 

@@ -14,15 +14,14 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config.schema import Config
+from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import opening_of
 from jaxrl.data.tokenizer import check_eos, encode_prompt
 from jaxrl.errors import UserError
 from jaxrl.export import export
 from jaxrl.roles.reward import score
-from jaxrl.run.check_inputs import end_ids, tokenizer_of
 from jaxrl.run.evaluation import prepare
-from jaxrl.run.generation import end_ids_of
-from jaxrl.run.job import make_job
+from jaxrl.run.job import end_ids, make_job, tokenizer_of
 
 NEW = "<new>"
 SFT = ["algorithm=sft", "teacher.model=null"]
@@ -183,7 +182,8 @@ def test_completions_end_at_the_tokens_of_both_configs_and_of_the_tokenizer(
         (folder / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
     source = resolve_model(folder)
     assert end_ids(source, tokenizer_of(source)) == ends
-    assert end_ids_of(load_model(folder)) == ends
+    model = load_model(folder)
+    assert tokenizers.end_ids(model.config.eos_ids, model.tokenizer) == ends
     exported = export(source, tmp_path / "out", dtype="float32")
     for name in ("config.json", "generation_config.json"):
         stated = json.loads((exported / name).read_text())["eos_token_id"]

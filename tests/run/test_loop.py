@@ -11,8 +11,7 @@ from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
 from jaxrl.run.loop import Calls, Loop
-from jaxrl.runtime.local import LocalWorker, done_future
-from jaxrl.runtime.worker import Stopped
+from jaxrl.runtime.worker import LocalWorker, Stopped, done_future
 
 
 class Recorder:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,14 +40,20 @@ from jaxrl.process.xla_flags import (  # noqa: E402
     PATIENT,
     worker_environment,
 )
-from jaxrl.runtime.local import LocalWorkerGroup  # noqa: E402
-from jaxrl.runtime.ray import hosts  # noqa: E402
+from jaxrl.runtime.ray import worker_group as group_module  # noqa: E402
 from jaxrl.runtime.ray.connect import connect, join  # noqa: E402
 from jaxrl.runtime.ray.local_cluster import DAEMONS, leave  # noqa: E402
-from jaxrl.runtime.ray.remote_calls import RayFuture, Sender  # noqa: E402
+from jaxrl.runtime.ray.remote_calls import RayFuture, RayPool, Sender  # noqa: E402
 from jaxrl.runtime.ray.worker_group import RayWorkerGroup  # noqa: E402
 from jaxrl.runtime.role_server import CallRequest  # noqa: E402
-from jaxrl.runtime.worker import DeadlineExceeded, OutOfMemory, RunLost, Stopped, WorkerError  # noqa: E402
+from jaxrl.runtime.worker import (  # noqa: E402
+    DeadlineExceeded,
+    LocalWorkerGroup,
+    OutOfMemory,
+    RunLost,
+    Stopped,
+    WorkerError,
+)
 from jaxrl.sharding.placement import parse  # noqa: E402
 from jaxrl.train import main  # noqa: E402
 
@@ -493,8 +500,8 @@ def test_a_process_ends_with_its_code_beside_a_stopped_daemon():
 
 def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
     """Ray asks its GCS to kill an actor, waits a minute for it, and then ends this process."""
-    monkeypatch.setattr(hosts, "started_here", lambda: True)
-    monkeypatch.setattr(hosts, "usable", lambda: False)
+    monkeypatch.setattr(group_module, "started_here", lambda: True)
+    monkeypatch.setattr(group_module, "usable", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: pytest.fail("Ray was asked"))
     with subprocess.Popen(["ray::jaxrl:rollout", "60"], executable="sleep") as process:
         title = Path(f"/proc/{process.pid}/cmdline")
@@ -502,7 +509,7 @@ def test_once_a_daemon_is_gone_processes_are_ended_without_ray(monkeypatch):
             time.sleep(0.01)
         info = SimpleNamespace(host=socket.gethostname(), pid=process.pid)
         pool = SimpleNamespace(alive=True, workers=[object()], info=[info])
-        hosts.kill([pool])
+        group_module.kill([pool])
         assert process.wait(timeout=10) == -signal.SIGKILL and not pool.alive
 
 
@@ -526,6 +533,39 @@ def test_the_end_of_a_run_is_known_though_ray_keeps_a_thread_with_the_lock(monke
         future.result()
     over.set()
     thread.join(10)
+
+
+def test_a_call_is_sent_once_its_inputs_are_there():
+    """So the loss of a process is that of its own calls; what stays in a process comes in order."""
+    sent = []
+
+    def remote(request):
+        sent.append((request.role, request.position))
+        return SimpleNamespace(future=Future), None
+
+    worker = SimpleNamespace(run=SimpleNamespace(remote=remote))
+    sender = Sender()
+    pools = [RayPool(i, name, (name,), (), [worker], alive=True) for i, name in enumerate(ROLES)]
+
+    def call(pool, *args, keeps=False):
+        future = RayFuture(
+            pool.name, "m", args, {}, 60, False, sender, pool, len(sender.calls), keeps
+        )
+        sender.calls[future.number] = future
+        return future
+
+    actor, rollout, teacher = pools
+    made = call(actor)
+    needs, behind = call(rollout, [made]), call(rollout)
+    kept = call(teacher, keeps=True)
+    call(teacher, {"a": kept})
+    for pool in pools:
+        sender.flush(pool)
+    assert sent == [("actor", 0), ("teacher", 0), ("teacher", 1)]
+    sender.calls.pop(made.number)
+    made.finish()
+    sender.flush(rollout)
+    assert sent[3:] == [("rollout", 0), ("rollout", 1)] and needs.refs and behind.refs
 
 
 def test_a_tpu_host_gives_its_chips_or_says_why_not(monkeypatch):

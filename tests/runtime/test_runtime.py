@@ -12,8 +12,17 @@ import pytest
 
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
-from jaxrl.runtime.local import LocalWorker, LocalWorkerGroup, done_future, stop_all
-from jaxrl.runtime.worker import DeadlineExceeded, Stopped, WorkerError, detail, phase
+from jaxrl.runtime.worker import (
+    DeadlineExceeded,
+    LocalWorker,
+    LocalWorkerGroup,
+    Stopped,
+    WorkerError,
+    detail,
+    done_future,
+    phase,
+    stop_all,
+)
 
 
 class Role:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.runtime.local import LocalFuture, LocalWorker
-from jaxrl.runtime.worker import GAP_S, TICK_S, DeadlineExceeded, WallClock
+from jaxrl.runtime.worker import (
+    GAP_S,
+    TICK_S,
+    DeadlineExceeded,
+    LocalFuture,
+    LocalWorker,
+    WallClock,
+)
 
 
 class Clock:

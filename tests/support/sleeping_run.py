@@ -12,7 +12,7 @@ from jaxrl.algorithms.protocols import Sources
 from jaxrl.config.schema import Config
 from jaxrl.profile.waits import Span, Stage, read_calls
 from jaxrl.run.loop import Calls, Loop
-from jaxrl.runtime.local import LocalWorkerGroup
+from jaxrl.runtime.worker import LocalWorkerGroup
 from jaxrl.sharding.placement import parse
 from jaxrl.telemetry.timeline import Timeline
 

@@ -31,7 +31,7 @@ from jaxrl.config.cli import run
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import RunError, UserError
-from jaxrl.run.check_inputs import tokenizer_of
+from jaxrl.run.job import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
 from jaxrl.teacher.protocol import TOKEN

@@ -22,8 +22,7 @@ from telemetry_doubles import ROWS, Clock, FullDisk, Terminal
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.errors import UserError
-from jaxrl.runtime.local import LocalWorker
-from jaxrl.runtime.worker import WorkerState
+from jaxrl.runtime.worker import LocalWorker, WorkerState
 from jaxrl.telemetry import console as console_module
 from jaxrl.telemetry import timeline as timeline_module
 from jaxrl.telemetry.console import Console

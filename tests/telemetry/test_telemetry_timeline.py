@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from telemetry_doubles import FullDisk
 
-from jaxrl.runtime.local import LocalWorker
-from jaxrl.runtime.worker import Handle, WorkerError
+from jaxrl.runtime.worker import Handle, LocalWorker, WorkerError
 from jaxrl.telemetry.timeline import Timeline
 
 

@@ -5,21 +5,21 @@ store; the driver receives only the results that it asks for. Ray starts process
 bytes. The definition and order of calls, deadlines, and the reaction to failures are in this
 package.
 
-If a process dies or is late, all processes of its pool are restarted, provided that the roles can
-be rebuilt: a frozen model, or a sampler with the weights last sent to it. The calls that had not
-run are sent again, in order. Since every call is a function of its arguments and seeds, they give
-the same results. A pool that trains cannot be rebuilt: the run then raises `RunLost` and returns to
-its newest checkpoint. Ray's own restarts of actors and retries of tasks are off: it would repeat
-calls in an order of its own, and without the weights that a role had.
+A call is sent once its inputs are there, so that the loss of a process is that of its own calls.
+If one dies or is late, all processes of its pool are restarted, provided that the roles can be
+rebuilt: a frozen model, or a sampler with the weights last sent to it. The calls that had not ended
+are sent again, in order. Since every call is a function of its arguments and seeds, they give the
+same results. A pool that trains cannot be rebuilt: the run then raises `RunLost` and returns to its
+newest checkpoint. Ray's own restarts of actors and retries of tasks are off: it would repeat calls
+in an order of its own, and without the weights that a role had.
 
 In the order of a run:
 
-    connect.py        the devices that a run would get; joins a cluster
+    connect.py        the devices that a run would get; joins a cluster; its hosts
     local_cluster.py  a cluster of the run's own on this host: how it listens, is watched, and ends
-    hosts.py          the hosts of a cluster, and processes seen from outside
     remote_calls.py   pools, calls to them, how arguments travel, and when each call is sent
-    worker_group.py   new processes with their devices and roles; what the loop sees of them
-    supervise.py      the thread that decides: reports, deadlines, losses
+    worker_group.py   new processes with their devices and roles; what the loop sees of them; the
+                      thread that decides: reports, deadlines, losses
 
 Ray is imported in this package only, and by `connect.join` first: what decides about tokens must
 be set before.
@@ -40,4 +40,4 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 
 if find_spec("ray") is None:
-    raise UserError("launcher=ray needs the package ray: pip install 'jaxrl[ray]'")
+    raise UserError("a Ray cluster needs the package ray: pip install 'jaxrl[ray]'")

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
+import shlex
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -29,6 +31,7 @@ from jaxrl.errors import RunError, UserError, counted
 from jaxrl.process.gpu_memory import given_share
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import (
+    RESOURCES,
     Cluster,
     Host,
     Kind,
@@ -40,7 +43,7 @@ from jaxrl.runtime.cluster import (
 )
 from jaxrl.runtime.ray import local_cluster
 from jaxrl.runtime.ray.local_cluster import in_cluster, leave, leave_at_exit, started_here, usable
-from jaxrl.runtime.worker import POLL_S
+from jaxrl.runtime.worker import POLL_S, WorkerState
 from jaxrl.sharding.mesh import (
     MOST_EMULATED,
     Visible,
@@ -51,6 +54,10 @@ from jaxrl.sharding.mesh import (
 from jaxrl.sharding.placement import Placement
 
 NAMESPACE = "jaxrl"
+LOOK_S = 5.0
+"""Longest wait for the states of all workers."""
+NODE_S = 60.0
+"""Longest wait for a node's description of itself."""
 FREE_S = 10.0
 """How long what the cluster has, but is not free, may take to become so."""
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -60,8 +67,8 @@ in the life of a process: the mode when it is imported, the token when it first 
 _imported_for: Literal["own", "joined"] | None = None
 """The kind of cluster that ray was imported for; None where it was not imported here, or the user
 has set RAY_AUTH_MODE."""
-_own_token: str | None = None
-"""What the clusters that this process starts ask for."""
+_variables: dict[str, str] = {}
+"""With which this process connects, and with which a cluster of its own starts."""
 
 
 def connect(config: RayConfig, placement: Placement) -> Visible:
@@ -77,7 +84,7 @@ def connect(config: RayConfig, placement: Placement) -> Visible:
         join(address, placement.n_devices)
     own = address is None and (not in_cluster() or started_here())
     here = [_this_host(placement.n_devices)]
-    kind, slots = find_seats(config, placement, (lambda: here) if own else _find_hosts)
+    kind, slots = find_seats(config, placement, (lambda: here) if own else find_hosts)
     note = None
     if kind == "CPU":
         note = f"no accelerator: emulating {counted(placement.n_devices, 'CPU device')}"
@@ -107,10 +114,55 @@ def find_seats(
         time.sleep(POLL_S)
 
 
-def _find_hosts() -> list[Host]:
-    from jaxrl.runtime.ray.hosts import find_hosts  # imports ray
+def find_hosts() -> list[Host]:
+    """Returns the nodes that are alive, the head first, with what is free on each."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.exceptions import RayError
 
-    return find_hosts()
+    def counts(resources: Mapping[str, float]) -> dict[Resource, int]:
+        return {name: int(resources.get(name, 0)) for name in RESOURCES}
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeID"]))
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    free = {n.node_id: n.available_resources() for n in (*status.active_nodes, *status.idle_nodes)}
+    asked = {n["NodeID"]: n for n in nodes if n["Resources"].get("GPU")}
+    reports: dict[str, Keywords] = {}
+    for node, ref in [(n, on_node(n, ask_driver, given_share())) for n in asked]:
+        with suppress(RayError):
+            reports[node] = ray.get(ref, timeout=NODE_S)
+    return [
+        Host(
+            node["NodeID"],
+            node.get("NodeName") or node["NodeManagerHostname"],
+            node["NodeManagerAddress"],
+            counts(node["Resources"]),
+            counts(free.get(node["NodeID"], {})),
+            **reports.get(node["NodeID"], {}),
+        )
+        for node in nodes
+    ]
+
+
+def on_node(node: str, function: Callable[..., object], *args: object) -> Any:
+    """Runs a function on a node; returns where its result will be."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    options: Keywords = {"scheduling_strategy": there, "runtime_env": python_on(node) or None}
+    return task.options(**options).remote(*args)
+
+
+def python_on(node: str) -> dict[str, str]:
+    """Returns the part of a runtime environment without which no worker starts on this host: Ray
+    writes the path of its interpreter into a shell's command, which takes one with a space apart.
+    """
+    quoted = shlex.quote(sys.executable)
+    here = node == sys.modules["ray"].get_runtime_context().get_node_id()
+    return {"py_executable": quoted} if here and quoted != sys.executable else {}
 
 
 def address_of(config: RayConfig) -> str | None:
@@ -129,13 +181,15 @@ def join(address: str | None, devices: int) -> None:
         RunError: Ray did not start on this host.
     """
     if in_cluster():
-        if _serves(address, devices):
+        # One of its own must have room, and daemons that work.
+        if address is not None or not started_here():
+            return
+        if usable() and sys.modules["ray"].cluster_resources().get("CPU", 0) >= devices:
             return
         leave()
     if address is not None:
         _reach(address)
     ray = import_ray(address)
-    environment = _environment(address)
     jax.config.update("jax_platforms", "cpu")  # the driver holds no device
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     there = address
@@ -143,10 +197,10 @@ def join(address: str | None, devices: int) -> None:
         if address is None:
             here = _this_host(devices).has
             options: Keywords = {"num_cpus": here["CPU"], "num_gpus": here["GPU"]}
-            options |= {"include_dashboard": False, "log_to_driver": False}
             options |= {"resources": {"TPU": here["TPU"]}} if here["TPU"] else {}
-            there = local_cluster.start(options, environment)
-        with _set(environment):
+            options |= {"include_dashboard": False, "log_to_driver": False}
+            there = local_cluster.start(options, _variables)
+        with _shown_token():
             ray.init(
                 there, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.CRITICAL
             )
@@ -172,26 +226,41 @@ def import_ray(address: str | None) -> ModuleType:
 
     Ray reads RAY_AUTH_MODE when it is imported, and keeps that as long as the process lives: it
     shows a token to a cluster of this process, and to another where the user has one. An explicit
-    RAY_AUTH_MODE is kept as it is.
+    RAY_AUTH_MODE is kept as it is. The token of a cluster of this process is in no file, and
+    processes that this one starts later do not get it.
+
+    Raises:
+        UserError: ray was imported for another kind of cluster.
     """
-    global _imported_for
-    if "ray" in sys.modules or MODE in os.environ:
+    global _imported_for, _variables
+    if MODE in os.environ:
         return import_module("ray")
-    _imported_for = "own" if address is None else "joined"
-    with _set({MODE: "token"} if address is None or _user_has_token() else {}):
+    if "ray" not in sys.modules:
+        _imported_for = "own" if address is None else "joined"
+        written = Path.home() / ".ray" / "auth_token"  # by `ray get-auth-token --generate`
+        if address is None:
+            _variables = {MODE: "token", TOKEN: secrets.token_hex(32)}
+        elif TOKEN in os.environ or TOKEN_PATH in os.environ or written.is_file():
+            _variables = {MODE: "token"}
+    elif address is None and _imported_for != "own":
+        raise UserError(
+            "ray was imported in this process before the run's cluster was started, and reads its"
+            " authentication mode only once: import it later, start another process, or set"
+            " RAY_AUTH_MODE=token (or =disabled: then any user of this host can use the cluster)"
+        )
+    elif address is not None and _imported_for == "own":
+        raise UserError(
+            "this process has started its own Ray cluster, and Ray reads its authentication"
+            f" mode only once: join {address} from another process"
+        )
+    with _shown_token():
         return import_module("ray")
-
-
-def _user_has_token() -> bool:
-    written = Path.home() / ".ray" / "auth_token"  # by `ray get-auth-token --generate`
-    return TOKEN in os.environ or TOKEN_PATH in os.environ or written.is_file()
 
 
 @contextmanager
-def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables in this block."""
-    before = {name: os.environ.pop(name, None) for name in variables}
-    os.environ.update(variables)
+def _shown_token() -> Iterator[None]:
+    before = {name: os.environ.pop(name, None) for name in _variables}
+    os.environ.update(_variables)
     try:
         yield
     finally:
@@ -201,52 +270,12 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _environment(address: str | None) -> dict[str, str]:
-    """Returns the variables with which this process connects, and with which a cluster of its own
-    starts. The token of that is in no file, and processes that this one starts later do not get it.
-
-    Raises:
-        UserError: ray was imported for another kind of cluster.
-    """
-    global _own_token
-    if MODE in os.environ:
-        return {}
-    if address is not None:
-        if _imported_for == "own":
-            raise UserError(
-                "this process has started its own Ray cluster, and Ray reads its authentication"
-                " mode only once: join {address} from another process"
-            )
-        return {MODE: "token"} if _imported_for == "joined" and _user_has_token() else {}
-    if _imported_for != "own":
-        raise UserError(
-            "ray was imported in this process before the run's cluster was started, and reads its"
-            " authentication mode only once: import it later, start another process, or set"
-            " RAY_AUTH_MODE=token (or =disabled: then any user of this host can use the cluster)"
-        )
-    _own_token = _own_token or secrets.token_hex(32)
-    return {MODE: "token", TOKEN: _own_token}
-
-
-def _serves(address: str | None, devices: int) -> bool:
-    """Returns whether the cluster that this process is in already will do."""
-    if address is not None or not started_here():
-        return True
-    if not usable():
-        return False
-    return bool(sys.modules["ray"].cluster_resources().get("CPU", 0) >= devices)
-
-
 def _reach(address: str) -> None:
-    """Connects to a head: Ray waits minutes for one that is not there, a connection tells at once.
-
-    Raises:
-        UserError: no address, or nobody answers.
-    """
+    """Connects to a head, at once: Ray waits minutes for one that is not there."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or not 0 < int(port) < 65536:
         raise UserError(
             f"{address!r} is not the address of a Ray cluster: write HOST:PORT of its head, as in"
             " 10.0.0.1:6379, or auto for the cluster of this host (ray.address, or else"
@@ -262,8 +291,6 @@ def _reach(address: str) -> None:
 
 
 def _this_host(devices: int) -> Host:
-    """Returns this machine as the one node of a cluster; it emulates as many CPU devices as are
-    asked."""
     gpus = accelerators_here()
     has: dict[Resource, int] = {
         "CPU": max(os.cpu_count() or 1, min(devices, MOST_EMULATED)),
@@ -276,15 +303,28 @@ def _this_host(devices: int) -> Host:
 
 
 def cluster(address: str) -> Cluster:
-    """Returns the nodes of a cluster and the jaxrl workers on it, for `python -m jaxrl.devices`.
+    """Returns the nodes of a cluster and the jaxrl workers on it, whosever they are, for `python -m
+    jaxrl.devices`.
 
     Raises:
         UserError: no cluster there.
     """
     join(address, 0)
-    from jaxrl.runtime.ray.hosts import find_workers
+    import ray
+    from ray.exceptions import RayError
 
+    states, asked = list[WorkerState](), list[Any]()
     try:
-        return Cluster(address, _find_hosts(), find_workers())
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            if named["name"].startswith("jaxrl:"):
+                with suppress(ValueError):  # it has ended since
+                    worker = ray.get_actor(named["name"], namespace=named["namespace"])
+                    asked.append(worker.state.remote())
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=LOOK_S) if asked else ([], [])
+        for ref in ready:
+            with suppress(RayError):
+                states.append(ray.get(ref, timeout=LOOK_S))
+        states.sort(key=lambda state: (state.host, state.pid))
+        return Cluster(address, find_hosts(), states)
     finally:
         leave()

@@ -197,10 +197,7 @@ class Guard(threading.Thread):
     """
 
     def __init__(self, lost: Callable[[str], None]):
-        """
-        Args:
-            lost: called once, with what is wrong with the cluster.
-        """
+        """Takes what is called once, with what is wrong with the cluster."""
         super().__init__(name="guard", daemon=True)
         self._lost = lost
         self._head: str | None = None
@@ -217,20 +214,18 @@ class Guard(threading.Thread):
     def run(self) -> None:
         """Looks every `POLL_S`, until something is wrong."""
         while not self._over.wait(POLL_S):
-            trouble = self._look_at_daemons() if self._head is None else self._look_at(self._head)
-            if trouble is not None:
+            if (trouble := self._look()) is not None:
                 self._lost(trouble)
                 return
 
-    def _look_at_daemons(self) -> str | None:
+    def _look(self) -> str | None:
         for name, daemon in daemons().items():
             stopped = _status(daemon) == "is stopped"
             self._polls[name] = self._polls[name] + 1 if stopped else 0
             if self._polls[name] >= STOPPED_POLLS:
                 return f"the {name} (pid {daemon.pid}) of the run's own Ray cluster is stopped"
-        return ended_daemon()
-
-    def _look_at(self, head: str) -> str | None:
+        if (head := self._head) is None:
+            return ended_daemon()
         host, _, port = head.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -251,8 +246,9 @@ class Starts:
     command line of a worker; once it is known to Ray, its title begins with `ray::`.
     """
 
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._raylet, self._logs = cluster.daemons["raylet"], cluster.logs
+    def __init__(self) -> None:
+        assert _cluster is not None
+        self._raylet, self._logs = _cluster.daemons["raylet"], _cluster.logs
         self._starting: set[int] = set()
         self._ended: dict[int, float] = {}
         """Process id -> `time.monotonic` seconds of its end."""
@@ -293,11 +289,6 @@ class Starts:
             f"its process (pid {ended[0]}) ended before it registered with Ray; the last lines"
             f" of Ray's logs in {self._logs}:\n{shown}"
         )
-
-
-def watch_starts() -> Starts | None:
-    """Returns what looks at starting processes; None in a cluster that was joined."""
-    return None if _cluster is None else Starts(_cluster)
 
 
 def leave(answers: bool = True) -> None:
@@ -369,7 +360,6 @@ def end_daemons() -> None:
 
 
 def _kill(processes: list[psutil.Process]) -> None:
-    """Kills those of the processes that there are still."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()

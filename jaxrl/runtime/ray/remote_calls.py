@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import RayError
 
 from jaxrl.runtime.cluster import ProcessSlot
-from jaxrl.runtime.local import LocalFuture
 from jaxrl.runtime.role_server import (
+    STARTING,
     CallReport,
     CallRequest,
     InputLost,
@@ -28,7 +28,15 @@ from jaxrl.runtime.role_server import (
     ProcessStatus,
 )
 from jaxrl.runtime.serialization import unpack
-from jaxrl.runtime.worker import POLL_S, Future, RunLost, Stopped, map_leaves
+from jaxrl.runtime.worker import (
+    POLL_S,
+    Future,
+    LocalFuture,
+    RunLost,
+    Stopped,
+    WorkerState,
+    map_leaves,
+)
 
 LOCK_S = 5.0
 """Longest wait for the lock at the end of a run; Ray may keep who holds it, once a daemon of the
@@ -58,18 +66,15 @@ class RayPool:
     info: list[ProcessInfo] = field(default_factory=list)
     """Of the processes that there are; empty while they start."""
     answers: dict[int, ProcessStatus] = field(default_factory=dict)
-    """Rank -> what it last said, in `time.monotonic` seconds of the driver."""
+    """Rank -> what it last said."""
     asked: set[int] = field(default_factory=set)
     """Ranks that have been asked, and have not answered."""
     born: float = 0.0
     life: int = 0
     """How many times its processes were restarted."""
-    epoch: int = 0
     position: int = 0
+    """Of the next call, in the order of its processes."""
     alive: bool = False
-    lost_at: float | None = None
-    """When a call did not run, nor those after it, for a lost input: they come again, once its
-    inputs can be had."""
     doubt: tuple[float, BaseException] | None = None
     """An error that another process's death may have caused, and when it was reported."""
     released: deque[int] = field(default_factory=deque)
@@ -79,19 +84,28 @@ class RayPool:
     def trains(self) -> bool:
         return "actor" in self.roles
 
-    def heard(self, rank: int) -> float:
-        """Returns when a process last answered; when it was started, if it never has."""
-        answer = self.answers.get(rank)
-        return self.born if answer is None else answer.at
-
-    def where(self, rank: int) -> str:
-        if rank >= len(self.info):
-            return f"worker {self.label(rank)} ({self.process_slots[rank].host.name})"
-        info = self.info[rank]
-        return f"worker {self.label(rank)} ({info.host}, pid {info.pid})"
-
     def label(self, rank: int) -> str:
         return self.name if len(self.process_slots) == 1 else f"{self.name}.{rank}"
+
+    def state(self, rank: int) -> WorkerState:
+        """Tells what a process does, as far as it was heard; `heard` is when it was started, if it
+        never was."""
+        host, pid, names = self.process_slots[rank].host.name, 0, tuple[str, ...]()
+        if rank < len(self.info):
+            info = self.info[rank]
+            host, pid, names = info.host, info.pid, tuple(name for name, _ in info.devices)
+        about = self.label(rank), host, pid, self.roles, names
+        answer = self.answers.get(rank)
+        if answer is None:
+            return WorkerState(*about, STARTING, "", self.born, self.born, self.life)
+        state = answer.state
+        phase, compiling = (state.phase, state.compiling) if self.alive else ("died", "")
+        times = state.detail, state.since, state.heard
+        return WorkerState(*about, phase, *times, self.life, compiling)
+
+    def where(self, rank: int) -> str:
+        state = self.state(rank)
+        return f"worker {state.name} ({state.host}{f', pid {state.pid}' * (state.pid > 0)})"
 
 
 @dataclass(eq=False)
@@ -106,10 +120,6 @@ class RayFuture(Future[Any]):
     refs: list[ray.ObjectRef] = field(default_factory=list, init=False)
     """Of the results, one for each process; empty while unsent."""
     reports: dict[int, CallReport] = field(default_factory=dict, init=False)
-    bounced: set[int] = field(default_factory=set, init=False)
-    """Processes where an input was lost, so that it did not run."""
-    settled: bool = field(default=False, init=False)
-    """Whether its inputs existed when it was sent; if one is lost, no other call recreates it."""
     sent: float = field(default=0.0, init=False)
     tries: int = field(default=0, init=False)
     """Reports about an earlier one are ignored."""
@@ -143,8 +153,8 @@ class RayFuture(Future[Any]):
             ) from error
 
     def unsend(self) -> None:
-        """Forgets that it was sent: its processes are gone, or could not run it."""
-        self.refs, self.reports, self.bounced = [], {}, set()
+        """Forgets that it was sent: its processes are gone."""
+        self.refs, self.reports = [], {}
         self.times.started = None
         self.tries += 1
 
@@ -159,28 +169,19 @@ class RayFuture(Future[Any]):
 class RemoteRef:
     """An argument that another pool made."""
 
-    number: int
     role: str
     refs: tuple[ray.ObjectRef, ...]
 
-    def arrive(self, stopping: Callable[[], bool]) -> object:
-        """Waits in the process that needs it; the driver bounds the wait."""
-
-        def check() -> None:
-            if stopping():
-                raise InputLost("the run is over")
-
+    def arrive(self) -> object:
+        """Fetches it into the process that needs it; the driver bounds the wait."""
         try:
-            parcels = _get_all(self.refs, check)
+            return unpack(_get_all(self.refs), fetched)
         except RayError as error:
             raise InputLost(f"what {self.role} made is lost: {type(error).__name__}") from error
-        if any(parcel is None for parcel in parcels):
-            raise InputLost(f"{self.role} did not make it")
-        return unpack(parcels, fetched)
 
 
-def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
-    """Returns what processes packed, None for one that did not; `check` may end the wait."""
+def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None] = lambda: None) -> list[Any]:
+    """Returns what processes packed; `check` may end the wait."""
     waiting = list(refs)
     while waiting:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_S)
@@ -205,7 +206,7 @@ def wire(values: object, pool: RayPool) -> Any:
         if isinstance(value, RayFuture):
             if value.pool is pool and value.keeps:
                 return LocalRef(value.number)
-            return RemoteRef(value.number, value.role, tuple(value.refs))
+            return RemoteRef(value.role, tuple(value.refs))
         if isinstance(value, LocalFuture):
             return value.result()  # the driver's own, which is there
         return value
@@ -214,7 +215,8 @@ def wire(values: object, pool: RayPool) -> Any:
 
 
 class Sender:
-    """Sends each call once its inputs can be had; those of a pool in the order of asking."""
+    """Sends each call once its inputs are there, so that no loss of the process that made one is
+    its own; those of a pool in the order of asking."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -246,14 +248,16 @@ class Sender:
             self.lock.release()
 
     def flush(self, pool: RayPool) -> None:
-        """Sends what is unsent, in order, up to the first call whose inputs cannot be had yet.
+        """Sends what is unsent, in order, up to the first call whose inputs are not there yet.
         With the lock held."""
-        if not pool.alive or pool.lost_at is not None:
-            return
-        for future in self.unfinished(pool):
+        for future in self.unfinished(pool) if pool.alive else ():
             if future.refs:
                 continue
-            if all(self._available(needed) for needed in future.inputs()):
+            # What stays in the processes is there by the order of their calls.
+            if all(
+                needed.done() or (needed.keeps and needed.pool is pool)
+                for needed in future.inputs()
+            ):
                 self._send(future)
             elif not future.aside:
                 return
@@ -264,20 +268,13 @@ class Sender:
             calls = sorted(self.calls.items())
         return [f for _, f in calls if pool in (f.pool, None) and not f.done()]
 
-    def _available(self, future: RayFuture) -> bool:
-        return future.done() or (
-            bool(future.refs) and future.pool.alive and future.pool.lost_at is None
-        )
-
     def _send(self, future: RayFuture) -> None:
-        """Sends a call to every process of its pool."""
         pool = future.pool
         position = -1
         if not future.aside:
             position, pool.position = pool.position, pool.position + 1
         request = CallRequest(
             number=future.number,
-            epoch=pool.epoch,
             position=position,
             role=future.role,
             method=future.method,
@@ -288,7 +285,6 @@ class Sender:
         )
         future.unsend()
         future.sent = time.monotonic()
-        future.settled = all(needed.done() for needed in future.inputs())
         # Of several processes each reads the one copy in the object store of its host.
         sent: Any = ray.put(request) if len(pool.workers) > 1 else request
         for rank, worker in enumerate(pool.workers):

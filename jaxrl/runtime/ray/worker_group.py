@@ -1,10 +1,14 @@
 """The workers of a run, all of them processes of a Ray cluster: how they start, side by side,
-bounded and verified; how the loop calls them; and how they end.
+bounded and verified; how the loop calls them; the thread that handles their reports, enforces
+deadlines, and restarts processes that are lost; and how they end.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import signal
+import socket
 import threading
 import time
 import uuid
@@ -12,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +25,7 @@ from typing import Any
 import jax
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,34 +34,44 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
-from jaxrl.runtime.ray.connect import address_of, find_seats, join
-from jaxrl.runtime.ray.hosts import (
-    check_nodes,
-    end_here,
+from jaxrl.runtime.ray.connect import (
+    address_of,
     find_hosts,
-    kill,
-    last_line,
+    find_seats,
+    join,
+    on_node,
     python_on,
-    stacks,
 )
 from jaxrl.runtime.ray.local_cluster import (
     Guard,
     Starts,
     bounded,
     end_daemons,
+    ended_daemon,
     in_cluster,
     leave,
     started_here,
     usable,
-    watch_starts,
 )
-from jaxrl.runtime.ray.remote_calls import FETCH_S, STAYS, RayFuture, RayPool, Sender
-from jaxrl.runtime.ray.supervise import Log, NeverRan, NotStarted, Supervisor
-from jaxrl.runtime.role_server import STARTING, CallRequest, WorkerServer
+from jaxrl.runtime.ray.remote_calls import (
+    FETCH_S,
+    STATEFUL,
+    STAYS,
+    RayFuture,
+    RayPool,
+    Sender,
+)
+from jaxrl.runtime.role_server import (
+    CallReport,
+    CallRequest,
+    InputLost,
+    ProcessStatus,
+    WorkerServer,
+    look,
+)
 from jaxrl.runtime.worker import (
     POLL_S,
     PROFILE,
-    Phase,
     RunLost,
     Stopped,
     WorkerError,
@@ -66,10 +80,11 @@ from jaxrl.runtime.worker import (
 )
 from jaxrl.sharding.placement import Placement, device_list
 
+Log = Callable[[str], None]
 MakeRoles = Callable[[Placement, int, Sequence[jax.Device]], Mapping[str, Callable[[], object]]]
 CALLS = 256
 """Calls that a process takes at once; all but one wait for their turn."""
-CONTROL = ("info", "free_port", "join", "open", "answer", "state", "stacks", "stop")
+CONTROL = ("info", "free_port", "answer", "state", "stacks", "stop")
 """Methods of a `WorkerServer` that answer while calls run."""
 BUNDLE_S = 60.0
 """Longest wait for what the cluster has free already."""
@@ -77,6 +92,27 @@ LOOK_S = 0.2
 """Seconds between two looks at processes that start: one that cannot run ends within a second."""
 END_S = 10.0
 """Longest wait for Ray to end the workers, before they are ended without it."""
+STACKS_S = 5.0
+"""Longest wait for the stacks of a late worker, before the kernel is asked instead."""
+SILENT_S = 3.0
+"""Seconds without an answer from which on that is told."""
+ASK_S = 1.0
+"""Seconds between two questions to a worker about its state."""
+DOUBT_S = 3.0
+"""How long the error of one process of several waits for the news that another has died: who
+computes with a process that dies sees an error of its own, and may be heard first."""
+PROGRESS = ("actor", "update")
+"""The call that resets the count of restarts."""
+JOIN_S = 5.0
+"""Longest wait at the end for all threads together."""
+
+
+class NotStarted(RunError):
+    """A process ended, or hung, while it started."""
+
+
+class NeverRan(NotStarted):
+    """A process ended before Ray knew it, or has never answered."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +126,6 @@ class RayHandle:
     def call(
         self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
     ) -> RayFuture:
-        """Queues a call (`Handle.call`)."""
         pool, sender = self.pool, self.sender
         keeps = STAYS.get((self.role, method)) in pool.roles
         what = self.role, method, args, kwargs, deadline, aside
@@ -107,8 +142,8 @@ class RayHandle:
 
 
 class RayWorkerGroup:
-    """Makes the processes of all pools, with their devices and roles, takes calls to the roles, and
-    ends them."""
+    """Makes the processes of all pools, with their devices and roles, takes calls to the roles,
+    looks after the processes, and ends them."""
 
     def __init__(
         self,
@@ -145,18 +180,21 @@ class RayWorkerGroup:
         ]
         self._pools = [pool for pool in pools if pool.roles]
         self._bundles = [slot for pool in self._pools for slot in pool.process_slots]
-        self._placement, self._make_roles, self._log = placement, make_roles, log
+        self._config, self._placement, self._log = config, placement, log
+        self._make_roles = make_roles
         self._startup_s, self._lazy = startup_s, lazy
         self._environment, self._protocols = environment, protocols
         self._longest_s = BUNDLE_S + startup_s + 2 * FETCH_S
         """Bound on a start of pools, for where Ray itself does not answer."""
         self._sender = Sender()
-        self._supervisor = Supervisor(
-            config, self._sender, self._pools, log, self._launch, self._longest_s
-        )
+        self._restarts = 0
+        """Since the last update of the policy."""
+        self._states: dict[tuple[int, str], RayFuture] = {}
+        """Pool and role -> the call that made its state, if it can be repeated."""
+        self._threads: list[threading.Thread] = []
         self._reserved: Any = None
         self.ending: str | None = None
-        self._guard = Guard(self._lost if started_here() else self._lose_head)
+        self._guard = Guard(self._lose_cluster if started_here() else self._lose_head)
 
     # How they start.
 
@@ -180,7 +218,7 @@ class RayWorkerGroup:
             except BaseException as error:
                 started.set_exception(error)
 
-        threading.Thread(target=run, name="launch", daemon=True).start()
+        self._begin("launch", run)
         try:
             while not wait([started], POLL_S).done:
                 self._sender.check()
@@ -194,10 +232,13 @@ class RayWorkerGroup:
             raise RunLost(str(error)) from error
         for pool in self._pools:
             pool.alive = True
-        self._supervisor.start()
+        self._begin("supervisor", self._supervise)
+
+    def _begin(self, name: str, target: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
 
     def _reserve(self) -> None:
-        """Takes a bundle of the cluster for each process; what is free was compared before."""
         kind: str = self._kind
         self._reserved = placement_group(
             [{kind: slot.devices} if slot.devices else {"memory": 1} for slot in self._bundles],
@@ -213,37 +254,30 @@ class RayWorkerGroup:
                 )
 
     def _launch(self, pools: Sequence[RayPool]) -> None:
-        """Starts new processes for these pools, with their roles: also after a loss."""
-        get = partial(self._get_all, began=time.monotonic(), starts=watch_starts())
+        get = partial(
+            self._get_all, began=time.monotonic(), starts=Starts() if started_here() else None
+        )
         for pool in pools:
             pool.born, pool.answers, pool.asked, pool.info = time.monotonic(), {}, set(), []
-            pool.epoch, pool.position = pool.epoch + 1, 0
-            pool.lost_at = pool.doubt = None
+            pool.position, pool.doubt = 0, None
             pool.workers = [self._process(pool, rank) for rank in range(len(pool.process_slots))]
-        joining: list[tuple[RayPool, int, ray.ObjectRef]] = []
+        asked: list[tuple[RayPool, int, ray.ObjectRef]] = []
         for pool in pools:
-            n = len(pool.process_slots)
+            n, joins = len(pool.process_slots), None
             if n > 1:  # one SPMD program
                 (port,) = get([(pool, 0, pool.workers[0].free_port.remote())])
                 address = f"{pool.process_slots[0].host.address}:{port}"
-                joining += [
-                    (pool, slot.rank, worker.join.remote(address, n, slot.devices, self._startup_s))
-                    for slot, worker in zip(pool.process_slots, pool.workers, strict=True)
-                ]
-        get(joining)
-        workers = [(pool, *each) for pool in pools for each in enumerate(pool.workers)]
-        infos = get([(pool, rank, worker.info.remote()) for pool, rank, worker in workers])
-        for (pool, _, _), info in zip(workers, infos, strict=True):
+                joins = address, n, pool.process_slots[0].devices, self._startup_s
+            asked += [(pool, i, worker.info.remote(joins)) for i, worker in enumerate(pool.workers)]
+        for (pool, _, _), info in zip(asked, get(asked), strict=True):
             pool.info.append(info)
         self._verify()
-        get([(pool, rank, worker.open.remote()) for pool, rank, worker in workers])
         starting: list[tuple[RayPool, str, int, ray.ObjectRef]] = []
         for pool in pools:
             for role in pool.roles:
                 make = partial(make_role, self._make_roles, self._placement, pool.index, role)
                 request = CallRequest(
                     number=-1,
-                    epoch=pool.epoch,
                     position=pool.position,
                     role=role,
                     method="start",
@@ -267,7 +301,6 @@ class RayWorkerGroup:
                 self._log(f"{role}: ready in {seconds:.1f} s, {on}; {pool.where(0)}")
 
     def _process(self, pool: RayPool, rank: int) -> Any:
-        """Starts one process; returns its Ray actor."""
         slot = pool.process_slots[rank]
         env = {
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -319,13 +352,8 @@ class RayWorkerGroup:
         began: float,
         starts: Starts | None,
     ) -> list[Any]:
-        """Waits for all; the first that has died or failed ends the wait.
-
-        Args:
-            asked: pool, rank, what it was asked for.
-            began: from then on they may take `deadlines.startup`; `time.monotonic` seconds.
-            starts: what looks at processes that start here.
-        """
+        """Waits for what processes were asked for, for `deadlines.startup` since `began`; the first
+        that has died or failed ends the wait."""
         owner = {ref: (pool, rank) for pool, rank, ref in asked}
         values: dict[ray.ObjectRef, Any] = {}
         while waiting := [ref for ref in owner if ref not in values]:
@@ -366,43 +394,16 @@ class RayWorkerGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Returns the roles that there are."""
         return tuple(role for pool in self._pools for role in pool.roles)
 
     def handle(self, role: str) -> RayHandle:
-        """Returns what calls a role."""
         pool = next(pool for pool in self._pools if role in pool.roles)
         return RayHandle(self._sender, pool, role)
 
     def states(self) -> list[WorkerState]:
-        """Tells what each process does, as far as it was heard."""
-        return [
-            self._state(pool, rank)
-            for pool in self._pools
-            for rank in range(len(pool.process_slots))
-        ]
-
-    def _state(self, pool: RayPool, rank: int) -> WorkerState:
-        info = pool.info[rank] if rank < len(pool.info) else None
-        answer = pool.answers.get(rank)
-        phase = Phase(STARTING, pool.born) if answer is None else answer.phase
-        died = answer is not None and not pool.alive
-        return WorkerState(
-            pool.label(rank),
-            pool.process_slots[rank].host.name if info is None else info.host,
-            0 if info is None else info.pid,
-            pool.roles,
-            () if info is None else tuple(name for name, _ in info.devices),
-            "died" if died else phase.name,
-            phase.detail,
-            phase.since,
-            pool.heard(rank),
-            pool.life,
-            "" if died or answer is None else answer.compiling,
-        )
+        return [pool.state(slot.rank) for pool in self._pools for slot in pool.process_slots]
 
     def peaks(self) -> dict[str, int]:
-        """Returns role -> peak bytes of its fullest device (`WorkerGroup.peaks`)."""
         peaks: dict[str, int] = {}
         for pool in self._pools:
             answers = list(pool.answers.values())
@@ -412,21 +413,209 @@ class RayWorkerGroup:
         return peaks
 
     def compiled(self) -> Compilations:
-        """Counts the programs that all processes have compiled so far."""
         answers = (answer for pool in self._pools for answer in list(pool.answers.values()))
         return sum((answer.compiled for answer in answers), Compilations())
 
     def profile(self, folder: Path | None, dtype: str, deadline: float) -> dict[str, RayFuture]:
-        """Begins or ends a trace in every process (`WorkerGroup.profile`)."""
         handles = [RayHandle(self._sender, pool, pool.roles[0]) for pool in self._pools]
         return {
             handle.pool.name: handle.call(PROFILE, folder, dtype, deadline=deadline)
             for handle in handles
         }
 
+    # How they are looked after.
+
+    def _supervise(self) -> None:
+        notes: dict[str, Callable[..., None]] = {
+            "report": self._reported,
+            "answer": self._answered,
+            "made": self._made,
+        }
+        asked = 0.0
+        while self._sender.failure is None:
+            try:
+                with suppress(queue.Empty):
+                    kind, *news = self._sender.news.get(timeout=0.2)
+                    while True:
+                        notes[kind](*news)
+                        kind, *news = self._sender.news.get_nowait()
+                for pool in self._pools:
+                    with self._sender.lock:
+                        self._sender.flush(pool)
+                    # An error of one process, once no other has been heard to die.
+                    if pool.doubt is not None and time.monotonic() - pool.doubt[0] > DOUBT_S:
+                        raise pool.doubt[1]
+                if time.monotonic() - asked > ASK_S:
+                    asked = time.monotonic()
+                    self._ask()
+                    self._find_late()
+            except (RunError, UserError) as error:
+                self._sender.fail(error)
+            except Exception as error:
+                reported = f"the supervisor failed: {type(error).__name__}: {error}"
+                self._sender.fail(RunError(reported))
+
+    def _answered(
+        self, pool: RayPool, life: int, rank: int, reported: Future[ProcessStatus]
+    ) -> None:
+        if life != pool.life or not pool.alive:
+            return
+        pool.asked.discard(rank)
+        failed = reported.exception()
+        if isinstance(failed, ActorDiedError):
+            self._lose(pool, self._death(pool, rank, failed))
+        if failed is not None:
+            return
+        answer, now = reported.result(), time.monotonic()
+        shift = now - answer.state.heard  # from the clock of the process to this one's
+        state = replace(answer.state, since=answer.state.since + shift, heard=now)
+        pool.answers[rank] = replace(answer, state=state)
+        for number, started in answer.running:
+            future = self._sender.calls.get(number)
+            if future is not None and future.times.started is None:
+                future.times.started = started + shift
+
+    def _reported(
+        self, pool: RayPool, tries: int, rank: int, future: RayFuture, reported: Future[CallReport]
+    ) -> None:
+        if tries != future.tries or future.done():
+            return  # of processes that are gone, or of a call that is sent again
+        failed, call = reported.exception(), f"{future.role}.{future.method}"
+        if failed is not None:
+            if isinstance(failed, RayTaskError):
+                raise WorkerError(f"{call} failed in {pool.where(rank)}:\n{failed}")
+            self._lose(pool, self._death(pool, rank, failed))
+            return
+        report = reported.result()
+        error = report.error
+        if isinstance(error, InputLost):  # what its process has kept until then is in no other
+            raise RunLost(f"an input of {call} was made, but is lost: its node may be gone")
+        if error is not None:
+            if future.aside:
+                self._finished(future, error)
+            elif len(pool.process_slots) > 1 and isinstance(error, WorkerError):
+                pool.doubt = pool.doubt or (time.monotonic(), error)
+            else:
+                raise error
+            return
+        future.reports[rank] = report
+        if len(future.reports) == len(pool.process_slots):
+            self._finished(future, None)
+
+    def _finished(self, future: RayFuture, error: BaseException | None) -> None:
+        pool = future.pool
+        if error is not None and any(future in call.inputs() for call in self._sender.unfinished()):
+            raise error
+        with self._sender.lock:
+            if future.reports:
+                first = future.reports[min(future.reports)].times
+                now = time.monotonic()
+                shift = now - (first.finished or now)
+                future.times.finished = now
+                future.times.started = now - first.seconds
+                future.times.made_s = first.made_s
+                future.times.moves = tuple(move.later(shift) for move in first.moves)
+            if STATEFUL.get(future.role) == future.method and not pool.trains:
+                self._states[pool.index, future.role] = future
+            self._sender.calls.pop(future.number, None)
+            future.finish(error)
+        if (future.role, future.method) == PROGRESS and error is None:
+            self._restarts = 0
+
+    def _ask(self) -> None:
+        for pool in self._pools:
+            if not pool.alive:
+                continue
+            released: list[int] = []
+            while pool.released and not pool.asked:  # all of its processes hear of all
+                released.append(pool.released.popleft())
+            for rank, worker in enumerate(pool.workers):
+                if rank not in pool.asked:
+                    pool.asked.add(rank)
+                    heard = partial(self._sender.hear, "answer", pool, pool.life, rank)
+                    worker.answer.remote(released).future().add_done_callback(heard)
+
+    def _find_late(self) -> None:
+        awake_since = wall_clock().awake_since
+        for pool in self._pools:
+            if not pool.alive and awake_since(pool.born) > self._longest_s:
+                raise RunLost(f"Ray has not answered while {pool.name} was restarted")
+        for future in self._sender.unfinished():
+            pool = future.pool
+            if not pool.alive or not future.refs:
+                continue
+            begun = future.times.started
+            if begun is None:
+                heard = min(pool.state(slot.rank).heard for slot in pool.process_slots)
+                if awake_since(heard) <= future.deadline:
+                    continue
+                begun = future.sent
+            if awake_since(begun) > future.deadline:
+                self._late(future, awake_since(begun))
+
+    def _late(self, future: RayFuture, elapsed: float) -> None:
+        pool = future.pool
+        silent = [r for r in range(len(pool.process_slots)) if r not in future.reports]
+        late = future.late(elapsed, "\n".join(diagnosis(pool, rank) for rank in silent))
+        if future.aside:  # it blocks no other, and who asked for it decides what it means
+            self._finished(future, late)
+            return
+        if pool.trains or self._restarts >= self._config.max_restarts:
+            kill([pool])
+            raise RunLost(str(late)) if pool.trains else late
+        self._log(str(late))
+        self._lose(pool, f"{pool.name} was late")
+
+    def _death(self, pool: RayPool, rank: int, error: BaseException) -> str:
+        """Tells which process ended, in which call, and what Ray knows of it."""
+        running = [f for f in self._sender.unfinished(pool) if f.refs and not f.aside]
+        during = f" in {running[0].role}.{running[0].method}" if running else ""
+        return f"{pool.where(rank)} died{during}: {last_line(error)}"
+
+    def _lose(self, pool: RayPool, why: str) -> None:
+        kill([pool])
+        if pool.trains:
+            raise RunLost(why)
+        check_nodes(pool)
+        most = self._config.max_restarts
+        self._restarts += 1
+        if self._restarts > most:
+            raise RunError(
+                f"{why}\nworkers were restarted {most} times since the last trained step"
+                " (ray.max_restarts): the run gives up"
+            )
+        self._log(f"{why}; restarting {pool.name} ({self._restarts} of {most})")
+        with self._sender.lock:
+            pool.life, pool.born = pool.life + 1, time.monotonic()
+            for future in self._sender.unfinished(pool):
+                future.unsend()
+
+        def launch() -> None:
+            error: BaseException | None = None
+            try:
+                self._launch([pool])
+            except BaseException as failed:
+                error = failed
+            self._sender.news.put(("made", pool, error))
+
+        self._begin(f"restart:{pool.name}", launch)  # the other pools go on meanwhile
+
+    def _made(self, pool: RayPool, error: BaseException | None) -> None:
+        if isinstance(error, NotStarted):
+            self._lose(pool, str(error))
+            return
+        if error is not None:
+            raise error
+        with self._sender.lock:
+            for key in [key for key in self._states if key[0] == pool.index]:
+                again = replace(self._states.pop(key))  # not sent yet; the old one keeps its result
+                self._sender.calls[again.number] = again
+            pool.alive = True
+        self._log(f"{pool.name} is back after {time.monotonic() - pool.born:.1f} s")
+
     # How they end.
 
-    def _lost(self, why: str) -> None:
+    def _lose_cluster(self, why: str) -> None:
         end_daemons()  # so that whoever waits for one hears of it
         self._sender.fail(RunLost(why))
 
@@ -439,7 +628,9 @@ class RayWorkerGroup:
         Ray does not answer, they are ended without it, and the cluster is left."""
         self._guard.stop()
         self._sender.fail(Stopped("the run is over"))
-        self._supervisor.join()
+        end = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
         if self.ending or not usable() or not bounded(self._end, END_S):
             end_here(self._pools)
             leave(answers=False)
@@ -456,7 +647,6 @@ class RayWorkerGroup:
 
 
 def worker_class(pool: str) -> ActorClass:
-    """Makes a Ray actor class whose name, and so its process title, tells the roles."""
     methods: dict[str, object] = {
         name: ray.method(concurrency_group="control")(getattr(WorkerServer, name))
         for name in CONTROL
@@ -469,5 +659,102 @@ def worker_class(pool: str) -> ActorClass:
 
 
 def make_role(make_roles: MakeRoles, placement: Placement, pool: int, role: str) -> object:
-    """Makes a role on its pool's devices, in the worker."""
     return make_roles(placement, pool, jax.devices())[role]()
+
+
+def check_nodes(pool: RayPool) -> None:
+    """Raises `RunLost` where a pool cannot come back, since its node has left the cluster."""
+    if started_here():  # its GCS, which Ray would ask, may be what has ended
+        trouble = ended_daemon()
+        if trouble is not None:
+            raise RunLost(trouble)
+        return
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    for slot in pool.process_slots:
+        if slot.host.id not in alive:
+            reported = f"the node {slot.host.name} ({slot.host.address}) of {pool.name} is gone"
+            raise RunLost(reported)
+
+
+def diagnosis(pool: RayPool, rank: int) -> str:
+    """Tells what a late process does, as far as anybody can tell."""
+    answer, state, now = pool.answers.get(rank), pool.state(rank), time.monotonic()
+    found = stacks(pool, rank)
+    if answer is None:
+        return f"{pool.where(rank)} has never answered; {found}"
+    ago, reported = now - state.heard, f", {state.detail}" if state.detail else ""
+    silent = f" (it last answered {ago:.1f} s ago)" if ago > SILENT_S else ""
+    return (
+        f"{pool.where(rank)} in phase '{state.phase}' for {now - state.since:.1f} s"
+        f"{reported}{silent}\n"
+        f"device memory: {answer.memory}\nstack of the worker:\n{found}"
+    )
+
+
+def stacks(pool: RayPool, rank: int) -> str:
+    """Returns the stacks of a process, from itself or, where it does not answer, from its host."""
+    try:
+        return ray.get(pool.workers[rank].stacks.remote(), timeout=STACKS_S)
+    except RayError:
+        pass
+    if rank >= len(pool.info):
+        return "(it has never answered)"
+    info = pool.info[rank]
+    try:
+        found = _there(pool, rank, look, info.pid, info.stacks_file)
+        if isinstance(found, ray.ObjectRef):
+            found = ray.get(found, timeout=2 * STACKS_S)
+        return str(found)
+    except RayError as error:
+        return f"its host does not answer ({type(error).__name__})"
+
+
+def kill(pools: Sequence[RayPool]) -> None:
+    """Ends their processes, stopped ones too."""
+    asked: list[object] = []
+    for pool in pools:
+        pool.alive = False
+    if started_here() and not usable():  # Ray would wait for its GCS, and end this process then
+        end_here(pools)
+        return
+    for pool in pools:
+        for rank, worker in enumerate(pool.workers):
+            with suppress(Exception):
+                ray.kill(worker, no_restart=True)
+            if rank < len(pool.info):  # a stopped process does not hear Ray
+                with suppress(Exception):
+                    asked.append(_there(pool, rank, _end_process, pool.info[rank].pid))
+    refs = [ref for ref in asked if isinstance(ref, ray.ObjectRef)]
+    if refs:
+        with suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=2 * STACKS_S)
+
+
+def end_here(pools: Sequence[RayPool]) -> None:
+    """Ends the processes that are on this host, without Ray."""
+    for info in (info for pool in pools for info in pool.info):
+        if info.host == socket.gethostname():
+            _end_process(info.pid)
+
+
+def _there(pool: RayPool, rank: int, function: Callable[..., object], *args: object) -> object:
+    """Runs a function on the host of a process: its result, or where that will be. Hosts may have
+    the same name, as containers often do: only the node's number tells them apart."""
+    host = pool.process_slots[rank].host.id
+    if host in ("", ray.get_runtime_context().get_node_id()):
+        return function(*args)
+    return on_node(host, function, *args)
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the part of an error of Ray that tells."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+
+
+def _end_process(pid: int) -> None:
+    """Kills the process of a worker, if the number is not another's by now."""
+    with suppress(OSError):
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if title.startswith(b"ray::jaxrl:"):
+            os.kill(pid, signal.SIGKILL)
