@@ -20,7 +20,7 @@ from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
-from jaxrl.models.encoder_config import EncoderConfig, read_encoder
+from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.verifiers import after_thoughts
 from jaxrl.runtime.worker import detail, phase

@@ -37,8 +37,8 @@ from jaxrl.formats.hf import open_weights
 from jaxrl.formats.hub import find_folder, open_tensors
 from jaxrl.models import decoder
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
+from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import read_json
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.runtime.worker import detail, phase

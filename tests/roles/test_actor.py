@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import jsd
 from tiny_models import random_adapters, random_params
 
 from jaxrl.algorithms.methods import method_of
@@ -19,7 +20,6 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
 from jaxrl.formats.weights import leaves_by_path
-from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, logits
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged

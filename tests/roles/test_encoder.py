@@ -30,7 +30,7 @@ from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
-from jaxrl.models.encoder_config import EncoderConfig, read_encoder
+from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.roles.grouper import Encoder, Grouper, embed, encode_batch
 from jaxrl.sharding.ledger import Ledger
 

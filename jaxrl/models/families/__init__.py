@@ -9,10 +9,7 @@ from jaxrl.models.families.llama import LLAMA
 from jaxrl.models.families.mistral import MISTRAL
 from jaxrl.models.families.olmo import OLMO2, OLMO3
 from jaxrl.models.families.phi import PHI3
-from jaxrl.models.families.qwen import QWEN2, QWEN3
-from jaxrl.models.families.qwen_delta import QWEN3_5
-from jaxrl.models.families.qwen_delta_moe import QWEN3_5_MOE
-from jaxrl.models.families.qwen_moe import QWEN3_MOE
+from jaxrl.models.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
 
