@@ -344,8 +344,8 @@ def objective_notes(config: Config) -> list[str]:
     return stated
 
 
-def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """Returns the loss function of algorithms that learn from rewards:
+def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Terms:
+    """Returns the terms of algorithms that learn from rewards, for `loss_of`:
 
         policy_weight * policy loss + distill_weight * divergence
             + policy.kl_coef * KL(policy || reference) - policy.entropy_coef * entropy
@@ -369,9 +369,9 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         packing, hidden, kernel, batch, flat, frozen, totals = policy
         mask = batch.policy_mask
         values = logprobs_and_entropy_from_hidden(
-            hidden, kernel, flat.sequences.tokens, mask=packing.pack(mask), **options
+            hidden, kernel, flat.sequences.tokens, mask=packing.completions.pack(mask), **options
         )
-        logprobs, entropy = map(packing.unpack, values)
+        logprobs, entropy = map(packing.completions.unpack, values)
         start = jax.lax.stop_gradient(logprobs)
         if batch.old_logprobs is not None:
             start = batch.old_logprobs
@@ -418,7 +418,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         maxima = {f"policy/{name}": value for name, value in corrected.maxima.items()}
         return pair, sums, maxima
 
-    return loss_of(config, model, mesh, evaluate)
+    return evaluate
 
 
 def by_row(packing: Packing, metrics: Sums) -> Sums:
@@ -426,7 +426,7 @@ def by_row(packing: Packing, metrics: Sums) -> Sums:
     rows: Sums = {}
     for name, (total, count) in metrics.items():
         if total.ndim:
-            total, count = packing.unpack(total).sum(-1), packing.unpack(count).sum(-1)
+            total, count = (packing.completions.unpack(x).sum(-1) for x in (total, count))
         rows[name] = total, count
     return rows
 
@@ -478,7 +478,9 @@ METHODS: dict[LearnsFrom, Method] = {
         completions=rewarded_completions,
         scorers=rewarded_scorers,
         prepare=prepare_rewarded,
-        make_loss=policy_objective,
+        make_loss=lambda config, model, mesh, vocab_size: loss_of(
+            config, model, mesh, policy_objective(config, model, mesh, vocab_size)
+        ),
         finish=policy_metrics,
     ),
 }

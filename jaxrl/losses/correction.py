@@ -178,8 +178,7 @@ def correct(
 
     Args:
         correction: None: all weights are 1.
-        old_logprobs: nats, of the sampled tokens under pi_old.
-        sampler_logprobs: nats, of the same tokens under mu.
+        old_logprobs, sampler_logprobs: nats, of the sampled tokens under pi_old and mu.
 
     Returns:
         Sums, all over tokens: mismatch_k3 (nats, estimate of KL(mu || pi_old)), mismatch_rho and

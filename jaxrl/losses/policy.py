@@ -11,8 +11,8 @@ An `Objective` is three choices that do not depend on each other:
   aggregation of their policy loss.
 
 `algorithm_table.ALGORITHMS` has those of the papers by the names of their parts. r is the ratio, A
-the advantage, d = logprobs - old_logprobs the log-ratio. Masked positions may hold anything, NaN
-and -inf included. Gradients flow to `logprobs` only.
+the advantage, d = logprobs - old_logprobs the log-ratio; log-probs are of the sampled tokens, in
+nats. Masked positions may hold anything, NaN and -inf included. Gradients flow to `logprobs` only.
 """
 
 from __future__ import annotations
@@ -372,9 +372,9 @@ def policy_loss(
     once.
 
     Args:
-        logprobs: nats, of the sampled tokens under the policy in training.
-        old_logprobs: nats, of the same tokens under pi_old: the policy at the start of the batch,
-            or with `policy.bypass` the policy that sampled them.
+        logprobs: under the policy in training.
+        old_logprobs: under pi_old: the policy at the start of the batch, or with `policy.bypass`
+            the policy that sampled them.
         advantages: one for each sequence; one for each token only where the ratio is not the
             sequence's (GSPO-token is GSPO for that).
         mask: True at the tokens that train.
@@ -425,12 +425,8 @@ def policy_loss(
 def entropy_term(
     entropy: Float[Array, "B T"], mask: Bool[Array, "B T"], *, aggregation: Aggregation
 ) -> SumCount:
-    """Computes -H, aggregated as in the policy loss: times a coefficient above 0, a bonus for
-    entropy.
-
-    Args:
-        entropy: nats, of the policy at each position (`head.logprobs_and_entropy_from_hidden`).
-    """
+    """Computes -H, aggregated as in the policy loss, of the policy's entropy at each position, in
+    nats: times a coefficient above 0, a bonus for entropy."""
     mask = jnp.asarray(mask).astype(bool)
     return aggregation(-kept(entropy, mask), mask)
 
@@ -445,10 +441,6 @@ def kl_estimates(
     values: on-policy, the expected gradient of k1 is zero (use it in a reward, never as a loss),
     that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of
     KL(reference || policy).
-
-    Args:
-        logprobs: nats, of the sampled tokens under the policy.
-        ref_logprobs: nats, of the same tokens under the reference.
     """
     d = logprobs - ref_logprobs
     return {"k1": d, "k2": jnp.square(d) / 2, "k3": jnp.expm1(-d) + d}
@@ -466,8 +458,7 @@ def kl_term(
     +-20 nats.
 
     Args:
-        logprobs: nats; the gradient flows here. Beyond +-20 there is none.
-        ref_logprobs: nats, fixed.
+        logprobs: beyond +-20 nats there is no gradient.
         estimator: k2 or k3.
         aggregation: the policy loss's own.
 
@@ -502,8 +493,7 @@ def kl_in_reward(
     statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.
 
     Args:
-        logprobs: nats, under the policy that sampled or the one at the start of the batch.
-        estimator: k1, k2 or k3.
+        logprobs: under the policy that sampled or the one at the start of the batch.
     """
     mask = jnp.asarray(mask).astype(bool)
     d = jnp.clip(kept(logprobs, mask) - kept(ref_logprobs, mask), -MAX_GAP, MAX_GAP)

@@ -56,7 +56,6 @@ from jaxrl.run.job import episodes
 from jaxrl.run.python_objects import GivenEnvironment, entries
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
-from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample, held_out_reward
@@ -383,9 +382,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         mesh,
         slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
         tokenizer=job.tokenizer,
-        pad_id=check_inputs.pad_id(job.source, job.end_ids),
         eos_ids=job.end_ids,
-        row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
         episodes=partial(episodes, config, job.tokenizer, given=job.given),

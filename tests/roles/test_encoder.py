@@ -25,6 +25,7 @@ from references.tiny_encoders import (
 )
 from tiny_models import Memory, make_mesh
 
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
@@ -175,7 +176,8 @@ def test_equal_sequences_are_run_once_and_progress_is_told() -> None:
 
 
 def test_the_grouper_embeds_what_was_answered_and_says_what_it_is_once() -> None:
-    grouper = Grouper(str(FOLDER), make_mesh(2, 1, 1))
+    config = Config.load(None, [f"grouper.model={FOLDER}", "grouper.dtype=float32"])
+    grouper = Grouper(config, make_mesh(2, 1, 1))
     texts = [*(f"<think>hm</think>{text}" for text in SENTENCES), "<think>cut off"]
     rollout = SimpleNamespace(completions=[SimpleNamespace(text=text) for text in texts])
     first = grouper.score(rollout)
