@@ -33,10 +33,6 @@ def group_advantages(
 
     The std has ddof = 1 (GRPO, arXiv 2402.03300; without std: Dr. GRPO, 2503.20783). 0 for a group
     of one, for a group whose std is below 1e-6, for a reward of None or NaN, and for padding.
-
-    Args:
-        rewards: one for each sample.
-        group_ids: which samples belong together; -1 at padding.
     """
     values, ids = as_rewards(rewards), np.asarray(group_ids)
     return within(values, ids, ids if scale_by_std else None)
@@ -50,8 +46,6 @@ def within(
     """Returns (R - mean over the rows of one id) / (std over the rows of one scale id + 1e-6).
 
     Args:
-        values: rewards, NaN where there is none.
-        ids: -1 is left out.
         scale_ids: groups whose std divides; None: no division.
 
     Returns:
@@ -100,8 +94,6 @@ def decoupled_rewards(
             group adds 0.
         weights: name -> weight, for names of `rewards`.
         totals: rewards as `combine_rewards` has them: NaN where a sample counts as unrewarded.
-        group_ids: which samples belong together; -1 at padding.
-        scale_by_std: divide by the std.
 
     Returns:
         NaN where a sample has no reward, and at padding.
@@ -124,7 +116,6 @@ def batch_normalised(
     Args:
         values: of `decoupled_rewards`, whose mean over each group is 0; NaN is left out, and
             becomes 0.
-        scale_by_std: divide by the std (ddof = 1).
     """
     given = values[~np.isnan(values)]
     if len(given) < 2 or given.std(ddof=1) < TOLERANCE:
@@ -153,7 +144,6 @@ def turn_advantages(
     Args:
         rewards: for each sample, one reward per turn. A turn without one (None or NaN) is left out
             of the statistics and adds nothing.
-        group_ids: [B] which samples belong together; -1 at padding.
 
     Returns:
         For each sample a float64 array with one advantage per turn.
@@ -218,10 +208,9 @@ def opd_advantages(
     0 where masked; no gradient.
 
     Args:
-        advantages: one for each sequence or one for each token, of the task.
+        advantages: of the task.
         logprobs: nats, log Q, of the student at the start of the batch.
         teacher_logprobs: nats, log P, of the same tokens.
-        coef: 1 weighs a nat as an advantage of 1.
     """
     mask = jnp.asarray(mask).astype(bool)
     task = jnp.asarray(advantages, jnp.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import LearnsFrom
 from jaxrl.losses.correction import (
+    CAP,
     Correction,
-    NoCorrection,
-    TokenTIS,
     correct,
     diagnostics,
     make_correction,
@@ -124,13 +124,6 @@ def needed_roles(config: Config) -> tuple[str, ...]:
     return ("actor", "rollout", *method_of(config).scorers(config))
 
 
-def _no_scores(config: Config) -> Prepare:
-    def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
-        return TrainBatch(rollout.sequences), {}
-
-    return prepare
-
-
 def _teacher_scores(config: Config) -> Prepare:
     def prepare(rollout: Rollout, scores: RoleScores) -> tuple[TrainBatch, dict[str, float]]:
         signal = join_parts(scores["teacher"])
@@ -177,10 +170,23 @@ def gkd_completions(sources: Sources, index: int) -> Future[Rollout]:
     return sources.data_completions(index)
 
 
-Terms = Callable[[Packing, jax.Array, jax.Array, TrainBatch, Frozen, Totals], LossParts]
-"""(streams of a micro-batch, hidden states [X, m, D] of the completions in them (X streams of m
-scored tokens), LM head [V, D], micro-batch, frozen arrays, totals) -> as `types.Loss`. Hidden
-states and head are in the compute dtype."""
+class Policy(NamedTuple):
+    """What the policy makes of the completions of a micro-batch, and what its loss may read."""
+
+    packing: Packing
+    """The streams of the micro-batch."""
+    hidden: jax.Array
+    """[X, m, D] in the compute dtype: hidden states of the m scored tokens of X streams."""
+    kernel: jax.Array
+    """[V, D]: the LM head in the compute dtype."""
+    batch: TrainBatch
+    flat: TrainBatch
+    """What losses of single tokens read of it (`signals.packed`)."""
+    frozen: Frozen
+    totals: Totals
+
+
+Terms = Callable[[Policy], LossParts]
 BALANCE = "policy/experts_balance"
 
 
@@ -192,7 +198,9 @@ def loss_of(config: Config, model: DecoderConfig, mesh: Mesh, terms: Terms) -> L
     def loss(params: Params, frozen: Frozen, batch: TrainBatch, totals: Totals) -> LossParts:
         packing, hidden, routed = _forward(config, model, mesh, params, batch)
         kernel = head(params).astype(config.actor.dtype)
-        (total, count), sums, maxima = terms(packing, hidden, kernel, batch, frozen, totals)
+        flat = packed(packing, batch)
+        policy = Policy(packing, hidden, kernel, batch, flat, frozen, totals)
+        (total, count), sums, maxima = terms(policy)
         if routed is None:
             return (total, count), sums, maxima
         # Entropy and load of the routers, as means over tokens and layers; and the loss that
@@ -223,17 +231,10 @@ def gkd_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     tokens (GKD, arXiv 2306.13649)."""
     projection = Projection.of(config, mesh, vocab_size, model)
 
-    def divergence(
-        packing: Packing,
-        hidden: jax.Array,
-        kernel: jax.Array,
-        batch: TrainBatch,
-        frozen: Frozen,
-        totals: Totals,
-    ) -> LossParts:
-        flat = packed(packing, batch)
+    def divergence(policy: Policy) -> LossParts:
+        _, hidden, kernel, _, flat, frozen, _ = policy
         total, count, metrics = distill_loss(projection, hidden, kernel, flat, frozen)
-        sums = {f"distill/{name}": pair for name, pair in by_row(packing, metrics).items()}
+        sums = {f"distill/{name}": x for name, x in by_row(policy.packing, metrics).items()}
         return (total, count), sums, {}
 
     return loss_of(config, model, mesh, divergence)
@@ -244,27 +245,13 @@ def sft_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) 
     options: Keywords = {"chunk": config.distill.loss_chunk, "mesh": mesh}
     options["softcap"] = model.final_softcap
 
-    def likelihood(
-        packing: Packing,
-        hidden: jax.Array,
-        kernel: jax.Array,
-        batch: TrainBatch,
-        frozen: Frozen,
-        totals: Totals,
-    ) -> LossParts:
-        completions = packed(packing, batch).sequences
-        tokens, mask = completions.tokens, completions.loss_mask
-        logprobs = logprobs_from_hidden(hidden, kernel, tokens, mask=mask, **options)
+    def likelihood(policy: Policy) -> LossParts:
+        tokens, mask = policy.flat.sequences.tokens, policy.flat.sequences.loss_mask
+        logprobs = logprobs_from_hidden(policy.hidden, policy.kernel, tokens, mask=mask, **options)
         total = (-masked_sum(logprobs, mask), mask.astype(jnp.float32).sum())
         return total, {"sft/loss": total}, {}
 
     return loss_of(config, model, mesh, likelihood)
-
-
-def rewarded_loss(config: Config, model: DecoderConfig, mesh: Mesh, vocab_size: int) -> Loss:
-    """Returns the loss function: the policy loss, plus the terms to which the config gives a weight
-    (KL, entropy, divergence)."""
-    return loss_of(config, model, mesh, policy_objective(config, model, mesh, vocab_size))
 
 
 def _forward(
@@ -323,7 +310,7 @@ def configured(config: Config) -> Objective:
     return objective
 
 
-def configured_correction(config: Config) -> Correction:
+def configured_correction(config: Config) -> Correction | None:
     """Returns the off-policy correction that `policy.correction*` and the schedule describe. Raises
     ValueError."""
     p = config.policy
@@ -348,7 +335,7 @@ def objective_notes(config: Config) -> list[str]:
         )
     stated = [f"algorithm={config.algorithm}: {note}" for note in notes]
     if config.policy.correction is None and config.correction != ("none",):
-        cap = config.policy.correction_cap or TokenTIS().cap
+        cap = config.policy.correction_cap or CAP
         stated.append(
             f"schedule={config.schedule}: completions are of older weights, so each token's term is"
             f" multiplied by min(pi_old / mu, {cap:g}) (policy.correction=tis_token;"
@@ -378,19 +365,13 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
         "mesh": mesh,
     }
 
-    def evaluate(
-        packing: Packing,
-        hidden: jax.Array,
-        kernel: jax.Array,
-        batch: TrainBatch,
-        frozen: Frozen,
-        totals: Totals,
-    ) -> LossParts:
-        mask, flat = batch.policy_mask, packed(packing, batch)
+    def evaluate(policy: Policy) -> LossParts:
+        packing, hidden, kernel, batch, flat, frozen, totals = policy
+        mask = batch.policy_mask
         values = logprobs_and_entropy_from_hidden(
-            hidden, kernel, flat.sequences.tokens, mask=packing.pack(mask), **options
+            hidden, kernel, flat.sequences.tokens, mask=packing.completions.pack(mask), **options
         )
-        logprobs, entropy = map(packing.unpack, values)
+        logprobs, entropy = map(packing.completions.unpack, values)
         start = jax.lax.stop_gradient(logprobs)
         if batch.old_logprobs is not None:
             start = batch.old_logprobs
@@ -401,7 +382,7 @@ def policy_objective(config: Config, model: DecoderConfig, mesh: Mesh, vocab_siz
             gap = (start, batch.teacher.token_logprobs, mask)
             advantages = opd_advantages(advantages, *gap, coef=p.opd_coef)
             opd = {"opd_clamped": token_metric(clamped_gap(*gap)[1], mask)}
-        old, weights = start, None if isinstance(correction, NoCorrection) else corrected.weights
+        old, weights = start, None if correction is None else corrected.weights
         if p.bypass:
             old = batch.sampler_logprobs
         total, _, metrics = policy_loss(objective, logprobs, old, advantages, mask, weights)
@@ -445,7 +426,7 @@ def by_row(packing: Packing, metrics: Sums) -> Sums:
     rows: Sums = {}
     for name, (total, count) in metrics.items():
         if total.ndim:
-            total, count = packing.unpack(total).sum(-1), packing.unpack(count).sum(-1)
+            total, count = (packing.completions.unpack(x).sum(-1) for x in (total, count))
         rows[name] = total, count
     return rows
 
@@ -488,7 +469,7 @@ METHODS: dict[LearnsFrom, Method] = {
         samples_policy=lambda config: False,
         completions=lambda sources, index: sources.data_completions(index),
         scorers=lambda config: (),
-        prepare=_no_scores,
+        prepare=lambda config: lambda rollout, scores: (TrainBatch(rollout.sequences), {}),
         make_loss=sft_loss,
         reads_completions=lambda config: True,
     ),
@@ -497,7 +478,9 @@ METHODS: dict[LearnsFrom, Method] = {
         completions=rewarded_completions,
         scorers=rewarded_scorers,
         prepare=prepare_rewarded,
-        make_loss=rewarded_loss,
+        make_loss=lambda config, model, mesh, vocab_size: loss_of(
+            config, model, mesh, policy_objective(config, model, mesh, vocab_size)
+        ),
         finish=policy_metrics,
     ),
 }

@@ -38,27 +38,14 @@ P = ParamSpec("P")
 
 
 class ActorRole(Protocol):
-    """Trains the policy."""
+    """Trains the policy: `roles.actor.Actor`."""
 
-    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained:
-        """Trains on one rollout batch."""
-
-    def publish(self, version: int) -> Weights:
-        """Sends the policy after `version` batches to the role that samples."""
-
-    def publish_to_teacher(self, version: int) -> Weights:
-        """Sends the policy after `version` batches, or its moving average (`teacher.ema`), to a
-        teacher that follows it."""
-
-    def save(self, folder: Path, step: int) -> int:
-        """Starts to write the state after `step` batches to `folder`; returns `step`."""
-
-    def saved(self, step: int) -> str | None:
-        """Waits until the save of `step` is on disk. Returns None or an error message. May be
-        called from another thread."""
-
-    def export(self, folder: Path, tokenizer_from: Path | None) -> str | None:
-        """Writes the policy as a Hugging Face folder. Returns None or an error message."""
+    def update(self, rollout: Rollout, scores: RoleScores, step: int) -> Trained: ...
+    def publish(self, version: int) -> Weights: ...
+    def publish_to_teacher(self, version: int) -> Weights: ...
+    def save(self, folder: Path, step: int) -> int: ...
+    def saved(self, step: int) -> str | None: ...
+    def export(self, folder: Path, tokenizer_from: Path | None) -> str | None: ...
 
 
 class TeacherRole(Protocol):
@@ -73,13 +60,10 @@ class TeacherRole(Protocol):
 
 
 class SamplingRole(Protocol):
-    """Samples completions."""
+    """Samples completions, to train on or to evaluate: `roles.rollout.Sampler`."""
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """Samples `group_size` completions of each prompt, to train on."""
-
-    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:
-        """Samples `eval.samples` completions of each prompt, to evaluate."""
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout: ...
+    def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]: ...
 
 
 class SamplingTeacherRole(TeacherRole, SamplingRole, Protocol):
@@ -104,11 +88,9 @@ class RolloutRole(SamplingRole, ReceivingRole, Protocol):
 
 
 class ReferenceRole(Protocol):
-    """Scores completions with a frozen copy of the policy before training."""
+    """Scores completions with a frozen copy of the policy: `roles.reference.Reference`."""
 
-    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
-        """Returns [rows, C] float32 log-probs, in nats, for the `part`-th of `parts` slices of
-        rows; None if the slice is empty."""
+    def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None: ...
 
 
 class RewardRole(Protocol):

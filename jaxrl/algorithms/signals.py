@@ -135,12 +135,12 @@ def completion_logprobs(
     sampling."""
     packing = pack(sequences, mesh)
     hidden = completion_hidden(model, params, packing, mesh)
-    tokens = packing.pack(completion_tokens(sequences))
+    tokens = packing.completions.pack(completion_tokens(sequences))
     options: Keywords = {"chunk": chunk, "mesh": mesh, "softcap": model.final_softcap}
     logprobs = logprobs_from_hidden(
         hidden, head(params), tokens, temperature=temperature, **options
     )
-    return packing.unpack(logprobs)
+    return packing.completions.unpack(logprobs)
 
 
 def completion_tokens(sequences: Sequences) -> Int[Array, "B C"]:
@@ -153,10 +153,10 @@ def packed(packing: Packing, batch: TrainBatch) -> TrainBatch:
     sequences the completions, without their prompts."""
     tokens, trained = completion_tokens(batch.sequences), batch.sequences.loss_mask
     return TrainBatch(
-        Sequences(*map(packing.pack, (tokens, trained, trained))),
-        jax.tree.map(packing.pack, batch.teacher),
-        jax.tree.map(packing.pack, batch.sampler_logprobs),
-        teacher_weights=jax.tree.map(packing.pack, batch.teacher_weights),
+        Sequences(*map(packing.completions.pack, (tokens, trained, trained))),
+        jax.tree.map(packing.completions.pack, batch.teacher),
+        jax.tree.map(packing.completions.pack, batch.sampler_logprobs),
+        teacher_weights=jax.tree.map(packing.completions.pack, batch.teacher_weights),
     )
 
 
@@ -184,13 +184,14 @@ def score(
         sent = token_spans.teacher_signal(
             hidden,
             kernel,
-            packing.pack(completion_tokens(sequences)),
+            packing.completions.pack(completion_tokens(sequences)),
             outcomes,
             signal=d.signal,
             top_k=d.top_k,
             **options,
         )
-        return token_spans.at_student_tokens(jax.tree.map(packing.unpack, sent), alignment)
+        sent = jax.tree.map(packing.completions.unpack, sent)
+        return token_spans.at_student_tokens(sent, alignment)
     return _unpacked(p, packing, hidden, kernel, sequences, ids, None, model.final_softcap)
 
 
@@ -214,7 +215,7 @@ def mixture_signal(
     assert p.mixture is not None and kernels is not None
     packing = pack(sequences, p.mesh)
     shares = jnp.repeat(weights[:, None], sequences.loss_mask.shape[1], 1)
-    streams, shares = jax.tree.map(packing.pack, (tuple(hidden), shares))
+    streams, shares = jax.tree.map(packing.completions.pack, (tuple(hidden), shares))
     mixture = TeacherMixture(p.mixture, shares)
     return _unpacked(p, packing, streams, tuple(kernels), sequences, ids, mixture, softcaps)
 
@@ -253,9 +254,9 @@ def _unpacked(
     softcap: Softcap | Sequence[Softcap],
 ) -> TeacherSignal:
     completions = packed(packing, TrainBatch(sequences)).sequences
-    asked = jax.tree.map(packing.pack, ids)
+    asked = jax.tree.map(packing.completions.pack, ids)
     streams = teacher_signal(p, hidden, kernel, completions, asked, mixture, softcap)
-    signal: TeacherSignal = jax.tree.map(packing.unpack, streams)
+    signal: TeacherSignal = jax.tree.map(packing.completions.unpack, streams)
     if p.distill.signal == "student_topk":  # at padding too the ids are those that were asked for
         assert isinstance(signal, TopKSignal)
         return replace(signal, topk_ids=ids)
@@ -416,7 +417,7 @@ def policy_topk(
     hidden = completion_hidden(model, params, packing, p.mesh)
     options = p.options | {"softcap": model.final_softcap}
     best = topk_from_hidden(hidden, head(params), p.distill.top_k, **options)
-    return packing.unpack(best.ids)
+    return packing.completions.unpack(best.ids)
 
 
 def teacher_weights(config: Config, rollout: Rollout) -> np.ndarray | None:

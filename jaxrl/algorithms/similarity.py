@@ -248,9 +248,7 @@ def similarity_advantages(
         similarity[both] = similarities(np.asarray(embeddings)[rows[answered]])
         found = np.arange(len(rows))
         if answered.any():
-            inside = METHODS[o.method](similarity[both], **settings)
-            _, first, inverse = np.unique(inside, return_index=True, return_inverse=True)
-            found[answered] = found[answered][first[inverse]]
+            found[answered] = len(rows) + METHODS[o.method](similarity[both], **settings)
         found = _renumbered(found)
         if shape is not None:
             penalties = values[rows] - earned[rows]

@@ -35,7 +35,7 @@ from jaxrl.formats.weights import Index, tensor_shapes
 from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.families.qwen_delta import RECURRENT
+from jaxrl.models.families.qwen import RECURRENT
 from jaxrl.models.family import FULL, SLIDING
 from jaxrl.models.rope import (
     LinearRope,

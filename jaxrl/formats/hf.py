@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxrl.errors import UserError, short
 from jaxrl.formats import weights
+from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
-from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr

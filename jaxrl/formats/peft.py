@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
 from jaxrl.formats.hub_names import model_name
+from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
 from jaxrl.models.parameters import Params, abstract_params, init_params, param_shardings
 from jaxrl.sharding.mesh import is_primary

@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError, short
 from jaxrl.models import bert
+from jaxrl.models.bert import FAMILIES as ENCODERS
+from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import EMBEDDING, HEAD, DecoderConfig
-from jaxrl.models.encoder_config import FAMILIES as ENCODERS
-from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.lora import Quantisation, block_size, dequantise, packed, quantise
 from jaxrl.models.parameters import (

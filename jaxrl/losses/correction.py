@@ -15,10 +15,9 @@ repairs that.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -39,129 +38,80 @@ from jaxrl.types import Array, Sums
 
 Correction = Callable[[Array, Array], Array]
 """(log rho [B, T] in nats, 0 where masked; mask [B, T]) -> weights [B, T]."""
+CAP = 2.0
+"""Where `policy.correction_cap` is not set."""
 
 
-@dataclass(frozen=True)
-class NoCorrection:
-    """1 everywhere."""
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        return jnp.ones_like(log_rho)
+def tis_token(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
+    """Returns min(rho_t, cap): truncated importance sampling of each token."""
+    return jnp.minimum(finite_exp(log_rho), cap)
 
 
-@dataclass(frozen=True)
-class TokenTIS:
-    """min(rho_t, cap): truncated importance sampling of each token."""
-
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check("cap", self.cap, self.cap > 0, "above 0")
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        return jnp.minimum(finite_exp(log_rho), self.cap)
-
-
-@dataclass(frozen=True)
-class SequenceTIS:
-    """min(prod_t rho_t, cap) at every token of a sequence.
+def tis_sequence(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
+    """Returns min(prod_t rho_t, cap) at every token of a sequence.
 
     The ratio of the sequences' probabilities, exact up to the cap. Its spread grows with length:
-    for thousands of tokens, `TokenTIS` or `SequenceGeoMask` keep more of the batch.
+    for thousands of tokens, `tis_token` or `sequence_geo_mask` keep more of the batch.
     """
-
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check("cap", self.cap, self.cap > 0, "above 0")
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        whole = jnp.where(mask, log_rho, 0).sum(-1)
-        return jnp.broadcast_to(jnp.minimum(finite_exp(whole), self.cap)[:, None], log_rho.shape)
+    whole = jnp.where(mask, log_rho, 0).sum(-1)
+    return jnp.broadcast_to(jnp.minimum(finite_exp(whole), cap)[:, None], log_rho.shape)
 
 
-@dataclass(frozen=True)
-class IcePop:
-    """rho_t where low <= rho_t <= high, else 0: tokens that disagree do not train."""
-
-    low: float = 0.5
-    high: float = 5.0
-
-    def __post_init__(self) -> None:
-        _check("low", self.low, 0 <= self.low <= 1, "0 to 1, so that rho = 1 trains")
-        _check("high", self.high, self.high >= 1, "1 or above, so that rho = 1 trains")
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        rho = finite_exp(log_rho)
-        return jnp.where((rho >= self.low) & (rho <= self.high), rho, 0)
+def icepop(log_rho: Array, mask: Array, low: float = 0.5, high: float = 5.0) -> Array:
+    """Returns rho_t where low <= rho_t <= high, else 0: tokens that disagree do not train."""
+    rho = finite_exp(log_rho)
+    return jnp.where((rho >= low) & (rho <= high), rho, 0)
 
 
-@dataclass(frozen=True)
-class SequenceMask:
-    """prod_t rho_t at every token of a sequence where that is <= cap, else 0.
+def sequence_mask(log_rho: Array, mask: Array, cap: float = CAP) -> Array:
+    """Returns prod_t rho_t at every token of a sequence where that is <= cap, else 0.
 
-    `SequenceTIS` that leaves out what it would truncate. A product over a long sequence is rarely
-    near 1: `SequenceGeoMask` judges sequences of any length alike.
+    `tis_sequence` that leaves out what it would truncate. A product over a long sequence is rarely
+    near 1: `sequence_geo_mask` judges sequences of any length alike.
     """
-
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        _check("cap", self.cap, self.cap >= 1, "1 or above, so that rho = 1 trains")
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        whole = jnp.where(mask, log_rho, 0).sum(-1)
-        weight = jnp.where(whole <= jnp.log(self.cap), finite_exp(whole), 0)
-        return jnp.broadcast_to(weight[:, None], log_rho.shape)
+    whole = jnp.where(mask, log_rho, 0).sum(-1)
+    weight = jnp.where(whole <= jnp.log(cap), finite_exp(whole), 0)
+    return jnp.broadcast_to(weight[:, None], log_rho.shape)
 
 
-@dataclass(frozen=True)
-class SequenceGeoMask:
-    """1 where |mean_t log rho_t| <= threshold, else 0, for whole sequences.
+def sequence_geo_mask(log_rho: Array, mask: Array, threshold: float = 0.1) -> Array:
+    """Returns 1 where |mean_t log rho_t| <= threshold (nats a token), else 0, for whole sequences.
 
     Of the *mean* log-ratio: a sum grows with length and would drop the long sequences.
     """
-
-    threshold: float = 0.1
-    """Nats a token."""
-
-    def __post_init__(self) -> None:
-        _check("threshold", self.threshold, self.threshold >= 0, "0 or above, nats a token")
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        agrees = jnp.abs(mean_over_tokens(log_rho, mask)) <= self.threshold
-        return jnp.broadcast_to(agrees[:, None].astype(log_rho.dtype), log_rho.shape)
+    agrees = jnp.abs(mean_over_tokens(log_rho, mask)) <= threshold
+    return jnp.broadcast_to(agrees[:, None].astype(log_rho.dtype), log_rho.shape)
 
 
-@dataclass(frozen=True)
-class Product:
-    """Several corrections at once: a token's weights are multiplied."""
-
-    parts: tuple[Correction, ...]
-
-    def __call__(self, log_rho: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-        return math.prod((part(log_rho, mask) for part in self.parts), start=jnp.ones_like(log_rho))
-
-
-def _check(name: str, value: float, allowed: bool, words: str) -> None:
-    if not allowed:
-        raise ValueError(f"{name} of the off-policy correction is {value}; it must be {words}")
-
-
-CORRECTIONS: Mapping[str, Callable[..., Correction]] = {
-    "none": NoCorrection,
-    "tis_token": TokenTIS,
-    "tis_sequence": SequenceTIS,
-    "icepop": IcePop,
-    "sequence_mask": SequenceMask,
-    "sequence_geo_mask": SequenceGeoMask,
+CORRECTIONS: Mapping[str, Callable[..., Array] | None] = {
+    "none": None,
+    "tis_token": tis_token,
+    "tis_sequence": tis_sequence,
+    "icepop": icepop,
+    "sequence_mask": sequence_mask,
+    "sequence_geo_mask": sequence_geo_mask,
 }
 MASKS = ("sequence_geo_mask",)
 """Those whose weight is 1 or 0: they may stand beside one of the others."""
+POSITIVE = math.ulp(0.0), math.inf, "above 0"
+ONE_TRAINS = "so that rho = 1 trains"
+LIMITS: Mapping[str, Mapping[str, tuple[float, float, str]]] = {
+    "none": {},
+    "tis_token": {"cap": POSITIVE},
+    "tis_sequence": {"cap": POSITIVE},
+    "icepop": {
+        "low": (0, 1, f"0 to 1, {ONE_TRAINS}"),
+        "high": (1, math.inf, f"1 or above, {ONE_TRAINS}"),
+    },
+    "sequence_mask": {"cap": (1, math.inf, f"1 or above, {ONE_TRAINS}")},
+    "sequence_geo_mask": {"threshold": (0, math.inf, "0 or above, nats a token")},
+}
+"""The settings of each: least, most, and both in words."""
 
 
-def make_correction(names: str | Sequence[str], **settings: float | None) -> Correction:
-    """Returns a correction by its name, or the product of one with a mask by their names.
+def make_correction(names: str | Sequence[str], **settings: float | None) -> Correction | None:
+    """Returns a correction by its name, or the product of one with a mask by their names; None for
+    the name none.
 
     A setting of None keeps its default; one that none of them has is refused.
     """
@@ -177,19 +127,32 @@ def make_correction(names: str | Sequence[str], **settings: float | None) -> Cor
             f" them, and optionally {' or '.join(MASKS)}"
         )
     given = {key: value for key, value in settings.items() if value is not None}
-    known = {name: tuple(inspect.signature(CORRECTIONS[name]).parameters) for name in chosen}
-    every = [key for keys in known.values() for key in keys]
+    every = [key for name in chosen for key in LIMITS[name]]
     for key in given:
         if key not in every:
             has = f"it has {' and '.join(every)}" if every else "it has none"
             raise ValueError(
                 f"{key} is no setting of off-policy correction {' and '.join(chosen)}: {has}"
             )
-    parts = [
-        CORRECTIONS[name](**{key: given[key] for key in keys if key in given})
-        for name, keys in known.items()
-    ]
-    return parts[0] if len(parts) == 1 else Product(tuple(parts))
+    parts: list[Correction] = []
+    for name in chosen:
+        own = {key: given[key] for key in LIMITS[name] if key in given}
+        for key, value in own.items():
+            least, most, words = LIMITS[name][key]
+            if not least <= value <= most:
+                raise ValueError(
+                    f"{key} of the off-policy correction is {value}; it must be {words}"
+                )
+        weights = CORRECTIONS[name]
+        if weights is not None:
+            parts.append(partial(weights, **own))
+    if not parts:
+        return None
+
+    def product(log_rho: Array, mask: Array) -> Array:
+        return math.prod(part(log_rho, mask) for part in parts)
+
+    return product
 
 
 class Corrected(NamedTuple):
@@ -204,7 +167,7 @@ class Corrected(NamedTuple):
 
 
 def correct(
-    correction: Correction,
+    correction: Correction | None,
     old_logprobs: Float[Array, "B T"],
     sampler_logprobs: Float[Array, "B T"],
     mask: Bool[Array, "B T"],
@@ -214,8 +177,8 @@ def correct(
     A token or sequence of weight 0 still counts in the loss's count: what is left is not scaled up.
 
     Args:
-        old_logprobs: nats, of the sampled tokens under pi_old.
-        sampler_logprobs: nats, of the same tokens under mu.
+        correction: None: all weights are 1.
+        old_logprobs, sampler_logprobs: nats, of the sampled tokens under pi_old and mu.
 
     Returns:
         Sums, all over tokens: mismatch_k3 (nats, estimate of KL(mu || pi_old)), mismatch_rho and
@@ -227,7 +190,8 @@ def correct(
     gap = old - sampler
     log_rho = jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     rho = finite_exp(log_rho)
-    weights = jnp.where(mask, correction(log_rho, mask), 0)
+    weights = jnp.ones_like(log_rho) if correction is None else correction(log_rho, mask)
+    weights = jnp.where(mask, weights, 0)
     sums = {
         "mismatch_k3": token_metric(kl_estimates(jnp.zeros_like(log_rho), log_rho)["k3"], mask),
         "mismatch_rho": token_metric(rho, mask),

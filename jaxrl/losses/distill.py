@@ -69,7 +69,7 @@ def divergence_from_hidden(
     mixture: TeacherMixture | None = None,
     **options: Unpack[ShardOptions],
 ) -> LossSums:
-    """Computes the generalised JSD over the full vocabulary (`divergence.jsd`), plus the
+    """Computes the JSD (`divergence.generalised_jsd`) over the full vocabulary, plus the
     entropy-aware term (`divergence.EntropyAware`) if `entropy_aware` is given.
 
     Args:

@@ -121,43 +121,6 @@ def logits_gradient(
     return (1 - beta) * q * (q_over_m - centre)
 
 
-def log_softmax(
-    logits: Float[Array, "*rows V"], temperature: float = 1.0
-) -> Float[Array, "*rows V"]:
-    """Computes log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
-    return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
-
-
-def jsd(
-    student_logits: Float[Array, "B T V"],
-    teacher_logits: Float[Array, "B T V"],
-    mask: Bool[Array, "B T"],
-    *,
-    beta: float,
-    temperature: float = 1.0,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the generalised Jensen-Shannon divergence of `generalised_jsd`, summed over the
-    tokens of `mask`.
-
-    Args:
-        student_logits, teacher_logits: aligned (no shift inside), over the same V tokens. No
-            gradient flows to the teacher.
-        mask: True at the positions that train.
-        beta: 0 KL(P||Q), 1 KL(Q||P), between: the mixture's weight of the teacher.
-        temperature: divides both logit sets.
-
-    Returns:
-        (sum in nats, number of tokens).
-    """
-    # 0 * NaN is NaN: a gradient of 0 is not enough to keep masked values out of the way.
-    student, teacher = (
-        log_softmax(jnp.where(mask[..., None], x, 0), temperature)
-        for x in (student_logits, jax.lax.stop_gradient(teacher_logits))
-    )
-    value, _ = generalised_jsd(student, teacher, beta)
-    return masked_sum(value, mask), mask.astype(jnp.float32).sum()
-
-
 def clamped_gap(
     logprobs: Float[Array, "B T"], teacher_logprobs: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:

@@ -10,9 +10,9 @@ An `Objective` is three choices that do not depend on each other:
   the global count. A row with no trained token adds 0 to both. The KL and entropy terms use the
   aggregation of their policy loss.
 
-`algorithm_table.ALGORITHMS` has those of the papers by the names of their parts; `LOSSES` has the
-same as functions. r is the ratio, A the advantage, d = logprobs - old_logprobs the log-ratio.
-Masked positions may hold anything, NaN and -inf included. Gradients flow to `logprobs` only.
+`algorithm_table.ALGORITHMS` has those of the papers by the names of their parts. r is the ratio, A
+the advantage, d = logprobs - old_logprobs the log-ratio; log-probs are of the sampled tokens, in
+nats. Masked positions may hold anything, NaN and -inf included. Gradients flow to `logprobs` only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from jaxrl.errors import unknown
-from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
+from jaxrl.losses.algorithm_table import PolicyLoss
 from jaxrl.losses.divergence import MAX_GAP, MIN, LossSums
 from jaxrl.types import Array, Sums
 
@@ -180,23 +180,11 @@ class Clipped:
     """Where A < 0, r counts as no more than this."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(
-                f"clip_low is {self.clip_low}; ratios are kept above 1 - clip_low: 0 to 1"
-            )
-        _check(
-            self.clip_high >= 0,
-            "clip_high",
-            self.clip_high,
-            "at least 0: ratios are kept below 1 + clip_high",
-        )
-        if self.clip_dual is not None:
-            _check(
-                self.clip_dual > 1,
-                "clip_dual",
-                self.clip_dual,
-                "above 1: it bounds the ratio itself; 3 is usual",
-            )
+        low, high, dual = self.clip_low, self.clip_high, self.clip_dual
+        _check(0 <= low <= 1, "clip_low", low, "0 to 1: ratios are kept above 1 - clip_low")
+        _check(high >= 0, "clip_high", high, "at least 0: ratios are kept below 1 + clip_high")
+        if dual is not None:
+            _check(dual > 1, "clip_dual", dual, "above 1: it bounds the ratio itself; 3 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
@@ -217,12 +205,8 @@ class Capped:
     """Absolute: a bound of r itself, not of r - 1."""
 
     def __post_init__(self) -> None:
-        _check(
-            self.ratio_cap > 0,
-            "ratio_cap",
-            self.ratio_cap,
-            "above 0: it bounds the ratio itself; 5 is usual",
-        )
+        cap = self.ratio_cap
+        _check(cap > 0, "ratio_cap", cap, "above 0: it bounds the ratio itself; 5 is usual")
 
     def __call__(self, tokens: Tokens, level: Level) -> TermOutput:
         ratio = finite_exp(level(tokens.log_ratio, tokens))
@@ -388,9 +372,9 @@ def policy_loss(
     once.
 
     Args:
-        logprobs: nats, of the sampled tokens under the policy in training.
-        old_logprobs: nats, of the same tokens under pi_old: the policy at the start of the batch,
-            or with `policy.bypass` the policy that sampled them.
+        logprobs: under the policy in training.
+        old_logprobs: under pi_old: the policy at the start of the batch, or with `policy.bypass`
+            the policy that sampled them.
         advantages: one for each sequence; one for each token only where the ratio is not the
             sequence's (GSPO-token is GSPO for that).
         mask: True at the tokens that train.
@@ -441,12 +425,8 @@ def policy_loss(
 def entropy_term(
     entropy: Float[Array, "B T"], mask: Bool[Array, "B T"], *, aggregation: Aggregation
 ) -> SumCount:
-    """Computes -H, aggregated as in the policy loss: times a coefficient above 0, a bonus for
-    entropy.
-
-    Args:
-        entropy: nats, of the policy at each position (`head.logprobs_and_entropy_from_hidden`).
-    """
+    """Computes -H, aggregated as in the policy loss, of the policy's entropy at each position, in
+    nats: times a coefficient above 0, a bonus for entropy."""
     mask = jnp.asarray(mask).astype(bool)
     return aggregation(-kept(entropy, mask), mask)
 
@@ -461,10 +441,6 @@ def kl_estimates(
     values: on-policy, the expected gradient of k1 is zero (use it in a reward, never as a loss),
     that of k2 is the gradient of KL(policy || reference), that of k3 the gradient of
     KL(reference || policy).
-
-    Args:
-        logprobs: nats, of the sampled tokens under the policy.
-        ref_logprobs: nats, of the same tokens under the reference.
     """
     d = logprobs - ref_logprobs
     return {"k1": d, "k2": jnp.square(d) / 2, "k3": jnp.expm1(-d) + d}
@@ -482,8 +458,7 @@ def kl_term(
     +-20 nats.
 
     Args:
-        logprobs: nats; the gradient flows here. Beyond +-20 there is none.
-        ref_logprobs: nats, fixed.
+        logprobs: beyond +-20 nats there is no gradient.
         estimator: k2 or k3.
         aggregation: the policy loss's own.
 
@@ -518,8 +493,7 @@ def kl_in_reward(
     statistics; times a coefficient and taken off an advantage it acts token by token. No gradient.
 
     Args:
-        logprobs: nats, under the policy that sampled or the one at the start of the batch.
-        estimator: k1, k2 or k3.
+        logprobs: under the policy that sampled or the one at the start of the batch.
     """
     mask = jnp.asarray(mask).astype(bool)
     d = jnp.clip(kept(logprobs, mask) - kept(ref_logprobs, mask), -MAX_GAP, MAX_GAP)
@@ -527,30 +501,3 @@ def kl_in_reward(
     if estimator not in estimates:
         raise unknown("KL estimator", estimator, estimates)
     return jax.lax.stop_gradient(estimates[estimator])
-
-
-def _named(name: str, own: PolicyLoss) -> Callable[..., LossSums]:
-    def loss(
-        logprobs: Float[Array, "B T"],
-        old_logprobs: Float[Array, "B T"],
-        advantages: Float[Array, " B"] | Float[Array, "B T"],
-        mask: Bool[Array, "B T"],
-        *,
-        weights: Float[Array, " B"] | Float[Array, "B T"] | None = None,
-        **settings: Any,
-    ) -> LossSums:
-        objective = make_objective(own, **settings)
-        return policy_loss(objective, logprobs, old_logprobs, advantages, mask, weights)
-
-    loss.__name__ = loss.__qualname__ = name
-    loss.__doc__ = (
-        f"Minimises minus: {own.formula}.\n\n    Arguments as `policy_loss`; "
-        "settings as `make_objective`, which default to the algorithm's own."
-    )
-    return loss
-
-
-LOSSES: Mapping[str, Callable[..., LossSums]] = {
-    name: _named(name, spec.loss) for name, spec in ALGORITHMS.items() if spec.loss is not None
-}
-"""name -> f(logprobs, old_logprobs, advantages, mask, *, weights=None, **settings)."""

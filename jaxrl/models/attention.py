@@ -165,15 +165,7 @@ def roll_rows(x: jax.Array, by: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
-def _roll_forward(x: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return roll_rows(x, by), by
-
-
-def _roll_backward(by: jax.Array, d: jax.Array) -> tuple[jax.Array, None]:
-    return roll_rows(d, -by), None
-
-
-roll_rows.defvjp(_roll_forward, _roll_backward)
+roll_rows.defvjp(lambda x, by: (roll_rows(x, by), by), lambda by, d: (roll_rows(d, -by), None))
 
 
 def attention(

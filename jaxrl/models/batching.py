@@ -81,7 +81,7 @@ def batches(
 
     Args:
         shards: devices that the rows of a batch are divided among.
-        batch_tokens: tokens of a batch on one device, padding included; a longer sequence is alone.
+        batch_tokens: as of `run_batches`.
         longest: no sequence is longer.
     """
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
@@ -113,7 +113,7 @@ def run_batches(
 
     Args:
         leading: arguments of `run` before the tokens.
-        ledger: the account of the devices' memory that `run` is entered in.
+        batch_tokens: of a batch on one device, padding included; a longer sequence is alone.
         progress: called with how far it is, before each batch.
     """
     distinct = list(dict.fromkeys(map(tuple, sequences)))

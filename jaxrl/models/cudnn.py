@@ -119,7 +119,9 @@ def _forward(
         together = q.reshape(groups, -1, *q.shape[2:])
         whole = jnp.full(groups, together.shape[1], jnp.int32)
         outer, outer_l = _block(together, *shared, whole, shared_lengths, causal=False)
-        terms.append((outer.reshape(q.shape), _by_row(outer_l, group)))
+        # [P,N,G*C] -> [P*G,N,C]
+        by_row = outer_l.reshape(groups, q.shape[2], group, -1).swapaxes(1, 2)
+        terms.append((outer.reshape(q.shape), by_row.reshape(len(q), q.shape[2], -1)))
     inner, inner_l = _block(q, *own, lengths, lengths, causal=True, window=window)
     real = jnp.arange(q.shape[1])[None] < lengths[:, None]
     inner_l = jnp.where(real[:, None], inner_l, -jnp.inf)
@@ -146,41 +148,24 @@ def _backward(window: int | None, kept: Tree, d_out: jax.Array) -> tuple[Tree, .
         groups, group = len(shared[0]), len(q) // len(shared[0])
         q_all, out_all, d_all = (x.reshape(groups, -1, *q.shape[2:]) for x in (q, out, d_out))
         whole, (k, v) = jnp.full(groups, q_all.shape[1], jnp.int32), shared
-        ends = _by_group(joined, group)
+        # [P*G,N,C] -> [P,N,G*C]
+        ends = joined.reshape(groups, group, q.shape[2], -1).swapaxes(1, 2)
+        ends = ends.reshape(groups, q.shape[2], -1)
         d_outer, *d_keys = _block_gradients(
             q_all, k, v, ends, whole, shared_lengths, out_all, d_all, causal=False
         )
         d_q, d_shared = d_outer.reshape(q.shape) + d_q, tuple(d_keys)
-    d_sinks = None if sinks is None else _sink_gradients(sinks, joined, lengths, out, d_out)
+    d_sinks = None
+    if sinks is not None:
+        # Of each head, the sum over real tokens of -exp(sink - l) (out . d_out).
+        products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
+        real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
+        d_sinks = -jnp.where(real, share * products, 0).sum((0, 2)).astype(sinks.dtype)
     return d_q, d_shared, tuple(d_own), None, None, d_sinks
 
 
 attend_joined.defvjp(_forward, _backward)
-
-
-def _sink_gradients(
-    sinks: jax.Array, joined: jax.Array, lengths: jax.Array, out: jax.Array, d_out: jax.Array
-) -> jax.Array:
-    """Computes for each head, [N], the sum over real tokens of -exp(sink - l) (out . d_out), where
-    l is the normaliser `joined` [B,N,T] with the sink."""
-    products = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - joined)
-    real = jnp.arange(out.shape[1])[None, None] < lengths[:, None, None]
-    return -jnp.where(real, share * products, 0).sum((0, 2)).astype(sinks.dtype)
-
-
-def _by_row(normaliser: jax.Array, group: int) -> jax.Array:
-    """Rearranges [P,N,G*C] into [P*G,N,C]."""
-    groups, heads, _ = normaliser.shape
-    apart = normaliser.reshape(groups, heads, group, -1).swapaxes(1, 2)
-    return apart.reshape(groups * group, heads, -1)
-
-
-def _by_group(normaliser: jax.Array, group: int) -> jax.Array:
-    """Rearranges [P*G,N,C] into [P,N,G*C]."""
-    rows, heads, _ = normaliser.shape
-    apart = normaliser.reshape(rows // group, group, heads, -1).swapaxes(1, 2)
-    return apart.reshape(rows // group, heads, -1)
 
 
 def _block(

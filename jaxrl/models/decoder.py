@@ -191,15 +191,8 @@ def _layers(
     routed: list[Routed] | None = None,
     copies: Array = None,
 ) -> Array:
-    """Applies all blocks and the final norm to x [B, T, D].
-
-    Args:
-        inputs: as of `embed`.
-        recur: as of `run_block`.
-        split: the axis of a stream's tokens.
-        recorded: [B, T, L, k] integers (`experts.mix`).
-        routed: gets what the routers did.
-        copies: [B, T] (`experts.mix`).
+    """Applies all blocks and the final norm to x [B, T, D]. `inputs` are those of `embed`, `recur`
+    and `split` as of `run_block`; `recorded` [B, T, L, k] and `copies` [B, T] as of `experts.mix`.
     """
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
 

@@ -21,7 +21,7 @@ for Qwen3's 8 experts and 41% for gpt-oss's 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -104,11 +104,6 @@ class Experts:
     def id_dtype(self) -> np.dtype:
         """Returns the dtype of the expert numbers that are recorded."""
         return np.dtype(np.int8 if self.count <= 128 else np.int16)
-
-    def gated(self, activation: Callable[[jax.Array], jax.Array]) -> Activate:
-        """Returns the function that makes what an expert multiplies: activation(gate) * up, unless
-        it clamps them."""
-        return self.clamp or (lambda gate, up: activation(gate) * up)
 
 
 class ExpertKernel(NamedTuple):
@@ -218,11 +213,10 @@ def mixture(
     router, (gate, up, down) = p["router"], (held(p["experts"][i]) for i in PROJECTIONS)
     bias, scale = router.get("bias"), p.get("expert_scale")
     kernels = ExpertKernels(router["kernel"], gate, up, down, bias, scale)
-    activate = c.experts.gated(ACTIVATIONS[c.block.activation])
-
-    def run(*arrays: Any) -> tuple[jax.Array, Routed]:
-        return mix(c.experts, activate, mesh, *arrays, frozen=c.lora is not None, **routing)
-
+    activation = ACTIVATIONS[c.block.activation]
+    activate = c.experts.clamp or (lambda gate, up: activation(gate) * up)
+    how = c.experts, activate, mesh
+    run: Callable[..., Any] = partial(mix, *how, frozen=c.lora is not None, **routing)
     if c.experts.beside != "norms":
         out, routed = run(x, kernels)
         if c.experts.beside == "gate":
@@ -265,31 +259,78 @@ def mix(
         copies: [B, T] float32: how often each token counts in `Routed.mass`, 0 at padding.
         frozen: of the experts only adapters have gradients.
     """
+    over: SplitOver = None  # the axis that divides the experts, whose devices' tokens meet
+    width: SplitOver = None  # the axis that divides the width of each expert
+    tokens = PartitionSpec(ROWS, *split or (None,))
+    alone = mesh is None or mesh.size == 1
+
+    def on_device(
+        x: jax.Array,
+        kernels: ExpertKernels,
+        asked: jax.Array | None,
+        recorded: jax.Array | None,
+        copies: jax.Array | None,
+    ) -> tuple[jax.Array, Routed]:
+        rows = x.reshape(-1, x.shape[-1])
+        given = None if recorded is None else recorded.reshape(-1, experts.chosen)
+        read = rows if asked is None else asked.reshape(rows.shape)
+        ids, weights, logprobs = route(experts, read, kernels.router, given, kernels.router_bias)
+        if kernels.scale is not None:
+            weights = weights * kernels.scale.astype(jnp.float32)[ids]
+        probs = jnp.exp(logprobs)
+        entropy = -(probs * logprobs).sum(-1)
+        mass = None if copies is None else (copies.reshape(-1, 1) * probs).sum(0)
+        if mass is not None and not alone:
+            mass = jax.lax.psum(mass, (*ROWS, *split))
+        routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
+        bias, shift = kernels.down.bias, None
+        if bias is not None:  # [E, D], of each token's experts, weighted: [n, D] float32
+            each = _by_expert(ids, weights, len(bias))
+            shift = jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
+        if over is not None:
+            parts = rows, ids, weights
+            rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in parts)
+            ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
+        down = kernels.down._replace(bias=None)
+        products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
+        if ridge is None:
+            size = block_rows(ids.size, experts.count)
+            out = chosen_experts(activate, size, frozen, rows, ids, weights, *products)
+        else:
+            (n, k), (count, *_, wide) = ids.shape, kernels.gate.kernel.shape
+            size = step_rows(n, k, count, rows.shape[1], wide, ridge)
+            if size == len(rows):
+                out = every_expert(activate, rows, ids, weights, *products)
+            else:
+                out = step_experts(activate, size, rows, ids, weights, *products)
+        if over is not None:
+            out = jax.lax.psum_scatter(out, over, tiled=True)
+        if width is not None:
+            out = jax.lax.psum(out, width)
+        if shift is not None:
+            out = (out.astype(jnp.float32) + shift).astype(x.dtype)
+        return out.reshape(x.shape), routed
+
     given = x, kernels, asked, recorded, copies
-    run = partial(_mix, experts, activate, ridge, frozen)
     if mesh is None or mesh.size == 1:
-        return run(*given)
-    over = divided(experts.count, (EXPERTS,), mesh.shape)
+        return on_device(*given)
+    by_expert = divided(experts.count, (EXPERTS,), mesh.shape)
     down = kernels.down
     wide = down.kernel.shape[1] if down.scale is None else down.scale.shape[1]
-    width = divided(wide, ("tensor",), mesh.shape)  # of a quantised kernel, its blocks
-    tokens = PartitionSpec(ROWS, *split or (None,))
+    by_width = divided(wide, ("tensor",), mesh.shape)  # of a quantised kernel, its blocks
+    over = by_expert if mesh.shape[EXPERTS] > 1 else None
+    width = by_width if mesh.shape["tensor"] > 1 else None
     whole = PartitionSpec()
-    into, out_of = PartitionSpec(over, None, width), PartitionSpec(over, width, None)
-    both, outs = PartitionSpec(over), PartitionSpec(over, width)
+    into = PartitionSpec(by_expert, None, by_width)
+    out_of = PartitionSpec(by_expert, by_width, None)
+    both, outs = PartitionSpec(by_expert), PartitionSpec(by_expert, by_width)
     first = ExpertKernel(into, into, outs, both, into)
     last = ExpertKernel(out_of, out_of, whole, out_of, both)
     parts = ExpertKernels(whole, first, first, last, whole, whole)
-    specs = (tokens, parts, tokens, tokens, tokens)
     return jax.shard_map(
-        partial(
-            run,
-            over=over if mesh.shape[EXPERTS] > 1 else None,
-            width=width if mesh.shape["tensor"] > 1 else None,
-            summed=(*ROWS, *split),
-        ),
+        on_device,
         mesh=mesh,
-        in_specs=specs,
+        in_specs=(tokens, parts, tokens, tokens, tokens),
         out_specs=(tokens, Routed(tokens, tokens, whole)),
         check_vma=False,
     )(*given)
@@ -320,67 +361,6 @@ def route(
     return ids, weights, logprobs
 
 
-def _mix(
-    experts: Experts,
-    activate: Activate,
-    ridge: float | None,
-    frozen: bool,
-    x: jax.Array,
-    kernels: ExpertKernels,
-    asked: jax.Array | None,
-    recorded: jax.Array | None,
-    copies: jax.Array | None,
-    over: SplitOver = None,
-    width: SplitOver = None,
-    summed: tuple[AxisName, ...] = (),
-) -> tuple[jax.Array, Routed]:
-    """Runs `mix` on one device.
-
-    Args:
-        over: the axis that divides the experts, whose devices' tokens are computed together.
-        width: the axis that divides the width of each expert.
-        summed: the axes that divide the tokens.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    given = None if recorded is None else recorded.reshape(-1, experts.chosen)
-    read = rows if asked is None else asked.reshape(rows.shape)
-    ids, weights, logprobs = route(experts, read, kernels.router, given, kernels.router_bias)
-    if kernels.scale is not None:
-        weights = weights * kernels.scale.astype(jnp.float32)[ids]
-    probs = jnp.exp(logprobs)
-    entropy = -(probs * logprobs).sum(-1)
-    mass = None if copies is None else (copies.reshape(-1, 1) * probs).sum(0)
-    mass = jax.lax.psum(mass, summed) if summed and mass is not None else mass
-    routed = Routed(ids.reshape(*x.shape[:2], -1), entropy.reshape(x.shape[:2]), mass)
-    bias, shift = kernels.down.bias, None
-    if bias is not None:  # [E, D], of each token's experts, weighted: [n, D] float32
-        each = _by_expert(ids, weights, len(bias))
-        shift = jnp.matmul(each, bias.astype(jnp.float32), precision="highest")
-    if over is not None:
-        parts = rows, ids, weights
-        rows, ids, weights = (jax.lax.all_gather(part, over, tiled=True) for part in parts)
-        ids = ids - jax.lax.axis_index(over) * len(kernels.gate.kernel)
-    down = kernels.down._replace(bias=None)
-    products = (_cast(each, x.dtype) for each in (kernels.gate, kernels.up, down))
-    if ridge is None:
-        size = block_rows(ids.size, experts.count)
-        out = chosen_experts(activate, size, frozen, rows, ids, weights, *products)
-    else:
-        (n, k), (count, *_, wide) = ids.shape, kernels.gate.kernel.shape
-        size = step_rows(n, k, count, rows.shape[1], wide, ridge)
-        if size == len(rows):
-            out = every_expert(activate, rows, ids, weights, *products)
-        else:
-            out = step_experts(activate, size, rows, ids, weights, *products)
-    if over is not None:
-        out = jax.lax.psum_scatter(out, over, tiled=True)
-    if width is not None:
-        out = jax.lax.psum(out, width)
-    if shift is not None:
-        out = (out.astype(jnp.float32) + shift).astype(x.dtype)
-    return out.reshape(x.shape), routed
-
-
 def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Returns the weight of each expert, [n, E], 0 where a token does not pass it."""
     own = ids[:, :, None] == jnp.arange(count)[None, None]
@@ -390,9 +370,7 @@ def _by_expert(ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
 def _cast(given: ExpertKernel, dtype: np.dtype) -> ExpertKernel:
     """Casts what is multiplied to the dtype of the products; biases are added as they are."""
     kernel = given.kernel if given.scale is not None else given.kernel.astype(dtype)
-    if given.lora_a is None or given.lora_b is None:
-        return given._replace(kernel=kernel)
-    a, b = given.lora_a.astype(dtype), given.lora_b.astype(dtype)
+    a, b = (x if x is None else x.astype(dtype) for x in (given.lora_a, given.lora_b))
     return given._replace(kernel=kernel, lora_a=a, lora_b=b)
 
 
@@ -437,16 +415,14 @@ def step_experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    gate: ExpertKernel,
-    up: ExpertKernel,
-    down: ExpertKernel,
+    *projections: ExpertKernel,
 ) -> jax.Array:
     """Computes `chosen_experts` without a loop, which would end the CUDA graph of a decode step.
 
     Each expert has a block of `size` rows. The rows that an expert has beyond it are in further
     blocks, of which there are always as many as the worst choice of experts needs.
     """
-    count, (n, k) = len(gate.kernel), ids.shape
+    count, (n, k) = len(projections[0].kernel), ids.shape
     own = ids[:, :, None] == jnp.arange(count)[None, None]  # [n, k, E]
     passes = own.any(1).astype(jnp.int32)
     before = jnp.cumsum(passes, 0) - passes  # of an expert's rows, those of earlier tokens
@@ -463,15 +439,13 @@ def step_experts(
     of = (ends[None] <= jnp.arange(total - count)[:, None]).sum(1)  # `searchsorted` is a loop
     of = jnp.minimum(of, count - 1)
 
-    def run(source: jax.Array, *projections: ExpertKernel) -> jax.Array:
+    def run(source: jax.Array, projections: Sequence[ExpertKernel]) -> jax.Array:
         taken = _taken(x, source // k).reshape(-1, size, x.shape[1])
         each = _taken(weights.reshape(-1), source).reshape(-1, size, 1)
-        gate, up, down = projections
-        wide = _activated(activate, _projected(gate, taken), _projected(up, taken), each)
-        return _projected(down, wide).reshape(len(source), -1)
+        return _computed(activate, projections, taken, each).reshape(len(source), -1)
 
     first, rest = jnp.split(source, [count * size])
-    out = [run(first, gate, up, down), run(rest, *(_those(one, of) for one in (gate, up, down)))]
+    out = [run(first, projections), run(rest, [_those(one, of) for one in projections])]
     return _summed(jnp.concatenate(out), place).astype(x.dtype)
 
 
@@ -492,6 +466,14 @@ def every_expert(
     if down.lora_a is None and down.scale is None:
         return jnp.einsum("eni,eid->nd", wide, down.kernel)
     return _projected(down, wide).sum(0)
+
+
+def _computed(
+    activate: Activate, projections: Sequence[ExpertKernel], x: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Passes x [M, n, D] through M experts; weights [M, n, 1]."""
+    gate, up, down = projections
+    return _projected(down, _activated(activate, _projected(gate, x), _projected(up, x), weights))
 
 
 def _projected(by: ExpertKernel, x: jax.Array) -> jax.Array:
@@ -590,13 +572,11 @@ def chosen_experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    gate: ExpertKernel,
-    up: ExpertKernel,
-    down: ExpertKernel,
+    *projections: ExpertKernel,
 ) -> jax.Array:
     """Computes [n, D]: for each token x [n, D] the sum of weight * down(activate(gate(x), up(x)))
-    over those of its experts `ids` [n, k] that are among the E of gate, up and down, which has no
-    bias.
+    over those of its experts `ids` [n, k] that are among the E of `projections`: gate, up, and
+    down, which has no bias.
 
     The backward pass keeps the arguments alone, and computes gate and up again.
 
@@ -605,14 +585,13 @@ def chosen_experts(
         frozen: only adapters have gradients, of all parameters.
         weights: [n, k] float32.
     """
-    rows, k = _sort(ids, len(gate.kernel), size), ids.shape[1]
+    rows, k = _sort(ids, len(projections[0].kernel), size), ids.shape[1]
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         own, of = rows.chunk(i)
         taken, each = rows.take(x, own // k), rows.take(weights.reshape(-1), own)
-        wide, high = (_projected(_those(part, of), taken) for part in (gate, up))
-        wide = _activated(activate, wide, high, each)
-        result = _projected(_those(down, of), wide).reshape(rows.step, -1)
+        result = _computed(activate, [_those(part, of) for part in projections], taken, each)
+        result = result.reshape(rows.step, -1)
         return jax.lax.dynamic_update_slice_in_dim(out, result, i * rows.step, 0)
 
     out = rows.zeros((len(rows.source), x.shape[1]), x.dtype)
@@ -659,7 +638,10 @@ def _backward(
         )
 
     n = len(rows.source)
-    trained = tuple(_trained(part, frozen) for part in projections)
+    trained = tuple(  # the leaves that have gradients
+        part._replace(kernel=None, scale=None, bias=None) if frozen else part._replace(scale=None)
+        for part in projections
+    )
     zeros = (
         rows.zeros((n, x.shape[1]), x.dtype),
         rows.zeros((n,), weights.dtype),
@@ -673,13 +655,6 @@ def _backward(
         _taken(d_weights, rows.place),
         *found,
     )
-
-
-def _trained(of: ExpertKernel, frozen: bool) -> ExpertKernel:
-    """Returns the leaves that have gradients; None in place of the others."""
-    if frozen:
-        return ExpertKernel(None, lora_a=of.lora_a, lora_b=of.lora_b)
-    return of._replace(scale=None)
 
 
 def _gradients(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from jaxrl.errors import UserError, short
 from jaxrl.process.json_types import JsonObject
@@ -28,24 +28,16 @@ Raw = Mapping[str, Any]
 """A model's `config.json`, as it is parsed."""
 DecoderLike = Any
 """A `DecoderConfig`, for modules that its own imports."""
+GgufFacts = Any
+"""What a GGUF file says of its model (`formats.gguf`): `stated(key)`, a value of its metadata by
+the key without the architecture, and `shape(name)`, that of a tensor by its name in Hugging Face's
+files; None where there is none."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 Norms = Literal["before", "after", "around"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """Of the MLP, by the name that a `config.json` has for it."""
 OMITTED = object()
 """Of `Family.write`: a field that other families write, and this one does not."""
-
-
-class GgufFacts(Protocol):
-    """What a GGUF file says of its model."""
-
-    def stated(self, key: str) -> Any:
-        """Returns a value of the metadata by its key without the architecture; None where there is
-        none."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of the tensor with a name as in Hugging Face; None where there is
-        none."""
 
 
 @dataclass(frozen=True)

@@ -128,30 +128,25 @@ def why_not_fused(target: Target, head_dim: int, dtype: str, joined: bool = Fals
         dtype: of queries, keys and values.
         joined: rows share a prompt, and attend to its keys and to their own.
     """
-    reason = None
+    kernel: Kernel = "splash"
     if target.platform != TPU:
-        reason = _why_not_cudnn(target, head_dim, dtype, joined)
-    return reason or _why_failed(target, "splash", "cudnn", head_dim, dtype)
-
-
-def _why_not_cudnn(target: Target, head_dim: int, dtype: str, joined: bool) -> str | None:
-    """Explains why cuDNN's kernel is not for a device and a model."""
-    if target.platform not in GPU or target.capability is None:
-        return f"there is no kernel for a {target.platform} (cuDNN is for NVIDIA's GPUs)"
-    if dtype not in ("bfloat16", "float16"):
-        return f"cuDNN's kernel does not compute in {dtype}"
-    has = "{}.{}".format(*target.capability)
-    if target.capability < OLDEST:
-        return f"cuDNN's kernel needs compute capability 8.0, and this GPU has {has}"
-    most = max(dim for since, dim in HEAD_DIMS.items() if since <= target.capability)
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim > most:
-        return (
-            f"cuDNN's kernel takes head dims that are multiples of {HEAD_DIM_MULTIPLE}, at compute"
-            f" capability {has} up to {most}, and the model has {head_dim}"
-        )
-    if joined and not cudnn.JOINS:
-        return "this version of jax hides the backward pass that prompts computed once need"
-    return None
+        kernel = "cudnn"
+        if target.platform not in GPU or target.capability is None:
+            return f"there is no kernel for a {target.platform} (cuDNN is for NVIDIA's GPUs)"
+        if dtype not in ("bfloat16", "float16"):
+            return f"cuDNN's kernel does not compute in {dtype}"
+        has = "{}.{}".format(*target.capability)
+        if target.capability < OLDEST:
+            return f"cuDNN's kernel needs compute capability 8.0, and this GPU has {has}"
+        most = max(dim for since, dim in HEAD_DIMS.items() if since <= target.capability)
+        if head_dim % HEAD_DIM_MULTIPLE or head_dim > most:
+            return (
+                f"cuDNN's kernel takes head dims that are multiples of {HEAD_DIM_MULTIPLE}, at"
+                f" compute capability {has} up to {most}, and the model has {head_dim}"
+            )
+        if joined and not cudnn.JOINS:
+            return "this version of jax hides the backward pass that prompts computed once need"
+    return _TRIED.get((target, kernel, head_dim, dtype))
 
 
 def step_kernel_of(target: Target, head_dim: int, dtype: str) -> StepKernel | None:
@@ -169,39 +164,34 @@ def why_no_step_kernel(target: Target, head_dim: int, dtype: str) -> str | None:
     Args:
         dtype: of the cache.
     """
-    reason = None
-    if target.platform != TPU:
-        reason = _why_not_split_k(target, head_dim, dtype)
-    elif head_dim % LANES:
-        reason = (
-            "the kernel of a decode step would pad a TPU's cache to head dims that are multiples of"
-            f" {LANES}, and the model has {head_dim}"
-        )
-    return reason or _why_failed(target, "flash-decode", "split-k", head_dim, dtype)
-
-
-def _why_not_split_k(target: Target, head_dim: int, dtype: str) -> str | None:
-    """Explains why the split-K kernel is not for a device and a model."""
+    what = "the kernel of a decode step"
+    if target.platform == TPU:
+        if head_dim % LANES:
+            return (
+                f"{what} would pad a TPU's cache to head dims that are multiples of {LANES}, and"
+                f" the model has {head_dim}"
+            )
+        return _TRIED.get((target, "flash-decode", head_dim, dtype))
     if target.platform not in GPU or target.capability is None:
         return f"there is no kernel of a decode step for a {target.platform}"
     if target.capability < OLDEST:
         has = "{}.{}".format(*target.capability)
-        return f"the kernel of a decode step needs compute capability 8.0, and this GPU has {has}"
+        return f"{what} needs compute capability 8.0, and this GPU has {has}"
     if dtype not in ("bfloat16", "float16"):
-        return f"the kernel of a decode step does not compute in {dtype}"
+        return f"{what} does not compute in {dtype}"
     if head_dim < STEP_HEAD_DIM or head_dim & (head_dim - 1):
         return (
-            "the kernel of a decode step takes head dims that are powers of two from"
-            f" {STEP_HEAD_DIM} on, and the model has {head_dim}"
+            f"{what} takes head dims that are powers of two from {STEP_HEAD_DIM} on, and the model"
+            f" has {head_dim}"
         )
     if split_k.tile_of(1, head_dim, target.capabilities) is None:
         return (
-            f"the kernel of a decode step has no shared memory for head_dim={head_dim} (at most"
+            f"{what} has no shared memory for head_dim={head_dim} (at most"
             f" {min(map(block_shared_bytes, target.capabilities))} bytes of a block)"
         )
     if not split_k.exists():
         return "this version of jax has no kernel of a decode step"
-    return None
+    return _TRIED.get((target, "split-k", head_dim, dtype))
 
 
 Use = tuple[int, str, bool]
@@ -209,18 +199,6 @@ Use = tuple[int, str, bool]
 _TRIED: dict[tuple[Target, Kernel | StepKernel, int, str], str | None] = {}
 """(device, kernel, head dim, dtype) that this process has tried -> why it is not used there; None
 where it works."""
-
-
-def _why_failed(
-    target: Target,
-    on_tpu: Kernel | StepKernel,
-    on_gpu: Kernel | StepKernel,
-    head_dim: int,
-    dtype: str,
-) -> str | None:
-    """Explains why this process does not use the kernel of a device, where it failed when it was
-    tried."""
-    return _TRIED.get((target, on_tpu if target.platform == TPU else on_gpu, head_dim, dtype))
 
 
 def try_kernels(devices: Iterable[DeviceFacts], uses: Iterable[Use]) -> list[str]:

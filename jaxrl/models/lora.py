@@ -224,13 +224,9 @@ def quantised_product(
     return x @ dequantise(codes, scale, x.dtype)
 
 
-def _product_forward(x: Array, codes: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
-    return quantised_product(x, codes, scale), (codes, scale)
-
-
 def _product_backward(kept: tuple[Array, Array], d_y: Array) -> tuple[Array, None, None]:
     d_y, codes, scale = jax.lax.optimization_barrier((d_y, *kept))
     return d_y @ dequantise(codes, scale, d_y.dtype).T, None, None
 
 
-quantised_product.defvjp(_product_forward, _product_backward)
+quantised_product.defvjp(lambda x, *held: (quantised_product(x, *held), held), _product_backward)

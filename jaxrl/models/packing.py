@@ -56,16 +56,12 @@ def _entries(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
-def _move_forward(x: jax.Array, index: jax.Array, back: jax.Array) -> tuple[jax.Array, Array]:
-    return move(x, index, back), (index, back)
-
-
 def _move_backward(kept: Array, d: jax.Array) -> tuple[jax.Array, None, None]:
     index, back = kept
     return move(d, back, index), None, None
 
 
-move.defvjp(_move_forward, _move_backward)
+move.defvjp(lambda x, *indices: (move(x, *indices), indices), _move_backward)
 
 
 @jax.tree_util.register_dataclass
@@ -167,14 +163,6 @@ class Packing:
     def group(self) -> int:
         """Returns the number of completions of a prompt in the stream."""
         return self.completions.lengths.shape[1] // self.rows[0].lengths.shape[1]
-
-    def pack(self, x: Array) -> Array:
-        """Packs x [B, C, ...], which is aligned with the completions, into [X, m, ...]."""
-        return self.completions.pack(x)
-
-    def unpack(self, x: Array) -> Array:
-        """Unpacks x [X, m, ...] into [B, C, ...], with zeros at the padding."""
-        return self.completions.unpack(x)
 
     def predicting(self, hidden: Array, mesh: Mesh | None = None) -> Array:
         """Selects from the hidden states [X, n, D] those that predict the tokens of the

@@ -100,14 +100,10 @@ def shared_attender(
         v: jax.Array,
         prompt_k: jax.Array,
         prompt_v: jax.Array,
-        positions: jax.Array,
-        at: jax.Array,
-        slots: jax.Array,
-        lengths: jax.Array,
-        places: jax.Array,
-        *paged: jax.Array,
+        *known: jax.Array,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        positions, at, slots, lengths, places, *paged = known
         own = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # [B,KV,M,H]
         (_, kv, group, h), (rows, n) = own.shape, slots.shape
         asked = jnp.take(own, jnp.maximum(slots, 0), 0)  # [R,n,KV,M,H]

@@ -18,8 +18,8 @@ from jaxrl.errors import UserError, counted, user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.hub import WEIGHTS, find_folder
 from jaxrl.formats.hub_names import gguf_parts
+from jaxrl.models.bert import read_encoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import (
     GPU,
     TPU,

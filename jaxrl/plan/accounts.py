@@ -17,8 +17,8 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
+from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import GPU, TPU, fuses, step_kernel_of
 from jaxrl.plan.array_bytes import (
     F32,

@@ -18,8 +18,8 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.errors import UserError, counted
 from jaxrl.models.batching import round_up
+from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import Target, Use, fuses
 from jaxrl.models.parameters import Layout
 from jaxrl.models.shared_prompts import PAGE

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.signals import with_weights
 from jaxrl.checkpoint.store import ACTOR
 from jaxrl.checkpoint.writer import Saving, load_arrays, save_arrays
@@ -43,10 +44,7 @@ from jaxrl.sharding.reshard import checksums, nbytes, put, reshard, to_host
 from jaxrl.types import (
     AlignedSignal,
     Array,
-    Finish,
     Frozen,
-    Loss,
-    Prepare,
     RoleScores,
     Rollout,
     Sequences,
@@ -83,9 +81,7 @@ class Actor:
         model: DecoderConfig,
         mesh: Mesh,
         load: Callable[[DTypeLike], Params],
-        prepare: Prepare,
-        loss: Loss,
-        finish: Finish,
+        vocab_size: int,
         frozen: Frozen,
         rollout_shardings: Tree,
         run_dir: Path,
@@ -97,7 +93,7 @@ class Actor:
         """
         Args:
             load: dtype -> the parameters to train, in the stacked layout on `mesh`.
-            finish: makes metrics of the sums that the loss returned.
+            vocab_size: tokens that the policy shares with the teachers.
             frozen: arrays on `mesh` that the loss reads and nobody trains (the teacher's head).
             rollout_shardings: of the rollout's weights, unstacked; None where that is in another
                 worker.
@@ -108,8 +104,10 @@ class Actor:
             base_name: name of the model that these are of.
         """
         self.config, self.model, self.mesh = config, model, mesh
+        self._devices = row_devices(mesh)
         self.version = 0
-        self._prepare, self._finish = prepare, finish
+        method = method_of(config)
+        self._prepare, self._finish = method.prepare(config), method.finish
         self._frozen, self._run_dir = frozen, run_dir
         self._base, self._base_name = base or {}, base_name
         self._rollout_shardings, self._teacher = rollout_shardings, teacher
@@ -121,6 +119,7 @@ class Actor:
         rate = learning_rate(o, config.steps * config.updates_per_batch)
         constant = o.lr_schedule == "constant" and not o.warmup_steps
         self._rate = rate if constant else jax.jit(rate)  # one program, not one an operation
+        loss = method.make_loss(config, model, mesh, vocab_size)
         self.programs = programs = ActorPrograms(config, model, mesh, loss)
         if restore is None:
             with phase("load"):
@@ -197,7 +196,7 @@ class Actor:
         norms: list[float] = []
         last: dict[str, float] = {}
         skipped = empty = real = computed = planned = 0
-        devices = row_devices(self.mesh)
+        devices = self._devices
         frozen = {**self._frozen, BASE: self._base} if self._base else self._frozen
         for epoch in range(c.epochs_per_batch):
             seed = (self.config.seed, step, epoch)
@@ -404,7 +403,7 @@ class Actor:
         padded = padded_count(len(chosen), live)
         group = sequences.group
         index = self.programs.micro_batches(chosen, units, sequences, group, padded)
-        size = room_of(sequences, row_devices(self.mesh), index)
+        size = room_of(sequences, self._devices, index)
         with phase("log-probs before the batch"):
             policy = join(self._base, self.state.params)
             given = (policy, TrainBatch(placed.sequences), index, group, size)

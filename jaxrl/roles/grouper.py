@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, check_every_token, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.formats.hf import open_weights
@@ -20,7 +21,7 @@ from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
-from jaxrl.models.encoder_config import EncoderConfig, read_encoder
+from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.verifiers import after_thoughts
 from jaxrl.runtime.worker import detail, phase
@@ -42,9 +43,9 @@ class Encoder:
         Args:
             path: a Hugging Face or sentence-transformers folder, `package:NAME`, or a name on a
                 hub.
-            mesh: axes (data, fsdp, tensor); None for one device.
+            mesh: None for one device.
             dtype: of weights and computation.
-            batch_tokens: tokens of a batch on one device, padding included.
+            batch_tokens: as of `run_batches`.
 
         Raises:
             UserError: nothing there, or nothing that can be loaded.
@@ -96,23 +97,13 @@ def tokenizer_of_encoder(config: EncoderConfig, folder: Path) -> Tokenizer:
 class Grouper:
     """The role that embeds completions."""
 
-    def __init__(
-        self,
-        path: str,
-        mesh: Mesh,
-        dtype: str = "float32",
-        batch_tokens: int = BATCH_TOKENS,
-        opening: str = "",
-        offload: bool = False,
-    ):
-        """
-        Args:
-            path, mesh, dtype, batch_tokens: as of `Encoder`.
-            opening: what opens thoughts at the end of the prompts.
-            offload: the weights are on the host except during `score`.
-        """
+    def __init__(self, config: Config, mesh: Mesh, opening: str = ""):
+        """Loads the encoder of `grouper.model`. `opening` is what opens thoughts at the end of the
+        prompts; with `offload.frozen` the weights are on the host except during `score`."""
+        path, dtype = config.grouper.model, config.grouper.compute_dtype
+        assert path is not None
         with phase(f"loads {path}"):
-            encoder = Encoder(path, mesh, dtype, batch_tokens)
+            encoder = Encoder(path, mesh, dtype, config.grouper.batch_tokens)
         self._encoder, self._opening = encoder, opening
         millions = bert.n_params(encoder.config) / 1e6
         self._notes: tuple[str, ...] = (
@@ -122,7 +113,7 @@ class Grouper:
             "grouper.params",
             *attribute(encoder, "params"),
             stages=("grouper.score",),
-            offload=offload,
+            offload=config.offload.frozen,
         )
 
     def score(self, rollout: Rollout) -> Embedded:

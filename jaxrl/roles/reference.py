@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.packing import row_devices
 from jaxrl.models.parameters import Params
@@ -24,30 +25,18 @@ from jaxrl.types import Array, Rollout, Sequences
 class Reference:
     """A frozen copy of the policy."""
 
-    def __init__(
-        self,
-        model: DecoderConfig,
-        params: Params,
-        mesh: Mesh,
-        temperature: float,
-        chunk: int,
-        offload: bool = False,
-    ):
-        """
-        Args:
-            params: in the compute dtype, stacked, on `mesh`.
-            temperature: of sampling.
-            chunk: tokens whose logits exist at once.
-            offload: the weights go to the host while the reference is not asked.
-        """
-        self.params, self.mesh = params, mesh
+    def __init__(self, config: Config, model: DecoderConfig, params: Params, mesh: Mesh):
+        """Takes parameters in the compute dtype, stacked, on `mesh`; with `offload.frozen` they go
+        to the host while the reference is not asked."""
+        self.params, self._devices = params, row_devices(mesh)
         current().resident(
             "reference.params",
             *attribute(self, "params"),
             stages=("reference.score",),
-            offload=offload,
+            offload=config.offload.frozen,
         )
         self._rows = NamedSharding(mesh, PartitionSpec(ROWS))
+        temperature, chunk = config.sampling.temperature, config.distill.loss_chunk
         self._score = reference_program(model, mesh, temperature, chunk)
 
     def score(self, rollout: Rollout, part: int = 0, parts: int = 1) -> np.ndarray | None:
@@ -57,7 +46,7 @@ class Reference:
         Args:
             part, parts: which of how many slices of rows.
         """
-        given = scored_part(rollout, part, parts, row_devices(self.mesh))
+        given = scored_part(rollout, part, parts, self._devices)
         if given is None:
             return None
         with phase(f"rows {given.rows.start}-{given.rows.stop} of {len(rollout.group_ids)}"):

@@ -37,8 +37,8 @@ from jaxrl.formats.hf import open_weights
 from jaxrl.formats.hub import find_folder, open_tensors
 from jaxrl.models import decoder
 from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
+from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import read_json
 from jaxrl.models.parameters import Params
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.runtime.worker import detail, phase
@@ -177,9 +177,9 @@ class RewardScorer:
     ):
         """
         Args:
-            mesh: axes (data, fsdp, tensor); None for one device.
+            mesh: None for one device.
             dtype: of weights and computation; the head is applied in float32.
-            batch_tokens: tokens of a batch on one device, padding included.
+            batch_tokens: as of `run_batches`.
             max_tokens: longest sequence; never more than the model's positions.
         """
         self.tokenizer = tokenizer_of_reward(source)
@@ -304,7 +304,6 @@ class RewardModel:
     ):
         """
         Args:
-            dtype, batch_tokens, max_tokens: as of `RewardScorer`.
             offload: the weights are on the host except during `score`.
             chat_date: that its chat template shows (`data.chat_date`).
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,6 @@ from jaxrl.environments.episode_batches import Episodes
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats.weights import leaves_by_path
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.kernels import target_of
 from jaxrl.models.lora import frozen_and_trained, join, merged
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params, abstract_params, param_shardings, unstack
@@ -144,10 +143,9 @@ class Sampler:
         *,
         slots: int,
         tokenizer: Tokenizer,
-        pad_id: int,
         eos_ids: tuple[int, ...],
-        row_multiple: int,
         vocab_size: int,
+        packing: Mapping[str, int] | None = None,
         params: Params | None = None,
         base: Params | None = None,
         teacher: bool = False,
@@ -156,9 +154,8 @@ class Sampler:
     ):
         """
         Args:
-            pad_id: fills the padding of the batch; masked everywhere.
-            row_multiple: every batch is padded to a multiple of this many rows.
             vocab_size: tokens shared with the teacher.
+            packing: arguments of `make_rollout`; None where no batch is made.
             params: weights on `mesh`, unstacked; None where they come through `load`.
             base: frozen base weights on `mesh`, for adapters that come through `load`; in stacked
                 layout where the adapters are merged into a copy.
@@ -175,9 +172,11 @@ class Sampler:
         """Config of the model that samples. Where adapters are merged into the base weights, it has
         neither adapters nor quantised kernels."""
         self.version = -1
-        self._pad_id, self._eos_ids, self._row_multiple = pad_id, eos_ids, row_multiple
-        self._most = max_new_tokens or config.max_new_tokens
-        longest = max(self._most, config.eval.max_new_tokens or 0)
+        self._packing = packing
+        most = max_new_tokens or config.max_new_tokens
+        splits: tuple[Split, ...] = "train", "eval"
+        self._sampling = {split: sampling_params(config, split, most, eos_ids) for split in splits}
+        longest = max(one.max_new_tokens for one in self._sampling.values())
         self._teacher = teacher
         self.notes: list[str] = []
         """What a user should know of the environments, since the last batch."""
@@ -270,16 +269,10 @@ class Sampler:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> Rollout:
         """Pads the completions of each prompt to one rectangular batch, on the host."""
-        rollout = make_rollout(
-            [prompt.to_sample for prompt in prompts],
-            completions,
-            policy_version=self.version,
-            pad_id=self._pad_id,
-            max_prompt_tokens=self.config.max_prompt_tokens,
-            max_new_tokens=self.config.max_new_tokens,
-            row_multiple=self._row_multiple,
-            width_multiple=target_of(self.mesh.devices.flat).width_multiple,
-        )
+        assert self._packing is not None
+        sampled = [prompt.to_sample for prompt in prompts]
+        options = {"policy_version": self.version, **self._packing}
+        rollout = make_rollout(sampled, completions, **options)
         stats = self.engine.stats
         rollout = replace(
             rollout,
@@ -310,7 +303,7 @@ class Sampler:
         if self.params is None:
             raise RuntimeError("no weights have been loaded yet")
         training = split == "train"
-        sampling = sampling_params(self.config, split, self._most, self._eos_ids)
+        sampling = self._sampling[split]
         n = self.config.group_size if training else self.config.eval.samples
         prompts = [prompt.to_sample for prompt in prompts]
         with phase(f"{len(prompts)} prompts x {n}, version {self.version}"):

@@ -66,7 +66,6 @@ from jaxrl.run.job import (
 from jaxrl.run.python_objects import GivenEnvironment, entries
 from jaxrl.runtime.worker import Phase, enter
 from jaxrl.sampling.engine import EngineStats
-from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import ensure_devices, role_meshes, verify_arrays
 from jaxrl.sharding.placement import check_visible, place
 from jaxrl.telemetry.metrics import Sample, held_out_reward
@@ -381,9 +380,7 @@ def _sample(job: Evaluation) -> tuple[list[list[Completion]], list[EngineStats]]
         mesh,
         slots=config.rollout.slots or min(config.batch_size * config.group_size, wanted),
         tokenizer=job.tokenizer,
-        pad_id=pad_id(job.source, job.end_ids),
         eos_ids=job.end_ids,
-        row_multiple=row_shards(mesh.shape),
         vocab_size=job.source.config.vocab_size,
         params=params,
         episodes=partial(episodes, config, job.tokenizer, given=job.given),

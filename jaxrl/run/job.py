@@ -43,8 +43,8 @@ from jaxrl.errors import UserError, about, user_input
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.hub_names import data_name
 from jaxrl.losses.token_spans import Outcomes
+from jaxrl.models.bert import read_encoder
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target
 from jaxrl.plan import model_config, without_weights
 from jaxrl.process.plugin import PYTHON

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl.algorithms.methods import method_of
 from jaxrl.algorithms.protocols import (
     ActorRole,
     GrouperRole,
@@ -32,7 +31,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.data.prompt_encoder import with_feedback
 from jaxrl.formats import hub
-from jaxrl.models.kernels import Use, try_kernels
+from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
 from jaxrl.models.parameters import Layout, Params, head_sharding, param_shardings
 from jaxrl.plan.accounts import TEMPLATE_TOKENS
@@ -187,7 +186,6 @@ def pool_makers(
 
 def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
     config, mesh = setup.config, meshes["actor"]
-    method = method_of(config)
     frozen = frozen_of_teacher(setup, mesh)
     student, loaded = setup.student, None
     if (receiver := meshes.get("rollout")) is not None:  # else another process has it
@@ -211,9 +209,7 @@ def make_actor(setup: Setup, meshes: Mapping[str, Mesh]) -> ActorRole:
         student.config,
         mesh,
         load=load,
-        prepare=method.prepare(config),
-        loss=method.make_loss(config, student.config, mesh, setup.vocab_size),
-        finish=method.finish,
+        vocab_size=setup.vocab_size,
         frozen=frozen,
         rollout_shardings=loaded,
         run_dir=setup.run_dir,
@@ -367,14 +363,7 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
     params = {} if setup.student.adapter else _base(setup, mesh, dtype, "stacked")
     params = params or start.load(mesh, jnp.dtype(dtype), "stacked")
     verify_arrays("reference", params, mesh)
-    return Reference(
-        start.config,
-        params,
-        mesh,
-        config.sampling.temperature,
-        config.distill.loss_chunk,
-        config.offload.frozen,
-    )
+    return Reference(config, start.config, params, mesh)
 
 
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
@@ -395,16 +384,7 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
 
 
 def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:
-    config = setup.config.grouper
-    assert config.model is not None
-    return Grouper(
-        config.model,
-        meshes["grouper"],
-        config.compute_dtype,
-        config.batch_tokens,
-        setup.opening,
-        setup.config.offload.frozen,
-    )
+    return Grouper(setup.config, meshes["grouper"], setup.opening)
 
 
 MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {
@@ -439,10 +419,9 @@ def _sampler(
         mesh,
         slots=config.rollout.slots or config.batch_size * config.group_size,
         tokenizer=tokenizer,
-        pad_id=setup.pad_id,
         eos_ids=eos_ids,
-        row_multiple=setup.row_multiple,
         vocab_size=setup.vocab_size,
+        packing=setup.packing(target_of(mesh.devices.flat)),
         params=params,
         base=base,
         teacher=teacher,

@@ -148,9 +148,7 @@ def extend(
         prompts: those that slots share.
         tokens: [X*b, W] int32; the keys and values of what a shorter row has beyond its tokens are
             overwritten when its slot gets there, and read by none before that.
-        positions: [X*b] int32: of the first token.
-        starts: [X*b] int32: of the first position in the slot's own cache.
-        lengths: [X*b] int32: how many tokens there are.
+        positions, starts, lengths: [X*b] int32, as of `decoder.extend`.
         slots: [X*b] int32: each device's b slots, counted among its own; a row that is none has a
             number beyond the last.
         rows: [X*b] int32: the row of each slot's prompt, counted likewise.

@@ -127,12 +127,9 @@ class Engine:
         max_prompt_tokens: int,
         max_new_tokens: int,
         launch_tokens: int = 32,
-        min_free: int | None = None,
-        check_every: int | None = None,
-        search_beside: bool | None = None,
         episodes: bool = False,
         cache_tokens: int | None = None,
-        tokenizer: TextTokenizer | None = None,
+        tokenizer: TextTokenizer = None,
         ledger: Ledger | None = None,
     ):
         """Fixes the shapes. `generate` allocates all device memory and frees it at its end.
@@ -143,19 +140,9 @@ class Engine:
             max_prompt_tokens, max_new_tokens: their sum limits the length of the KV cache, which
                 grows as far as the sequences need.
             launch_tokens: most decode steps in one launch.
-            min_free: number of free slots at which a launch ends early while samples wait. None:
-                an eighth of the slots.
-            check_every: decode steps after which the device counts the free slots again; a divisor
-                of launch_tokens. None: 1 on one CPU device, where the check costs nothing, else 8.
-                With check_every=launch_tokens, launches have a fixed length.
-            search_beside: search for stop strings while the next launch already runs. A completion
-                that a stop string ends then occupies its slot for one more launch. None: True,
-                except on a CPU, where a launch takes much longer than the search.
             episodes: completions are episodes (`partner` of `generate`).
             cache_tokens: positions of completions that a device of each data shard holds, in pages
-                (`sampling.slots`). A sample for which there is none left goes back to the
-                queue, the youngest one first, and its tokens are read again later. None: every slot
-                has as many positions as the longest completion.
+                (`sampling.slots`). None: every slot has as many as the longest completion.
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
         """
@@ -176,7 +163,8 @@ class Engine:
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.slots = round_up(slots, devices)
-        self.min_free = max(1, self.slots // 8) if min_free is None else min_free
+        self.min_free = max(1, self.slots // 8)
+        """Number of free slots at which a launch ends early while samples wait."""
         target = target_on(mesh)
         self.target, self.width_multiple = target, target.width_multiple
         self.episodes = episodes
@@ -192,11 +180,13 @@ class Engine:
                     f" max_new_tokens={max_new_tokens}; raise it to that at least"
                 )
             self.pages = pool_pages(cache_tokens, self.slots // self.row_shards, max_new_tokens)
-        on_cpu = target.platform == "cpu"
-        self.search_beside = not on_cpu if search_beside is None else search_beside
-        if check_every is None:
-            check_every = 1 if devices == 1 and on_cpu else 8
-        self.check_every = min(check_every, launch_tokens)
+        on_cpu = target.platform == "cpu"  # where a launch takes much longer than the search
+        self.search_beside = not on_cpu
+        """Whether stop strings are searched for while the next launch already runs. A completion
+        that one ends then occupies its slot for one more launch."""
+        self.check_every = min(1 if devices == 1 and on_cpu else 8, launch_tokens)
+        """Decode steps after which the device counts the free slots again: a divisor of
+        `launch_tokens`. On one CPU device the check costs nothing."""
         self.launch_tokens = round_up(launch_tokens, self.check_every)
         self.ledger = ledger or Ledger()
         self.stats = EngineStats()
@@ -308,10 +298,11 @@ class Engine:
         size = bucket(reach, smallest=NARROWEST, steps=steps, multiple=self.width_multiple)
         return min(size, self.length)
 
-    def prompt_width(self, tokens: int) -> int:
-        """Returns the width of the arrays in which prompts of up to `tokens` tokens are prefilled:
-        a bucket, which may exceed `max_prompt_tokens`."""
-        most, multiple = self.max_prompt_tokens, self.width_multiple
+    def prompt_width(self, tokens: int, beyond: int = 0) -> int:
+        """Returns the width of the arrays in which prompts of up to `tokens` tokens are prefilled,
+        with up to `beyond` tokens of their completions: a bucket, which may exceed
+        `max_prompt_tokens`."""
+        most, multiple = self.max_prompt_tokens + beyond, self.width_multiple
         return bucket(tokens, smallest=NARROWEST, multiple=multiple, most=most)
 
     def fewer_slots(self, taken: int, held: int) -> int | None:
@@ -324,11 +315,6 @@ class Engine:
         """Counts the pages of a data shard's pool for `slots` slots: no more than they can use."""
         assert self.pages is not None
         return min(self.pages, slots * pages_of(self.max_new_tokens))
-
-    def read_again_width(self, tokens: int) -> int:
-        """Returns the width of the arrays in which preempted sequences are prefilled again."""
-        most = self.max_prompt_tokens + self.max_new_tokens
-        return bucket(tokens, smallest=NARROWEST, multiple=self.width_multiple, most=most)
 
 
 class _Generation:
@@ -498,7 +484,7 @@ class _Generation:
         self._resize(self.cache, self.pool.pages * shards, PAGE)
         while preempted:
             longest = max(len(self.prompts[x.prompt]) + len(x.tokens) for x in preempted)
-            width = self.engine.read_again_width(longest)
+            width = self.engine.prompt_width(longest, self.engine.max_new_tokens)
             tokens, lengths = np.zeros((shards, width), np.int32), np.ones(shards, np.int32)
             where, starts = np.full(shards, -1, np.int32), np.zeros(shards, np.int32)
             pages = np.full((shards, pages_of(width)), -1, np.int32)

@@ -13,6 +13,9 @@ import numpy as np
 
 from jaxrl.types import Completion, FinishReason, TokenIds, Turn
 
+TextTokenizer = Any
+"""A tokenizer, of which `decode` is called; None: completions have no text."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -145,14 +148,8 @@ class PartialCompletion:
         )
 
 
-class TextTokenizer(Protocol):
-    """What sampling needs of a tokenizer."""
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> str: ...
-
-
 def decode_text(
-    tokenizer: TextTokenizer | None, tokens: Sequence[int] | np.ndarray, special: bool = False
+    tokenizer: TextTokenizer, tokens: Sequence[int] | np.ndarray, special: bool = False
 ) -> str:
     """Returns the text of tokens, special ones left out unless asked for; empty without a
     tokenizer."""
@@ -162,7 +159,7 @@ def decode_text(
 
 
 def find_stop(
-    tokenizer: TextTokenizer | None,
+    tokenizer: TextTokenizer,
     tokens: Sequence[int] | np.ndarray,
     before: int,
     stop: Sequence[str],

@@ -152,13 +152,7 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"]) -> Float
 
 
 def sample(logits: Float[Array, "B V"], random: Float[Array, "B 2"], knobs: SamplingArrays) -> Draw:
-    """Draws one token for each row.
-
-    Args:
-        logits: [B, V] float32.
-        random: [B, 2] in [0, 1), from `uniforms`.
-        knobs: from `sampling_arrays`.
-    """
+    """Draws one token for each row, by numbers from `uniforms` and knobs from `sampling_arrays`."""
     scaled = logits if knobs.temperature is None else logits / knobs.temperature
     blocks = _blocks(scaled, -jnp.inf)
     highest = jax.lax.optimization_barrier(blocks.max(-1))

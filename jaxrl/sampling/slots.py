@@ -168,7 +168,8 @@ class Slots:
             # its tokens read again. With log-normal lengths and too few pages, a twentieth as many
             # are preempted as without, for 4% more launches.
             others = self.per_shard - self._vacancies
-            fits &= self._missing(self.queue[0]) + others <= self._pool.free
+            first = self.queue[0]
+            fits &= self._pool.missing(first, self._positions(first)) + others <= self._pool.free
         shard = int(fits.argmax())
         return self._vacant[shard][0] if fits[shard] else None
 
@@ -249,10 +250,6 @@ class Slots:
         """Counts its positions behind its prompt, up to the end of the next launch."""
         return min(sample.turn_end, len(sample.tokens) + self._launch_tokens)
 
-    def _missing(self, sample: PartialCompletion) -> int:
-        assert self._pool is not None
-        return self._pool.missing(sample, self._positions(sample))
-
     def _give(self, shard: int, sample: PartialCompletion) -> None:
         """Gives a seated sample the pages of its next launch, which are free."""
         assert self._pool is not None
@@ -284,7 +281,9 @@ class Slots:
             slots = np.flatnonzero(self.prompts[first : first + self.per_shard] >= 0) + first
             samples = deque(sorted((self.seated[slot] for slot in slots.tolist()), key=_age))
             while samples:
-                if self._missing(samples[0]) <= self._pool.free[shard]:
+                oldest = samples[0]
+                missing = self._pool.missing(oldest, self._positions(oldest))
+                if missing <= self._pool.free[shard]:
                     self._give(shard, samples.popleft())
                 else:
                     sample = samples.pop()

@@ -77,16 +77,8 @@ class Axes(NamedTuple):
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "1 device"
 
 
-def resolve_axes(
-    role: str,
-    n_devices: int,
-    data: int | None = None,
-    fsdp: int | None = None,
-    tensor: int | None = None,
-    context: int | None = None,
-    expert: int | None = None,
-) -> Axes:
-    """Computes the sizes of a role's mesh axes on `n_devices` devices.
+def resolve_axes(role: str, n_devices: int, **asked: int | None) -> Axes:
+    """Computes the sizes of a role's mesh axes on `n_devices` devices, of those that are asked for.
 
     An axis of -1 takes what the others leave. Without one, the first axis of `DEFAULT_AXES[role]`
     that has no size does; every other axis without a size is 1.
@@ -94,8 +86,7 @@ def resolve_axes(
     Raises:
         UserError: sizes that do not divide, or do not use, the devices of the role.
     """
-    asked = (data, fsdp, tensor, context, expert)
-    given: dict[AxisName, int | None] = dict(zip(AXIS_NAMES, asked, strict=True))
+    given = {name: asked.get(name) for name in AXIS_NAMES}
     sizes = {name: size for name, size in given.items() if size is not None}
     axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())
     for name, size in sizes.items():

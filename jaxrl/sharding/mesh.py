@@ -88,7 +88,16 @@ def ensure_devices(needed: int) -> Visible:
             f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()
         ) from error
     if len(devices) < needed:
-        raise UserError(_too_few(devices, needed, asked, late))
+        have = f"the mesh needs {needed} devices, but jax sees {len(devices)}"
+        have += f" ({devices[0].platform})"
+        if devices[0].platform != "cpu":
+            raise UserError(f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them")
+        if needed > MOST_EMULATED:
+            raise UserError(f"{have}: ask for fewer; at most {MOST_EMULATED} are emulated")
+        why = f"{asked} sets that number"
+        if late:
+            why = "jax was started before the mesh was known"
+        raise UserError(f"{have}: {why}; start python with JAX_NUM_CPU_DEVICES={needed}")
     if devices[0].platform != "cpu":
         return Visible(devices, None)
     emulating = emulation_note(len(devices), cores_here())
@@ -159,16 +168,6 @@ def _count_asked_for() -> str | None:
         return f"{name if name in os.environ else name.lower()}={value}"
     match = re.search(rf"{HOST_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return f"XLA_FLAGS=--{match[0]}" if match else None
-
-
-def _too_few(devices: Sequence[jax.Device], needed: int, asked: str | None, late: bool) -> str:
-    have = f"the mesh needs {needed} devices, but jax sees {len(devices)} ({devices[0].platform})"
-    if devices[0].platform != "cpu":
-        return f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them"
-    if needed > MOST_EMULATED:
-        return f"{have}: ask for fewer; at most {MOST_EMULATED} are emulated"
-    why = "jax was started before the mesh was known" if late else f"{asked} sets that number"
-    return f"{have}: {why}; start python with JAX_NUM_CPU_DEVICES={needed}"
 
 
 def role_mesh(devices: Sequence[jax.Device], axes: Axes) -> Mesh:

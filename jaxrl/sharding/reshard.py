@@ -14,7 +14,7 @@ that its devices hold, and the receiver reads the boxes that its own devices nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,8 @@ Wanted = tuple[Held, tuple[int, ...]]
 """The boxes of an array, and its shape."""
 Pieces = Callable[..., list[Array]]
 """A jitted function of a list."""
+Calls = dict[Pieces, list[Array]]
+"""What would run on devices that are not here, and what each is called with."""
 Offsets = tuple[tuple[int, ...], ...]
 TOGETHER = 2**28
 """Bytes of arrays that move at once on an accelerator, where their slices need memory too."""
@@ -343,52 +345,30 @@ def piece_programs(
     Args:
         xs: arrays with shardings, or `Rows` of such.
     """
-    described = _Described()
+    calls: Calls = {}
     pairs = list(zip(xs, targets, strict=True))
     for x, target in pairs:
         if isinstance(x, Rows):
-            _assemble([_held_rows(x)], [target], described)
+            _assemble([_held_rows(x)], [target], calls)
     moving = [(x, at) for x, at in pairs if not isinstance(x, Rows) and x.sharding != at]
     for part in _parts([x.size * x.dtype.itemsize for x, _ in moving]):
         arrays = [(_held(x), x.shape) for x, _ in moving[part]]
-        _assemble(arrays, [at for _, at in moving[part]], described)
-    return list(described.calls.items())
+        _assemble(arrays, [at for _, at in moving[part]], calls)
+    return list(calls.items())
 
 
-class _Devices:
-    """What `_assemble` asks of devices that are here."""
-
-    def places(
-        self, shape: tuple[int, ...], target: Sharding
-    ) -> Mapping[jax.Device, tuple[slice, ...] | None]:
-        """Returns a device -> the part of an array that it holds."""
-        return target.addressable_devices_indices_map(shape)
-
-    def run(self, program: Pieces, xs: list[Array]) -> list[Array]:
+def _run(program: Pieces, xs: list[Array], calls: Calls | None) -> list[Array]:
+    if calls is None:
         return program(xs)
+    calls[program] = xs
+    device = _device(jax.tree.leaves(xs)[0])
+    return _send(jax.eval_shape(program, xs), [device] * len(xs), calls)
 
-    def send(self, xs: list[Array], devices: list[jax.Device]) -> list[Array]:
+
+def _send(xs: list[Array], devices: list[jax.Device], calls: Calls | None) -> list[Array]:
+    if calls is None:
         return jax.device_put(xs, devices)
-
-
-class _Described(_Devices):
-    """The same of devices that are not here: it computes shapes, and remembers the programs."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Pieces, list[Array]] = {}
-
-    def places(
-        self, shape: tuple[int, ...], target: Sharding
-    ) -> Mapping[jax.Device, tuple[slice, ...] | None]:
-        return target.devices_indices_map(shape)
-
-    def run(self, program: Pieces, xs: list[Array]) -> list[Array]:
-        self.calls[program] = xs
-        device = _device(jax.tree.leaves(xs)[0])
-        return self.send(jax.eval_shape(program, xs), [device] * len(xs))
-
-    def send(self, xs: list[Array], devices: list[jax.Device]) -> list[Array]:
-        return [_abstract(x.shape, x.dtype, at) for x, at in zip(xs, devices, strict=True)]
+    return [_abstract(x.shape, x.dtype, at) for x, at in zip(xs, devices, strict=True)]
 
 
 def _abstract(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Abstract:
@@ -427,7 +407,7 @@ def _held_rows(x: Rows) -> tuple[Held, tuple[int, ...]]:
 
 def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[jax.Array]:
     """Assembles for each the array of its shape in its sharding."""
-    each = zip(_assemble(wanted, targets, _Devices()), wanted, targets, strict=True)
+    each = zip(_assemble(wanted, targets), wanted, targets, strict=True)
     return [
         jax.make_array_from_single_device_arrays(shape, target, shards)
         for shards, (_, shape), target in each
@@ -435,9 +415,10 @@ def _assembled(wanted: Sequence[Wanted], targets: Sequence[Sharding]) -> list[ja
 
 
 def _assemble(
-    wanted: Sequence[Wanted], targets: Sequence[Sharding], on: _Devices
+    wanted: Sequence[Wanted], targets: Sequence[Sharding], calls: Calls | None = None
 ) -> list[list[Array]]:
-    """Assembles for each array its shards in its sharding, from the boxes that cover it."""
+    """Assembles for each array its shards in its sharding, from the boxes that cover it; or, of
+    devices that are not here, computes shapes and enters in `calls` what would run."""
     cuts: dict[jax.Device, list[tuple[Array, Box]]] = {}
     """By source device: what is cut out of a shard."""
     pieces: list[tuple[jax.Device, int]] = []
@@ -445,7 +426,12 @@ def _assemble(
     joins: dict[jax.Device, list[tuple[list[int], Offsets, tuple[int, ...]]]] = {}
     """By destination: for each shard its pieces, their offsets in it, and its shape."""
     turn = 0
-    places = [on.places(shape, at) for (_, shape), at in zip(wanted, targets, strict=True)]
+    places = [
+        at.addressable_devices_indices_map(shape)
+        if calls is None
+        else at.devices_indices_map(shape)
+        for (_, shape), at in zip(wanted, targets, strict=True)
+    ]
     for (sources, shape), there in zip(wanted, places, strict=True):
         for device, index in there.items():
             assert index is not None, "every device here holds a shard"
@@ -468,42 +454,30 @@ def _assemble(
                 offsets.append(tuple(lo - c for (lo, _), (c, _) in zip(shared, box, strict=True)))
             size = tuple(hi - lo for lo, hi in box)
             joins.setdefault(device, []).append((mine, tuple(offsets), size))
-    cut = {device: _cut_all(held, on) for device, held in cuts.items()}
+    cut: dict[jax.Device, list[Array]] = {}
+    for device, held in cuts.items():  # a shard that is cut whole is itself
+        out = cut[device] = [data for data, _ in held]
+        partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
+        if partial:
+            program = _cut(tuple(held[i][1] for i in partial))
+            for i, piece in zip(
+                partial, _run(program, [out[i] for i in partial], calls), strict=True
+            ):
+                out[i] = piece
     receivers = {i: device for device, each in joins.items() for mine, *_ in each for i in mine}
-    sent = on.send(
-        [cut[device][at] for device, at in pieces], [receivers[i] for i in range(len(pieces))]
-    )
-    shards = {
-        device: iter(
-            _join_all([([sent[i] for i in mine], at, size) for mine, at, size in each], on)
-        )
-        for device, each in joins.items()
-    }
+    to = [receivers[i] for i in range(len(pieces))]
+    sent = _send([cut[device][at] for device, at in pieces], to, calls)
+    shards: dict[jax.Device, Iterator[Array]] = {}
+    for device, each in joins.items():  # a shard of a single piece is the piece
+        out = [sent[mine[0]] for mine, _, _ in each]
+        partial = [i for i, (_, _, size) in enumerate(each) if out[i].shape != size]
+        if partial:
+            program = _join(tuple(each[i][1:] for i in partial))
+            given = [[sent[piece] for piece in each[i][0]] for i in partial]
+            for i, shard in zip(partial, _run(program, given, calls), strict=True):
+                out[i] = shard
+        shards[device] = iter(out)
     return [[next(shards[device]) for device in there] for there in places]
-
-
-def _cut_all(held: Sequence[tuple[Array, Box]], on: _Devices) -> list[Array]:
-    """Cuts boxes out of arrays on one device; one that is whole is the array itself."""
-    out = [data for data, _ in held]
-    partial = [i for i, (x, box) in enumerate(held) if tuple(b - a for a, b in box) != x.shape]
-    if partial:
-        cut = on.run(_cut(tuple(held[i][1] for i in partial)), [out[i] for i in partial])
-        for i, piece in zip(partial, cut, strict=True):
-            out[i] = piece
-    return out
-
-
-def _join_all(
-    each: Sequence[tuple[list[Array], Offsets, tuple[int, ...]]], on: _Devices
-) -> list[Array]:
-    """Shards on one device, of their pieces; one of a single piece is the piece itself."""
-    out = [pieces[0] for pieces, _, _ in each]
-    partial = [i for i, (pieces, _, shape) in enumerate(each) if pieces[0].shape != shape]
-    if partial:
-        joined = on.run(_join(tuple(each[i][1:] for i in partial)), [each[i][0] for i in partial])
-        for i, shard in zip(partial, joined, strict=True):
-            out[i] = shard
-    return out
 
 
 @lru_cache(maxsize=256)

@@ -18,6 +18,7 @@ from jaxrl.algorithms.advantages import (
 )
 from jaxrl.algorithms.methods import (
     METHODS,
+    Policy,
     configured,
     method_of,
     needed_roles,
@@ -25,7 +26,7 @@ from jaxrl.algorithms.methods import (
     policy_objective,
 )
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
-from jaxrl.algorithms.signals import completion_logprobs
+from jaxrl.algorithms.signals import completion_logprobs, packed
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS
@@ -106,9 +107,9 @@ def mean_loss(cfg, hidden, kernel, batch, teacher_head):
     counts = mask.sum(), policy.sum(), policy.any(-1).sum()
     totals = Totals(*(count.astype(jnp.float32) for count in counts))
     frozen = {"teacher_head": teacher_head}
-    (total, count), sums, maxima = evaluate(
-        packing, packing.pack(hidden), kernel, batch, frozen, totals
-    )
+    given = batch, packed(packing, batch), frozen, totals
+    policy = Policy(packing, packing.completions.pack(hidden), kernel, *given)
+    (total, count), sums, maxima = evaluate(policy)
     return total / count, (sums, maxima)
 
 
@@ -590,16 +591,13 @@ def start():
 
 
 def actor(cfg, mesh, tmp_path):
-    method = method_of(cfg)
     head = 2 * np.random.default_rng(9).standard_normal((48, 24)).astype(np.float32)
     return Actor(
         cfg,
         MODEL,
         mesh,
         load=lambda dtype: jax.device_put(start(), param_shardings(MODEL, mesh)),
-        prepare=method.prepare(cfg),
-        loss=method.make_loss(cfg, MODEL, mesh, 48),
-        finish=method.finish,
+        vocab_size=48,
         frozen={"teacher_head": jax.device_put(head)},
         rollout_shardings=None,
         run_dir=tmp_path,
@@ -616,7 +614,7 @@ def teacher_signal():
 def policy_logprobs():
     """Of the policy before training, as the reference tells them."""
     mesh = make_mesh(1, 1, 1)
-    reference = Reference(MODEL, jax.device_put(start()), mesh, temperature=1.0, chunk=512)
+    reference = Reference(config("grpo"), MODEL, jax.device_put(start()), mesh)
     return reference.score(rollout())
 
 
@@ -906,7 +904,7 @@ def test_masked_positions_may_hold_anything(monkeypatch, case):
         def mean(hidden, kernel):
             monkeypatch.setattr(
                 "jaxrl.algorithms.methods.completion_hidden",
-                lambda model, params, packing, *_, **__: packing.pack(hidden),
+                lambda model, params, packing, *_, **__: packing.completions.pack(hidden),
             )
             tokens, sequences = (x.sum(dtype=jnp.float32) for x in (mask, mask.any(-1)))
             totals = Totals(tokens, tokens, sequences)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tiny_models import random_params
 
-from jaxrl.algorithms.methods import METHODS
 from jaxrl.checkpoint import store
 from jaxrl.checkpoint.store import Damaged, Manifest
 from jaxrl.checkpoint.writer import CheckpointWriter, Saving, load_rollout, save_rollout
@@ -26,7 +25,6 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion, Prompt
 
-SFT = METHODS["data"]
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 
 
@@ -45,9 +43,7 @@ def actor(m, tmp_path, restore=None, *overrides, seed=0):
         load=lambda dtype: jax.device_put(
             jax.tree.map(lambda x: x.astype(dtype), start), param_shardings(MODEL, m)
         ),
-        prepare=SFT.prepare(config),
-        loss=SFT.make_loss(config, MODEL, m, 48),
-        finish=SFT.finish,
+        vocab_size=48,
         frozen={},
         rollout_shardings=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
@@ -167,12 +163,7 @@ def test_a_restore_takes_no_second_copy(saved, tmp_path):
         raise AssertionError("loaded the initial weights")
 
     one = actor(mesh(1, 2, 1), tmp_path)
-    made = {
-        "prepare": one._prepare,
-        "loss": one.programs._loss,
-        "finish": one._finish,
-        "frozen": {},
-    }
+    made = {"vocab_size": 48, "frozen": {}}
     rollout_shardings = param_shardings(MODEL, one.mesh, "unstacked")
     places = {"rollout_shardings": rollout_shardings, "run_dir": tmp_path, "restore": path}
     Actor(one.config, MODEL, one.mesh, load=never, **made, **places)

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config, load_model
-from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import completion_logprobs
 from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.checkpoint.writer import load_rollout, save_rollout
@@ -212,9 +211,7 @@ def change_of_one_batch(folder: Path, axes: Axes, *keys: str) -> tuple[dict, dic
         SMALL,
         mesh,
         load=lambda dtype: jax.device_put(start, param_shardings(SMALL, mesh)),
-        prepare=METHODS["data"].prepare(config),
-        loss=METHODS["data"].make_loss(config, SMALL, mesh, 64),
-        finish=METHODS["data"].finish,
+        vocab_size=64,
         frozen={},
         rollout_shardings=param_shardings(SMALL, mesh, "unstacked"),
         run_dir=folder,

@@ -12,7 +12,7 @@ from jaxrl.algorithms.signals import Projection, teacher_signal
 from jaxrl.config.settings import DistillConfig
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.chunked import FrozenInputs, ShardedTerm, Term, VocabShard, loss_values
-from jaxrl.losses.correction import NoCorrection, correct
+from jaxrl.losses.correction import correct
 from jaxrl.losses.distill import topk_divergence_from_hidden
 from jaxrl.losses.divergence import masked_sum, sampled_reverse_kl
 from jaxrl.losses.head import logprobs_from_hidden
@@ -38,7 +38,7 @@ def signal_of_one_state_per_sequence():
         ("mask", lambda: masked_sum(WIDE, MASK[:, 0])),
         ("mask", lambda: token_mean(WIDE, MASK[:, 0])),
         ("ref_logprobs", lambda: kl_in_reward(WIDE, NARROW, MASK)),
-        ("sampler_logprobs", lambda: correct(NoCorrection(), WIDE, NARROW, MASK)),
+        ("sampler_logprobs", lambda: correct(None, WIDE, NARROW, MASK)),
         ("old_logprobs", lambda: policy_loss(make_objective(GRPO), WIDE, NARROW, NARROW, MASK)),
         ("teacher_logprobs", lambda: sampled_reverse_kl(WIDE, NARROW, MASK)),
         (

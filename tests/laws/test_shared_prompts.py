@@ -73,7 +73,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
         packing = pack(given, mesh)
         hidden = completion_hidden(config, params, packing, mesh, remat=remat)
         assert given.room is None or hidden.shape[1] == given.room[1]
-        return value_of(packing.unpack(hidden), given)
+        return value_of(packing.completions.unpack(hidden), given)
 
     plain, expected = whole_sequences(name)
     shared = replace(given, group=group)
@@ -254,7 +254,7 @@ def test_scorers_say_what_they_say_of_whole_sequences(monkeypatch, axes, parts, 
 
     def scores():
         teacher = Scorer(config, params, Projection(distill, mesh, config.vocab_size))
-        reference = Reference(config, params, mesh, 1.0, 16)
+        reference = Reference(Config.load(None, ["distill.chunk_tokens=16"]), config, params, mesh)
         signals = [teacher.score(rollout, part, parts) for part in range(parts)]
         logprobs = [reference.score(rollout, part, parts) for part in range(parts)]
         assert [len(x) for x in logprobs] == [len(x.tail_logprob) for x in signals]

@@ -26,7 +26,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
 
-from jaxrl.algorithms.methods import METHODS
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
@@ -84,9 +83,7 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
         model,
         mesh,
         load=lambda dtype: tiny_model(STUDENT, mesh)[1],
-        prepare=METHODS["teacher"].prepare(cfg),
-        loss=METHODS["teacher"].make_loss(cfg, model, mesh, VOCAB),
-        finish=METHODS["teacher"].finish,
+        vocab_size=VOCAB,
         frozen=frozen,
         rollout_shardings=None,
         run_dir=folder,
@@ -103,10 +100,9 @@ def sampler(mesh: Mesh, signal: str) -> Sampler:
         mesh,
         slots=4,
         tokenizer=None,
-        pad_id=0,
         eos_ids=(2,),
-        row_multiple=8,
         vocab_size=VOCAB,
+        packing={"pad_id": 0, "max_prompt_tokens": 6, "max_new_tokens": 8, "row_multiple": 8},
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import log_softmax
 from runs import MESH, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
@@ -20,7 +21,6 @@ from jaxrl.algorithms.signals import Projection, teacher_weights
 from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
-from jaxrl.losses.divergence import log_softmax
 from jaxrl.models.parameters import head
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_teacher

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from dense_losses import with_tail
+from dense_losses import log_softmax, with_tail
 
-from jaxrl.losses.divergence import MIN, EntropyAware, log_softmax, sampled_reverse_kl
+from jaxrl.losses.divergence import MIN, EntropyAware, sampled_reverse_kl
 
 # One program each in place of one for each of their operations.
 jsd = jax.jit(dense.jsd, static_argnames=("beta", "temperature"))

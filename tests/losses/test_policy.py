@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.losses.algorithm_table import ALGORITHMS, PolicyLoss
 from jaxrl.losses.policy import (
     AGGREGATIONS,
-    LOSSES,
     RATIOS,
     Clipped,
     Objective,
@@ -30,6 +29,14 @@ REFERENCES = np.load(Path(__file__).parent.parent / "references" / "policy.npz")
 SETTINGS = {"dr_grpo": {"constant": 6.0}, "cispo": {"ratio_cap": 1.2}}
 """Those of the references that are no defaults."""
 OWN = {name: spec.loss for name, spec in ALGORITHMS.items() if spec.loss is not None}
+
+
+def loss_named(name, *batch, weights=None, **settings):
+    """The policy loss of an algorithm, with some of its own settings changed."""
+    return policy_loss(make_objective(OWN[name], **settings), *batch, weights)
+
+
+LOSSES = {name: partial(loss_named, name) for name in OWN}
 SEQUENCE_ONLY = {name for name, loss in OWN.items() if loss.ratio == "sequence"}
 
 

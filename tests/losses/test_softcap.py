@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_losses import log_softmax
 from tiny_models import make_mesh
 
 from jaxrl.losses.distill import divergence_from_hidden, topk_divergence_from_hidden
-from jaxrl.losses.divergence import log_softmax
 from jaxrl.losses.head import (
     TeacherMixture,
     logprobs_and_entropy_from_hidden,

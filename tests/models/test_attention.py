@@ -30,8 +30,8 @@ from jaxrl.models import (
     splash,
     split_k,
 )
+from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU, Target, compiling_for, target_of, why_no_step_kernel
 from jaxrl.models.packing import pack

@@ -111,7 +111,7 @@ def scored(axes: tuple[int, ...] | None, group: int) -> Any:
         if group:
             packing = pack(Sequences(tokens, mask, jnp.asarray(LIVE), group), mesh)
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh, remat="full")
-            own = packing.unpack(packing.predicting(hidden, mesh))
+            own = packing.completions.unpack(packing.predicting(hidden, mesh))
         else:
             own = decoder.forward(config, params, tokens, mask, mesh=mesh)[:, 6:-1]
         own = jnp.where(LIVE[..., None], own, 0)

@@ -13,8 +13,8 @@ import pytest
 from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
 from jaxrl.models import bert
+from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.encoder_config import EncoderConfig
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import encoder_bytes, role_accounts
 from jaxrl.plan.plan_inputs import PlanInputs

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import jsd
 from tiny_models import random_adapters, random_params
 
 from jaxrl.algorithms.methods import method_of
@@ -19,7 +20,6 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError
 from jaxrl.formats.weights import leaves_by_path
-from jaxrl.losses.divergence import jsd
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import forward, logits
 from jaxrl.models.lora import TARGETS, Lora, frozen_and_trained, join, merged
@@ -79,7 +79,7 @@ def batch(rows=12, poison=False):
 
 
 def actor(cfg, m, tmp_path, teacher=None, restore=None):
-    start, method = random_params(MODEL), method_of(cfg)
+    start = random_params(MODEL)
     return Actor(
         cfg,
         MODEL,
@@ -87,9 +87,7 @@ def actor(cfg, m, tmp_path, teacher=None, restore=None):
         load=lambda dtype: jax.device_put(
             jax.tree.map(lambda x: np.asarray(x).astype(dtype), start), param_shardings(MODEL, m)
         ),
-        prepare=method.prepare(cfg),
-        loss=method.make_loss(cfg, MODEL, m, 48),
-        finish=method.finish,
+        vocab_size=48,
         frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
         rollout_shardings=param_shardings(MODEL, m, "unstacked"),
         run_dir=tmp_path,
@@ -118,15 +116,12 @@ def _with_b(tree, b):
 
 
 def adapted_actor(cfg, m, tmp_path, model, base, first):
-    method = method_of(cfg)
     return Actor(
         cfg,
         model,
         m,
         load=lambda dtype: jax.tree.map(lambda x: jnp.array(x, dtype), first),
-        prepare=method.prepare(cfg),
-        loss=method.make_loss(cfg, model, m, 48),
-        finish=method.finish,
+        vocab_size=48,
         frozen=jax.device_put({"teacher_head": 2 * HEAD, "teacher_softcap": CAP}),
         rollout_shardings=frozen_and_trained(param_shardings(model, m, "unstacked"))[1],
         run_dir=tmp_path,

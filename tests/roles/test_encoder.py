@@ -25,12 +25,13 @@ from references.tiny_encoders import (
 )
 from tiny_models import Memory, make_mesh
 
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.formats.hub import find_folder
 from jaxrl.formats.weights import load_encoder
 from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
-from jaxrl.models.encoder_config import EncoderConfig, read_encoder
+from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.roles.grouper import Encoder, Grouper, embed, encode_batch
 from jaxrl.sharding.ledger import Ledger
 
@@ -175,7 +176,8 @@ def test_equal_sequences_are_run_once_and_progress_is_told() -> None:
 
 
 def test_the_grouper_embeds_what_was_answered_and_says_what_it_is_once() -> None:
-    grouper = Grouper(str(FOLDER), make_mesh(2, 1, 1))
+    config = Config.load(None, [f"grouper.model={FOLDER}", "grouper.dtype=float32"])
+    grouper = Grouper(config, make_mesh(2, 1, 1))
     texts = [*(f"<think>hm</think>{text}" for text in SENTENCES), "<think>cut off"]
     rollout = SimpleNamespace(completions=[SimpleNamespace(text=text) for text in texts])
     first = grouper.score(rollout)

@@ -59,9 +59,17 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
     return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
+CHOSEN = ("min_free", "check_every", "search_beside")
+"""What an engine chooses by its device; no result may depend on it."""
+
+
 def engine(mesh: Mesh | None = None, slots: int = 4, **options: Any) -> Engine:
+    chosen = {name: options.pop(name) for name in CHOSEN if name in options}
     shapes = {"max_prompt_tokens": 8, "max_new_tokens": 16, "launch_tokens": 8, **options}
-    return Engine(CONFIG, mesh, slots=slots, **shapes)
+    made = Engine(CONFIG, mesh, slots=slots, **shapes)
+    for name, value in chosen.items():
+        setattr(made, name, value)
+    return made
 
 
 def generate(

@@ -106,9 +106,11 @@ def generate(
     if mesh is not None:
         tree = jax.device_put(tree, param_shardings(config, mesh, "unstacked"))
     sizes = {"slots": 4, "launch_tokens": 8, "max_prompt_tokens": 8, "max_new_tokens": 40}
+    check_every = options.pop("check_every", None)
     made = Engine(
         config, mesh, episodes=partner is not None, tokenizer=Letters(), **sizes | options
     )
+    made.check_every = check_every or made.check_every
     sampling = SamplingParams(max_new_tokens=40 if partner else 12, eos_ids=(3, 7, 11), stop=stop)
     asked = {"n": N, "sampling": sampling, "seed": 0, "partner": partner}
     return [one for group in made.generate(tree, PROMPTS, **asked) for one in group]

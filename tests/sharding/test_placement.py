@@ -167,7 +167,7 @@ def test_axes_always_multiply_to_the_devices_or_are_refused() -> None:
     for role, n in itertools.product(ROLES, (1, 2, 6)):
         for data, fsdp, tensor in itertools.product(sizes, repeat=3):
             try:
-                axes = resolve_axes(role, n, data, fsdp, tensor)
+                axes = resolve_axes(role, n, data=data, fsdp=fsdp, tensor=tensor)
             except UserError as error:
                 assert role in str(error)
                 continue

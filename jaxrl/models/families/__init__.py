@@ -1,18 +1,13 @@
-"""The families of decoders, a file for each."""
+"""The families of decoders."""
 
 from __future__ import annotations
 
-from jaxrl.models.families.gemma import GEMMA3
-from jaxrl.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from jaxrl.models.families.gemma import GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from jaxrl.models.families.gpt_oss import GPT_OSS
-from jaxrl.models.families.llama import LLAMA
-from jaxrl.models.families.mistral import MISTRAL
+from jaxrl.models.families.llama import LLAMA, MISTRAL
 from jaxrl.models.families.olmo import OLMO2, OLMO3
 from jaxrl.models.families.phi import PHI3
-from jaxrl.models.families.qwen import QWEN2, QWEN3
-from jaxrl.models.families.qwen_delta import QWEN3_5
-from jaxrl.models.families.qwen_delta_moe import QWEN3_5_MOE
-from jaxrl.models.families.qwen_moe import QWEN3_MOE
+from jaxrl.models.families.qwen import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 from jaxrl.models.families.smollm import SMOLLM3
 from jaxrl.models.family import Family
 

@@ -1,16 +1,28 @@
 """The text of Gemma 3 (arXiv 2503.19786): norms before and after attention and MLP, and five layers
-with a window, whose positions rotate by frequencies of their own, to one without."""
+with a window, whose positions rotate by frequencies of their own, to one without.
+
+That of Gemma 4: layers without a window have heads of their own width and number, whose values may
+be their keys, and rotate a part of their dims. In the small models layers read more of a token than
+the residual, and the last ones borrow keys and values."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxrl.errors import UserError
+from jaxrl.models.experts import Experts, read_counts
 from jaxrl.models.family import (
+    FULL,
+    OMITTED,
     SLIDING,
     BlockKind,
     DecoderLike,
     Family,
     GgufFacts,
+    LayerKind,
     Raw,
+    filled,
+    given,
     number,
     read_ropes,
     read_windows,
@@ -18,6 +30,7 @@ from jaxrl.models.family import (
     written_ropes,
     written_windows,
 )
+from jaxrl.models.rope import ProportionalRope
 from jaxrl.process.json_types import JsonObject
 
 LOCAL = "rope_local_base_freq"
@@ -102,4 +115,243 @@ GEMMA3 = Family(
     prepare=prepare,
     read=read,
     write=write,
+)
+
+GEMMA4_DEFAULTS: JsonObject = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What a `config.json` leaves out where it is this."""
+BY_LAYER = "per_layer_config"
+"""Where newer versions of transformers keep what differs from layer to layer."""
+
+
+def prepare_gemma4(raw: Raw) -> Raw:
+    if raw.get("use_bidirectional_attention") == "all":
+        raise UserError("use_bidirectional_attention=all is not supported; causal only")
+    return read_ropes(filled(raw, GEMMA4_DEFAULTS), LOCAL)
+
+
+def read_gemma4(raw: Raw) -> JsonObject:
+    window, local = size(raw, "sliding_window"), number(raw, LOCAL)
+    kinds = read_windows(raw, window, lambda i: (i + 1) % PERIOD != 0, local, _full(raw))
+    if kinds[-1].window is not None:
+        raise UserError(f"layer_types={raw['layer_types']!r}: the last layer must be {FULL}")
+    key, vocab = "hidden_size_per_layer_input", size(raw, "vocab_size")
+    inputs = size(raw, key) if given(raw[key], 0) else 0
+    if inputs and size(raw, "vocab_size_per_layer_input") != vocab:
+        raise UserError(
+            f"vocab_size_per_layer_input={raw['vocab_size_per_layer_input']!r} must be"
+            f" vocab_size={vocab}"
+        )
+    return {
+        "kinds": _borrowing(raw, kinds),
+        "score_dim": 1,
+        "layer_inputs": inputs,
+        "final_softcap": read_softcap(raw),
+        **_experts(raw),
+    }
+
+
+def _experts(raw: Raw) -> JsonObject:
+    if not raw.get("enable_moe_block"):
+        return {}
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if raw.get(key) is None:
+            raise UserError(f"{key}=null: enable_moe_block=true needs a number")
+    count, chosen = read_counts(raw, "num_experts", "top_k_experts")
+    width = size(raw, "intermediate_size")
+    experts = Experts(count, chosen, normalised=True, dense_width=width, beside="norms")
+    return {"experts": experts, "d_ff": size(raw, "moe_intermediate_size")}
+
+
+def _borrowing(raw: Raw, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """Returns the kinds of all layers, of which the last ones borrow keys and values."""
+    shared = given(raw.get("num_kv_shared_layers"), 0)
+    if not shared:
+        return kinds
+    if raw.get("enable_moe_block"):
+        raise UserError(
+            f"num_kv_shared_layers={shared} is not supported together with enable_moe_block=true"
+        )
+    n = len(kinds) - size(raw, "num_kv_shared_layers")
+    if n < 1 or set(kinds[n:]) - set(kinds[:n]):
+        raise UserError(
+            f"num_kv_shared_layers={shared} of num_hidden_layers={len(kinds)}: of each kind that"
+            " reads keys and values of other layers, one before these must have its own"
+        )
+    wide = 2 * size(raw, "intermediate_size") if raw.get("use_double_wide_mlp") else None
+    return kinds[:n] + tuple(replace(kind, borrows=True, d_ff=wide) for kind in kinds[n:])
+
+
+def _full(raw: Raw) -> LayerKind:
+    """Returns the kind of the layers without a window."""
+    same = bool(raw.get("attention_k_eq_v"))
+    own = {
+        "head_dim": size(raw, "global_head_dim"),
+        "num_key_value_heads": raw.get("num_global_key_value_heads") if same else None,
+    }
+    types, by_layer = raw.get("layer_types"), given(raw.get(BY_LAYER), {})
+    if by_layer:
+        full = {str(i) for i, kind in enumerate(given(types, [])) if kind == FULL}
+        found = [by_layer[i] for i in by_layer]
+        known = all(one == found[0] and one.keys() <= own.keys() for one in found)
+        if not known or by_layer.keys() != full:
+            raise UserError(
+                f"{BY_LAYER}={by_layer!r} is not supported: of the layers without a window, all"
+                " alike, head_dim and num_key_value_heads may be others"
+            )
+        own = dict.fromkeys(own) | found[0]
+    dim, heads = (None if own[key] is None else size(own, key) for key in own)
+    return LayerKind(head_dim=dim, n_kv_heads=heads, keys_as_values=same)
+
+
+def write_gemma4(config: DecoderLike) -> JsonObject:
+    full, last = next(kind for kind in config.kinds if kind.window is None), config.kinds[-1]
+    written = written_windows(config) | written_ropes(config)
+    return written | {
+        "rope_scaling": OMITTED,  # transformers would have it in place of the others
+        "global_head_dim": config.of(full).head_dim,
+        "num_global_key_value_heads": config.of(full).n_kv_heads if full.keys_as_values else None,
+        "attention_k_eq_v": full.keys_as_values,
+        "num_kv_shared_layers": sum(kind.borrows for kind in config.kinds),
+        "use_double_wide_mlp": last.d_ff is not None,
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
+        **_written(config),
+        SOFTCAP: config.final_softcap,
+        "hidden_activation": config.block.activation,
+        "attention_bias": False,
+    }
+
+
+def _written(config: DecoderLike) -> JsonObject:
+    if config.experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": config.experts.count,
+        "top_k_experts": config.experts.chosen,
+        "moe_intermediate_size": config.d_ff,
+        "intermediate_size": config.experts.dense_width,
+    }
+
+
+def from_gguf_gemma4(config: DecoderLike, file: GgufFacts) -> JsonObject:
+    """Reads the metadata as llama.cpp's converter writes it: the keys with `_swa` are for the
+    layers with a window, the others for those without. Layers that borrow keys and values may still
+    have tensors for them."""
+    pattern, n = file.stated("attention.sliding_window_pattern"), config.n_layers
+    if not isinstance(pattern, list) or len(pattern) != n or all(pattern):
+        raise UserError(
+            f"attention.sliding_window_pattern={pattern!r} is not supported: it must say of each of"
+            f" {n} layers whether it has a window, and one must have none"
+        )
+    keys = ("attention.key_length", "attention.key_length_swa", "rope.freq_base_swa")
+    missing = [key for key in keys if file.stated(key) is None]
+    if missing or not isinstance(config.rope_scaling, ProportionalRope):
+        raise UserError(f"a Gemma 4 needs {', '.join(missing) or 'the tensor rope_freqs.weight'}")
+    dims = {end: file.stated(f"attention.key_length{end}") for end in ("", "_swa")}
+    for end, dim in dims.items():
+        for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+            if given(file.stated(key), dim) != dim:
+                raise UserError(
+                    f"{key}={file.stated(key)} is not supported with"
+                    f" attention.key_length{end}={dim}: they must be the same"
+                )
+    kind = given(file.stated("rope.scaling.type"), "none")
+    if kind != "none":
+        raise UserError(
+            f"rope.scaling.type={kind!r} of a Gemma 4 is not supported; supported: none"
+        )
+    full, heads = pattern.index(False), file.stated("attention.head_count_kv")
+    widths, experts = file.stated("feed_forward_length"), file.stated("expert_count")
+    ropes = {FULL: config.rope_theta, SLIDING: file.stated("rope.freq_base_swa")}
+    return {
+        "global_head_dim": int(dims[""]),
+        "num_key_value_heads": config.n_kv_heads,
+        "num_global_key_value_heads": heads[full] if isinstance(heads, list) else None,
+        "attention_k_eq_v": file.shape(f"model.layers.{full}.self_attn.v_proj.weight") is None,
+        "num_kv_shared_layers": file.stated("attention.shared_kv_layers"),
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != config.d_ff,
+        "hidden_size_per_layer_input": given(file.stated("embedding_length_per_layer_input"), 0),
+        "vocab_size_per_layer_input": config.vocab_size,
+        "enable_moe_block": bool(experts),
+        "top_k_experts": file.stated("expert_used_count"),
+        "rope_parameters": {kind: {"rope_theta": theta} for kind, theta in ropes.items()},
+    }
+
+
+GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    BlockKind(
+        qk_norm="head",
+        norms="around",
+        norm_in_float32=True,
+        activation="gelu_pytorch_tanh",
+        value_norm=True,
+        scalar=True,
+    ),
+    scaled_embedding=True,
+    tensors={
+        "mlp/router/kernel": "router.proj.weight",
+        "mlp/experts/gate/kernel": "experts.gate_up_proj",
+        "mlp/experts/up/kernel": "experts.gate_up_proj",
+        "mlp/experts/down/kernel": "experts.down_proj",
+    },
+    gguf="gemma4",
+    from_gguf=from_gguf_gemma4,
+    whole="gemma4",
+    prepare=prepare_gemma4,
+    read=read_gemma4,
+    write=write_gemma4,
+)
+UNIFIED: JsonObject = {
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "hidden_size_per_layer_input": 0,
+}
+"""What a `config.json` of the model whose images pass no encoder leaves out where it is this."""
+WITHOUT = (
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
+    "enable_moe_block",
+)
+"""What it does not have."""
+
+
+def prepare_unified(raw: Raw) -> Raw:
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return prepare_gemma4({**UNIFIED, **stated})
+
+
+def write_unified(config: DecoderLike) -> JsonObject:
+    return {key: value for key, value in write_gemma4(config).items() if key not in WITHOUT}
+
+
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    architecture="Gemma4UnifiedForCausalLM",
+    gguf=None,  # they are as those of the other models, whose text is the same
+    whole="gemma4_unified",
+    prepare=prepare_unified,
+    write=write_unified,
 )
