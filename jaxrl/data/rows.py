@@ -42,7 +42,6 @@ class Keys:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Returns all keys that are not None."""
         names = (self.prompt, self.messages, self.completion, self.answer, self.tools)
         return tuple(name for name in names if name is not None)
 
@@ -115,7 +114,7 @@ def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
 
 
 def column_of(name: str | None, columns: Iterable[str]) -> str | None:
-    """Returns the column of a table in which `find` looks for a name first."""
+    """Returns the column in which `find` looks for a name first."""
     there = set(columns)
     while name and name not in there:
         name = name.rpartition(".")[0]
@@ -151,15 +150,8 @@ def listed(names: Iterable[str]) -> str:
 
 def kind(value: object) -> str:
     """Returns what kind of value this is, for error messages."""
-    kinds = {
-        dict: "an object",
-        list: "a list",
-        tuple: "a list",
-        str: "text",
-        bytes: "binary",
-        bool: "a truth value",
-        type(None): "null",
-    }
+    kinds = {dict: "an object", list: "a list", tuple: "a list", str: "text", bytes: "binary"}
+    kinds |= {bool: "a truth value", type(None): "null"}
     fallback = "a number" if isinstance(value, Number) else f"a {type(value).__name__}"
     return kinds.get(type(value), fallback)
 
@@ -198,16 +190,13 @@ def parse_row_json(text: str) -> Any:
 
 
 def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
-    """Returns a value without its objects' null fields, which a table cannot tell from absent ones.
-
-    Args:
-        but: names of fields that stay.
-    """
+    """Returns a value without its objects' null fields, which a table cannot tell from absent ones,
+    but for those of these names."""
     if isinstance(value, dict):
+        there = ((name, one) for name, one in value.items() if one is not None or name in but)
         return {
             name: _without_nulls(one, but) if type(one) in (dict, list) else one
-            for name, one in value.items()
-            if one is not None or name in but
+            for name, one in there
         }
     if isinstance(value, list):
         return [_without_nulls(one, but) if type(one) in (dict, list) else one for one in value]
@@ -423,9 +412,8 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
         elif isinstance(value, dict) and value:
             remedy = f"data.answer_key={keys.answer}.{next(iter(value))} names a value in it"
         elif isinstance(value, bool):
-            remedy = f'write it as a text, such as "{"yes" if value else "no"}", or set' + (
-                " data.answer_key=null"
-            )
+            text = "yes" if value else "no"
+            remedy = f'write it as a text, such as "{text}", or set data.answer_key=null'
         raise UserError(
             f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)} ({remedy})"
         )

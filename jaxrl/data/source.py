@@ -37,11 +37,9 @@ Rows = Any
 """Rows of a Python program, as `listed_rows` takes them."""
 
 
-class Source:
+class Source(Part):
     """Parts one after the other; the prompt stream mixes them. Files that have one name together
     are a source that is itself a `Part` of another."""
-
-    procedural = False
 
     def __init__(self, parts: Sequence[Part], name: str | None = None):
         self.parts = tuple(parts)
@@ -64,12 +62,10 @@ class Source:
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
     def where(self, index: int) -> str:
-        """Returns the file of row `index`, and its place there, for error messages."""
         part, row = self.locate(index)
         return part.where(row)
 
     def digest(self) -> str:
-        """Returns a hex hash of what decides the rows."""
         return hashlib.sha256(" ".join(p.digest() for p in self.parts).encode()).hexdigest()
 
 
@@ -116,16 +112,8 @@ def open_source(
 def source_of(
     rows: Rows, keys: Keys = KEYS, label: str = "data.train", name: str | None = None
 ) -> Source:
-    """Makes a source of the rows of a Python program: they mean what they would in a file.
-
-    Args:
-        rows: as `listed_rows` takes them.
-        label: what they are for, in error messages.
-        name: of the rows, in error messages; None: that of their type.
-
-    Raises:
-        UserError: these are no rows, or one is bad.
-    """
+    """Makes a source of the rows of a Python program, as `listed_rows` takes them: they mean what
+    they would in a file. Error messages name `label` and `name`, or else the type of the rows."""
     name, rows = name or type(rows).__name__, listed_rows(rows, label)
     if isinstance(rows, list):
         return Source([RowList(name, rows, keys, label)])
@@ -143,29 +131,25 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     Raises:
         UserError: these are no rows.
     """
-    if isinstance(rows, Mapping | str | bytes):
-        hint = f": take one of {listed(map(str, rows))}" if isinstance(rows, Mapping) else ""
-        if isinstance(rows, Mapping) and all(isinstance(one, list) for one in rows.values()):
+    hint = ""
+    if isinstance(rows, Mapping):
+        hint = f": take one of {listed(map(str, rows))}"
+        if all(isinstance(one, list) for one in rows.values()):
             hint = ": make rows of its columns, as datasets.Dataset.from_dict does"
-        raise _no_rows(rows, label, hint)
-    if isinstance(rows, type):
-        raise _no_rows(rows, label, ": give an instance of the class")
-    if hasattr(rows, "to_dicts"):  # a frame of polars
+    elif isinstance(rows, type):
+        hint = ": give an instance of the class"
+    elif hasattr(rows, "to_dicts"):  # a frame of polars
         return rows.to_dicts()
-    if hasattr(rows, "column_names") and hasattr(rows, "__len__"):
+    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):
         return rows
-    if hasattr(rows, "columns") and hasattr(rows, "iloc"):
+    elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
-    if hasattr(rows, "__iter__"):
+    elif hasattr(rows, "__iter__") and not isinstance(rows, str | bytes):
         return list(rows)
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+    elif hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes):
         return [rows[index] for index in range(len(rows))]
-    raise _no_rows(rows, label)
-
-
-def _no_rows(rows: Rows, label: str, hint: str = "") -> UserError:
-    return UserError(
+    raise UserError(
         f"{label}: a list or another iterable of rows, a datasets.Dataset, a pyarrow.Table or a"
         f" pandas DataFrame is needed, this is {kind(rows)}{hint}"
     )
@@ -195,10 +179,10 @@ class _Opener:
         if spec.startswith(PYTHON):
             if spec in self.given:
                 return source_of(self.given[spec], self.keys, label, spec)
-            argument = spec.removeprefix(PYTHON).partition(".")[0]
             raise UserError(
                 f"{label}: {spec} are rows of a Python program: give them from there, as"
-                f" {argument}=rows, or name a file with {label}=FILE"
+                f" {spec.removeprefix(PYTHON).partition('.')[0]}=rows, or name a file with"
+                f" {label}=FILE"
             )
         if on_hub is not None:
             paths = hub_sets.fetch(on_hub, self.split, label)
@@ -227,8 +211,9 @@ class _Opener:
             return self.pattern(spec, place)
         if path.endswith(SUFFIXES):
             if not os.path.lexists(place):
-                why = os.strerror(errno.ENOENT)
-                raise UserError(f"{label}: {path}: {why}{how_to_make(path)}")
+                raise UserError(
+                    f"{label}: {path}: {os.strerror(errno.ENOENT)}{how_to_make(path)}"
+                )
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")
@@ -243,9 +228,8 @@ class _Opener:
         if path.suffix == ".parquet":
             name = str(path)
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
-        if path.suffix == ".jsonl":
-            return JsonlFile(path, self.keys, self.label)
-        return (open_json if path.suffix == ".json" else open_csv)(path, self.keys, self.label)
+        opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}[path.suffix]
+        return opened(path, self.keys, self.label)
 
     def files(self, spec: str, paths: Iterable[Path]) -> Part:
         parts = [self.file(path) for path in paths]
@@ -263,10 +247,9 @@ class _Opener:
     def folder(self, spec: str, folder: Path, options: str) -> Part:
         place = f"{self.label}: {spec}"
         given = parse_options(options, place)
-        for key in given:
-            if key != "split":
-                hint = near(key, ["split"])
-                raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
+        for key in given.keys() - {"split"}:
+            hint = near(key, ["split"])
+            raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
         asked = str(given["split"]) if given else None
         saved = dataset_splits(str(folder), self.label)
         files = _files_by_split(folder, place) if saved is None else {}
@@ -282,31 +265,27 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
     """Finds the data files directly in a folder, by split, or all of them under "" where no name
     gives a split."""
     try:
-        there = sorted(path for path in folder.iterdir() if path.is_file())
+        files = data_files(sorted(path for path in folder.iterdir() if path.is_file()))
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}") from error
-    files = data_files(there)
-    if not files:
-        raise UserError(
-            f"{place}: the folder holds no {FORMATS} file, nor what "
-            "datasets.Dataset.save_to_disk writes"
-        )
     kinds = sorted({path.suffix for path in files})
-    if len(kinds) > 1:
-        raise UserError(
-            f"{place}: the folder holds both {kinds[0]} and {kinds[1]} files; name one kind, as in "
-            f"{folder}/*{kinds[1]}"
-        )
     by_split: dict[str, list[Path]] = {}
     for path in files:
         match = SPLIT_FILE.fullmatch(path.stem)
         by_split.setdefault(match[1] if match else "", []).append(path)
-    if "" in by_split and len(by_split) > 1:
+    wrong = ""
+    if not files:
+        wrong = f"no {FORMATS} file, nor what datasets.Dataset.save_to_disk writes"
+    elif len(kinds) > 1:
+        wrong = f"both {kinds[0]} and {kinds[1]} files; name one kind, as in {folder}/*{kinds[1]}"
+    elif "" in by_split and len(by_split) > 1:
         others = ", ".join(path.name for path in by_split.pop("")[:3])
-        raise UserError(
-            f"{place}: the folder holds files of the splits {', '.join(by_split)} and others "
-            f"({others}); name those you want, as in {folder}/{next(iter(by_split))}*"
+        wrong = (
+            f"files of the splits {', '.join(by_split)} and others ({others}); name those you want,"
+            f" as in {folder}/{next(iter(by_split))}*"
         )
+    if wrong:
+        raise UserError(f"{place}: the folder holds {wrong}")
     return by_split
 
 
