@@ -211,9 +211,7 @@ class _Opener:
             return self.pattern(spec, place)
         if path.endswith(SUFFIXES):
             if not os.path.lexists(place):
-                raise UserError(
-                    f"{label}: {path}: {os.strerror(errno.ENOENT)}{how_to_make(path)}"
-                )
+                raise UserError(f"{label}: {path}: {os.strerror(errno.ENOENT)}{how_to_make(path)}")
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")
