@@ -56,13 +56,7 @@ def pin(name: HubName) -> HubName:
     Raises:
         UserError: there is no such repository or revision, or no access to it.
     """
-    try:
-        import huggingface_hub.constants  # noqa: F401
-    except ValueError as error:
-        raise UserError(
-            "huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
-            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
-        ) from error
+    _constants()
     if name.sha is not None:
         return name
     from huggingface_hub import HfApi  # half a second
@@ -139,27 +133,19 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
     missing = _lacking(name, place, wanted)
     if missing and not is_offline():
         for file in missing:
-            if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
-                _remove(place, file)
+            target = (place / file).resolve()  # nothing outside of the repository in the cache
+            if target.is_file() and target.is_relative_to(place.parents[1].resolve()):
+                target.unlink()  # half-written, as by a copy of the cache that broke off
         _fetch(name, tuple(wanted))
         missing = _lacking(name, place, wanted)
+    if missing and is_offline():
+        raise UserError(not_cached(name, missing[0]))
     if missing:
-        if not is_offline():
-            _forget_list(name)
-        raise UserError(
-            not_cached(name, missing[0])
-            if is_offline()
-            else f"{name.asked}: the hub sends {missing[0]} in another size than its list says"
-            if (place / missing[0]).is_file()
-            else f"{name.asked}: the repository on the hub has no {missing[0]}"
-        )
-
-
-def _remove(place: Path, file: str) -> None:
-    """Removes what a file in the cache links to, unless that is outside of the repository there."""
-    target = (place / file).resolve()
-    if target.is_relative_to(place.parents[1].resolve()):
-        target.unlink()
+        _forget_list(name)
+        told = f"the repository on the hub has no {missing[0]}"
+        if (place / missing[0]).is_file():
+            told = f"the hub sends {missing[0]} in another size than its list says"
+        raise UserError(f"{name.asked}: {told}")
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
@@ -169,11 +155,8 @@ def is_here(name: HubName, wanted: Sequence[str]) -> bool:
 
 def is_commit(place: Path) -> bool:
     """Returns whether a folder is a commit of a repository in the cache, named after it."""
-    if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
-        return False
-    from huggingface_hub import constants
-
-    return place.resolve().is_relative_to(Path(constants.HF_HUB_CACHE).expanduser().resolve())
+    named = place.parent.name == SNAPSHOTS and COMMIT.fullmatch(place.name)
+    return bool(named) and place.resolve().is_relative_to(_cache())
 
 
 def is_whole(name: HubName, place: Path) -> bool:
@@ -187,9 +170,7 @@ def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
     Raises:
         UserError: they cannot be fetched.
     """
-    from huggingface_hub import constants
-
-    return _snapshot(name, patterns, constants.HF_HUB_CACHE)
+    return _snapshot(name, patterns, _constants().HF_HUB_CACHE)
 
 
 def files(name: HubName) -> dict[str, int]:
@@ -267,9 +248,8 @@ def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
 def environment() -> dict[str, str]:
     """Returns the variables with which another host asks the same hub. Each has a cache and a token
     of its own."""
-    return {
-        name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE") if name in os.environ
-    }
+    names = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def weight_bytes(name: HubName) -> int:
@@ -311,8 +291,6 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
     """Returns the place that `fetch` returns of a pinned name, once what has come has the hashes
     that the hub says; what has others is removed."""
-    from huggingface_hub import constants
-
     blobs = _storage(name) / "blobs"
 
     def whole_blobs() -> set[Path]:
@@ -336,7 +314,7 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
         _forget_list(name)
         names = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
         raise BadAnswer(
-            f"{constants.ENDPOINT} sends {names} with other contents than it says (by their"
+            f"{_constants().ENDPOINT} sends {names} with other contents than it says (by their"
             " hashes), and they were removed: start again, or set HF_ENDPOINT to another hub"
         )
 
@@ -344,12 +322,25 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
 
 
 def _storage(name: HubName) -> Path:
-    """Returns the folder of a repository in the cache."""
-    from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = repo_folder_name(repo_id=name.repo, repo_type=name.kind)
-    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
+    return _cache() / repo_folder_name(repo_id=name.repo, repo_type=name.kind)
+
+
+def _cache() -> Path:
+    return Path(_constants().HF_HUB_CACHE).expanduser().resolve()
+
+
+def _constants() -> Any:
+    """Returns the library's settings. Raises UserError where it refuses a variable."""
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        raise UserError(
+            "huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
+            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
+        ) from error
+    return constants
 
 
 T = TypeVar("T")
@@ -395,7 +386,8 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
                 if seconds is None or time.monotonic() + seconds > end:
                     answer.set_exception(error)
                     return
-                to_stderr(f"{_hub()} answers with status {status}: asking again in {seconds:.0f} s")
+                hub = _constants().ENDPOINT
+                to_stderr(f"{hub} answers with status {status}: asking again in {seconds:.0f} s")
                 time.sleep(seconds)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -436,37 +428,33 @@ class _Guarded:
 
 
 def _limit(request: Any) -> None:
-    from huggingface_hub import constants
-
     limits = request.extensions.get("timeout", {})
     for kind in [kind for kind, seconds in limits.items() if seconds is None]:
-        limits[kind] = constants.HF_HUB_ETAG_TIMEOUT
+        limits[kind] = _constants().HF_HUB_ETAG_TIMEOUT
 
 
 def _check_answer(response: Any) -> None:
-    """Raises BadAnswer for an answer that names a file, or wants a long wait.
-
-    The library makes names of files of the ETag of a HEAD request and of the commit of any.
-    """
-    headers, status = response.headers, response.status_code
+    """Raises BadAnswer for an answer that names a file, or wants a long wait. The library makes
+    names of files of the ETag of a HEAD request and of the commit of any."""
+    headers, status, hub = response.headers, response.status_code, _constants().ENDPOINT
     commit = headers.get("X-Repo-Commit")
     if commit is not None and not COMMIT.fullmatch(commit):
-        raise BadAnswer(f"{_hub()} names a commit that is none: {short(commit)!r}")
+        raise BadAnswer(f"{hub} names a commit that is none: {short(commit)!r}")
     for key in ("X-Linked-Etag", "ETag") if response.request.method == "HEAD" else ():
         etag = headers.get(key, "-")
         if not PLAIN.fullmatch(etag.removeprefix("W/").strip('"')):
-            raise BadAnswer(f"{_hub()} sends an {key} that is no plain name: {short(etag)!r}")
+            raise BadAnswer(f"{hub} sends an {key} that is no plain name: {short(etag)!r}")
     seconds = _retry_after(status, headers)
     if seconds is not None and seconds > LONGEST_WAIT_S:
         raise BadAnswer(
-            f"{_hub()} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
+            f"{hub} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
             " try again then"
         )
 
 
 def _retry_after(status: int, headers: Any) -> float | None:
-    """Seconds after which a hub that is asked too often, or is busy, wants to be asked again; None
-    where it does not say so."""
+    """Returns the seconds after which a hub that is asked too often, or is busy, wants to be asked
+    again; None where it does not say so."""
     if status not in (429, 503):
         return None
     asked = headers.get("Retry-After", "").strip()
@@ -480,23 +468,18 @@ def _retry_after(status: int, headers: Any) -> float | None:
     return None
 
 
-def _hub() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
-
-
 def _why(name: HubName, error: BaseException) -> str:
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
-    hub, what = constants.ENDPOINT, "data set" if name.kind == "dataset" else "model"
+    constants, what = _constants(), "data set" if name.kind == "dataset" else "model"
+    hub, here = constants.ENDPOINT, "no file or folder here, and " if what == "model" else ""
     causes = list(_causes(error))
 
     def first(*kinds: type[BaseException]) -> BaseException | None:
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
     if first(errors.GatedRepoError):
-        page = f"{hub}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
+        page = f"{hub}/{'' if what == 'model' else 'datasets/'}{name.repo}"
         return (
             f"{name.asked} is gated: accept its terms at {page}, and set HF_TOKEN to a token that"
             " may read it"
@@ -504,13 +487,13 @@ def _why(name: HubName, error: BaseException) -> str:
     if first(errors.RevisionNotFoundError):
         return f"{name.asked}: the {what} on {hub} has no revision {name.revision!r}"
     if first(errors.RepositoryNotFoundError):
-        here = "neither a file or folder here nor" if name.kind == "model" else "not"
+        nothing = "neither a file or folder here nor" if what == "model" else "not"
         return (
-            f"{name.asked} is {here} a {what} on {hub}{_near(name)}; if it is private, set HF_TOKEN"
-            " to a token that may read it"
+            f"{name.asked} is {nothing} a {what} on {hub}{_near(name)}; if it is private, set"
+            " HF_TOKEN to a token that may read it"
         )
     if first(errors.RemoteEntryNotFoundError):
-        file = name.rest.removeprefix("/") if name.kind == "model" else "that its list has"
+        file = name.rest.removeprefix("/") if what == "model" else "that its list has"
         return f"{name.asked}: the repository on {hub} has no file {file}"
     if constants.HF_HUB_OFFLINE:
         return not_cached(name)
@@ -525,9 +508,7 @@ def _why(name: HubName, error: BaseException) -> str:
             f"{name.asked}: the hub's cache {constants.HF_HUB_CACHE} cannot be written:"
             f" {os.strerror(disk.errno or 0)}; free some space, or set HF_HOME to another folder"
         )
-    silent = first(TimeoutError)
-    if silent or first(errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
-        here = "no file or folder here, and " if name.kind == "model" else ""
+    if first(TimeoutError, errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
         reason = " ".join(str(causes[-1]).split())[:120]
         return (
             f"{name.asked}: {here}{hub} cannot be reached ({reason}); check the network and"
@@ -539,9 +520,7 @@ def _why(name: HubName, error: BaseException) -> str:
 
 def is_offline() -> bool:
     """Returns whether HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
+    return bool(_constants().HF_HUB_OFFLINE)
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -554,13 +533,11 @@ def is_unreachable(error: BaseException) -> bool:
 
 def not_cached(name: HubName, file: str | None = None) -> str:
     """Returns the message where a name, or one of its files, would have to be fetched, offline."""
-    from huggingface_hub import constants
-
     what = f"its {file}" if file else "it"
     here = "no file or folder here, and " if name.kind == "model" and file is None else ""
     return (
         f"{name.asked}: {here}HF_HUB_OFFLINE is set while {what} is not in the hub's cache"
-        f" {constants.HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
+        f" {_constants().HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
     )
 
 
@@ -634,9 +611,6 @@ def open_tensors(
     """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
     model on a hub whose weights are not here are fetched, and checked, once one of them is needed.
 
-    Args:
-        name: the model's, as it was given.
-        read: opens the folder.
     """
     on_hub = model_name(name)
     if on_hub is not None and not is_whole(pin(on_hub), place):
