@@ -19,7 +19,7 @@ from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import gguf_parts
+from jaxrl.formats.weights import gguf_parts
 from jaxrl.process.json_types import JsonObject
 
 WHOLE_BYTES = 4 << 20
@@ -159,8 +159,9 @@ def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
     try:
         each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
     except (ValidationError, TypeError, AttributeError) as error:
-        invalid = isinstance(error, ValidationError)
-        reason = config_keys.explain(NamedTeacherConfig, error) if invalid else "no mapping"
+        reason = "no mapping"
+        if isinstance(error, ValidationError):
+            reason = config_keys.explain(NamedTeacherConfig, error)
         raise UserError(
             f"run_dir={run_dir}: teachers in the config of the run there cannot be read ({reason});"
             " name another run_dir, or resume with the jaxrl that wrote it"

@@ -26,8 +26,8 @@ from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
-from jaxrl.formats.hub import Unfetched, open_tensors, package_folder
-from jaxrl.formats.hub_names import gguf_parts, model_name
+from jaxrl.formats.hub import Unfetched, model_name, open_tensors, package_folder
+from jaxrl.formats.weights import gguf_parts
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig

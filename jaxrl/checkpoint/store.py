@@ -114,7 +114,6 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def _steps(run_dir: Path) -> list[Path]:
-    """Returns the paths that have the name of a checkpoint."""
     return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
 
 

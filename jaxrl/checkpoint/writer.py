@@ -376,19 +376,21 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
     ends = np.cumsum(arrays["lengths"])[:-1]
     pieces = [np.split(arrays[name], ends) for name in NUMBERS]
     group = len(arrays["lengths"]) // len(prompts)
-    recorded: Sequence[np.ndarray | None] = [None] * len(arrays["lengths"])
+    nothing = [None] * len(arrays["lengths"])  # what batches of older checkpoints say
+    recorded: Sequence[np.ndarray | None] = nothing
     if "experts" in arrays:
         read = np.repeat([len(prompt.tokens) - 1 for prompt in prompts], group)
         recorded = np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1])
-    nothing = [None] * len(arrays["lengths"])  # what batches of older checkpoints say
     said = zip(*(words.get(f"{name}s", nothing) for name in WORDS), strict=True)
     completions = [
         Completion(
             tuple(tokens.tolist()),
             *logprobs,
-            turns=tuple(Turn(**turn) for turn in turns or ()),
-            experts=experts,
-            **dict(zip(WORDS, of, strict=True)),
+            **dict(
+                zip(WORDS, of, strict=True),
+                turns=tuple(Turn(**turn) for turn in turns or ()),
+                experts=experts,
+            ),
         )
         for tokens, *logprobs, of, turns, experts in zip(
             *pieces, said, words.get("turns", nothing), recorded, strict=True

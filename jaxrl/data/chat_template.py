@@ -112,7 +112,6 @@ class Split:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Returns whether chat messages can be rendered."""
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
@@ -312,7 +311,6 @@ class _Chat:
         return [(start, self._end(at, start, limit))]
 
     def _content(self, at: int) -> tuple[int, int] | None:
-        """Returns where the content of a message begins and ends; None if it is not there."""
         probes = self._probed(at, whole=True)
         return self._differing(probes) if probes and probes[0] != probes[1] else None
 
@@ -418,7 +416,6 @@ class _Chat:
         return []
 
     def _with(self, at: int, message: Message) -> str | None:
-        """Renders the chat with another message `at`."""
         return self._tried([*self.messages[:at], message, *self.messages[at + 1 :]], False)
 
     def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
@@ -528,7 +525,6 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
-    """Returns whether the text differs without these fields of a message."""
     bare = {name: value for name, value in chat.messages[at].items() if name not in fields}
     return chat._with(at, bare) != chat.text
 
@@ -656,7 +652,6 @@ def _rendered(
 def _tried(
     tokenizer: Any, messages: Sequence[Message], generation: bool, tools: Sequence[JsonObject]
 ) -> str | None:
-    """Renders the text of messages; returns None where the template refuses them."""
     try:
         return _rendered(tokenizer, messages, generation, tools)[0]
     except UserError:
@@ -750,7 +745,6 @@ def limits() -> Iterator[None]:
 
 
 def _bounded(name: str, each: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a filter that refuses arguments which would make it work without end."""
 
     @wraps(each)
     def bounded(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import yaml
 from jaxrl.data.example import Split
 from jaxrl.errors import UserError, about, near
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import HubName
+from jaxrl.formats.hub import HubName
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 FORMATS = ".jsonl, .parquet, .json or .csv"

@@ -122,7 +122,6 @@ def column_of(name: str | None, columns: Iterable[str]) -> str | None:
 
 
 def check_names(columns: Iterable[str], where: str) -> None:
-    """Refuses two columns of one name."""
     columns = list(columns)
     twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
     if twice:
@@ -144,13 +143,18 @@ def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserEr
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the names as `` `a`, `b` ``."""
     return ", ".join(f"`{name}`" for name in names) or "no field"
 
 
 def kind(value: object) -> str:
     """Returns what kind of value this is, for error messages."""
-    kinds = {dict: "an object", list: "a list", tuple: "a list", str: "text", bytes: "binary"}
+    kinds: dict[type, str] = {
+        dict: "an object",
+        list: "a list",
+        tuple: "a list",
+        str: "text",
+        bytes: "binary",
+    }
     kinds |= {bool: "a truth value", type(None): "null"}
     fallback = "a number" if isinstance(value, Number) else f"a {type(value).__name__}"
     return kinds.get(type(value), fallback)
@@ -297,7 +301,6 @@ def _prompt(
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
-    """Returns the messages of a chat, or a single one, in the form that chat templates take."""
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
         raise UserError(f"{where}: `{name}` must be a list of messages, it is {kind(chat)}")
@@ -355,7 +358,6 @@ def _fields(value: Any) -> Any:
 
 
 def _joined(parts: list[Any], place: str) -> str:
-    """Joins the text of content that is a list of parts."""
     texts = []
     for number, part in enumerate(parts):
         of = part.get("type") if isinstance(part, dict) else None
@@ -385,7 +387,6 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
 
 
 def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:
-    """Returns a text field; null is as good as absent."""
     value = find(row, name)
     if value is not None and not isinstance(value, str):
         raise UserError(

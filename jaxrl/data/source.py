@@ -30,7 +30,7 @@ from jaxrl.data.tables import (
 )
 from jaxrl.data.tasks import TASKS, open_task, parse_options
 from jaxrl.errors import UserError, near, user_path
-from jaxrl.formats.hub_names import data_name
+from jaxrl.formats.hub import data_name
 from jaxrl.process.plugin import PYTHON
 
 Rows = Any

@@ -296,13 +296,13 @@ def check_same_vocabulary(
             [repr(names[i]) if i in names else "no token" for i in differing]
             for names in (ours, theirs)
         ]
-        told = [
+        why = [
             f"{i} is {here} for the student, {there} for the teacher"
             for i, here, there in zip(differing, *sides, strict=True)
         ]
         raise UserError(
             f"student and teacher have different vocabularies: {len(differing)} ids differ: "
-            f"{_first(told)}; distillation needs a teacher with the student's tokenizer"
+            f"{_first(why)}; distillation needs a teacher with the student's tokenizer"
         )
     check_every_token(student, v, "the student" if student_rows <= teacher_rows else "the teacher")
     check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
@@ -458,7 +458,6 @@ def _first(texts: Sequence[str]) -> str:
 
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Decodes tokens to text, including special ones."""
     return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 

@@ -30,8 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl.errors import UserError, about, user_input
-from jaxrl.formats.hub_names import gguf_parts
-from jaxrl.formats.weights import Index, tensor_shapes
+from jaxrl.formats.weights import Index, gguf_parts, tensor_shapes
 from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
@@ -257,8 +256,8 @@ class GgufFile:
         try:
             return self._read_config()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            told = "" if isinstance(error, UserError) else "the metadata cannot be understood: "
-            raise UserError(f"{self.path}: {told}{error}") from error
+            why = "" if isinstance(error, UserError) else "the metadata cannot be understood: "
+            raise UserError(f"{self.path}: {why}{error}") from error
 
     def _read_config(self) -> DecoderConfig:
         family = self.family

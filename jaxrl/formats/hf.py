@@ -105,13 +105,13 @@ class SafetensorsFolder:
             if not any((self.path / name).is_file() for name in (SINGLE, INDEX)):
                 if not self.path.is_dir():
                     raise UserError(f"model {str(self.path)!r}: there is no such folder")
-                told = f"neither {SINGLE} nor {INDEX} is there"
+                why = f"neither {SINGLE} nor {INDEX} is there"
                 if any(file.suffix in (".bin", ".pth") for file in self.path.iterdir()):
-                    told = (
+                    why = (
                         "weights are in .bin or .pth files (pickles), which are not read; save them"
                         " as safetensors first"
                     )
-                raise UserError(f"{self.path}: {told}")
+                raise UserError(f"{self.path}: {why}")
             self._files, self._file_of = weight_files(self.path, SINGLE, INDEX)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
@@ -182,8 +182,8 @@ def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     folder = Path(path)
     file = folder / "config.json"
     if not file.is_file():
-        told = "no config.json in this folder; it is no model folder"
-        there = told if folder.exists() else "there is no such folder"
+        why = "no config.json in this folder; it is no model folder"
+        there = why if folder.exists() else "there is no such folder"
         raise UserError(f"model {str(path)!r}: {there}")
     raw = read_json(file)
     with of_file(file):
@@ -539,7 +539,6 @@ def _is_model_file(name: str) -> bool:
 
 
 def _remove(place: Path) -> None:
-    """Removes a file, a folder, or a link without what it leads to."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place, ignore_errors=True)
     else:

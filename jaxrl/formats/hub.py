@@ -4,7 +4,17 @@ model may also be a folder, or in an installed Python package (`find_folder`).
 All goes through `huggingface_hub` and its cache, so that HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and
 HF_HOME mean what they mean elsewhere. Only what jaxrl reads is fetched: json, tokenizers,
 safetensors. A file is there whole or not at all, and of several processes on a host that want it
-one fetches it.
+one fetches it. What is not on the hub, or cannot be fetched, is a UserError of one line.
+
+| name | is |
+|---|---|
+| `ORG/NAME` | a model, of the branch `main` |
+| `ORG/NAME@REVISION` | the same of a branch, a tag or a commit |
+| `ORG/NAME/FILE.gguf` | one GGUF file of a repository |
+| `hf:ORG/NAME:CONFIG:SPLIT` | a data set; a revision stands after its name |
+
+`pin` adds the commit that a revision is at the moment, as in `ORG/NAME@main@0123...`: whoever has
+that name, in another process or after the branch has moved, gets the same files.
 """
 
 from __future__ import annotations
@@ -24,11 +34,10 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.formats import hf, weights
-from jaxrl.formats.hub_names import COMMIT, HubName, gguf_parts, model_name
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
 
@@ -49,13 +58,73 @@ WEIGHTS = (hf.SINGLE, hf.INDEX, hf.TORCH_SINGLE, hf.TORCH_INDEX)
 """Files that a folder with weights in a format that is read has one of."""
 
 
+RUNS = "runs/"
+"""How the paths of run directories begin, unless `run_dir` says otherwise."""
+COMMIT = re.compile("[0-9a-f]{40}")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_AT = r"(?:@(?P<revision>(?!/)(?:(?!\.\.)[^@:\s])+))?(?:@(?P<commit>[0-9a-f]{40}))?"
+"""The revision becomes a path in the cache; git allows neither `..` nor a first slash in one."""
+_MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(?P<rest>(?:/{_PART})+\.gguf)?{_AT}")
+_DATA = re.compile(rf"hf:(?P<repo>(?:{_PART}/)?{_PART}){_AT}(?P<rest>(?::[^:]*){{0,2}})")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model or a data set on a hub."""
+
+    kind: Literal["model", "dataset"]
+    repo: str
+    revision: str | None = None
+    """A branch, a tag or a commit; None: the branch `main`."""
+    commit: str | None = None
+    """What the revision is, where `pin` has found out."""
+    rest: str = ""
+    """`/FILE.gguf` of a model, `:CONFIG:SPLIT` of a data set."""
+
+    def __str__(self) -> str:
+        at = "".join(f"@{part}" for part in (self.revision, self.commit) if part is not None)
+        return (
+            f"hf:{self.repo}{at}{self.rest}"
+            if self.kind == "dataset"
+            else f"{self.repo}{self.rest}{at}"
+        )
+
+    @property
+    def asked(self) -> HubName:
+        """Returns the name as the user gives it: without what `pin` adds."""
+        if self.commit is not None and self.revision == "main":
+            return replace(self, revision=None, commit=None)
+        return replace(self, commit=None)
+
+    @property
+    def sha(self) -> str | None:
+        """Returns the commit, where the name says it."""
+        if self.commit is None and self.revision and COMMIT.fullmatch(self.revision):
+            return self.revision
+        return self.commit
+
+
+def model_name(text: str) -> HubName | None:
+    """Returns the model on a hub that a text names, if any; a path that exists names none, nor does
+    one below `runs/`, where runs are written."""
+    match = _MODEL.fullmatch(text)
+    path = text.startswith(RUNS) or user_path(text).exists()
+    if match is None or match["repo"].endswith(".gguf") or path:
+        return None
+    return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
+
+
+def data_name(text: str) -> HubName | None:
+    """Returns the data set on a hub that a text names; None where it has another form."""
+    match = _DATA.fullmatch(text)
+    if match is None:
+        return None
+    return HubName("dataset", match["repo"], match["revision"], match["commit"], match["rest"])
+
+
 def pin(name: HubName) -> HubName:
     """Returns the name with the commit that its revision is now. Where the hub does not answer, the
-    commit that the cache has of that revision counts.
-
-    Raises:
-        UserError: there is no such repository or revision, or no access to it.
-    """
+    commit that the cache has of that revision counts."""
     _constants()
     if name.sha is not None:
         return name
@@ -78,17 +147,13 @@ def pinned(text: str) -> str:
 def folder(name: HubName) -> Path:
     """Returns what describes a model: its config and tokenizer files in the cache, fetched where
     they are not there. Of a name with a GGUF file: that file, which is all in one; of one in
-    several files all of them are fetched.
-
-    Raises:
-        UserError: it cannot be fetched, or the repository holds no model.
-    """
+    several files all of them are fetched. Raises UserError where the repository holds no model."""
     name = pin(name)
     if name.rest:
         from huggingface_hub import hf_hub_download
 
         asked = name.rest.removeprefix("/")
-        parts = gguf_parts(asked)
+        parts = weights.gguf_parts(asked)
         places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
         return places[asked]
     place = snapshot(name, DESCRIPTION)
@@ -102,11 +167,7 @@ def folder(name: HubName) -> Path:
 
 
 def with_weights(name: HubName) -> Path:
-    """Returns `folder`, with the safetensors.
-
-    Raises:
-        UserError: they cannot be fetched, or the repository has none.
-    """
+    """Returns `folder`, with the safetensors. Raises UserError where the repository has none."""
     name = pin(name)
     place = folder(name)
     if name.rest:
@@ -125,11 +186,7 @@ def with_weights(name: HubName) -> Path:
 
 
 def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
-    """Fetches those of the files of a pinned name that its folder in the cache lacks.
-
-    Raises:
-        UserError: they cannot be fetched, or the repository has not got them.
-    """
+    """Fetches those of the files of a pinned name that its folder in the cache lacks."""
     missing = _lacking(name, place, wanted)
     if missing and not is_offline():
         for file in missing:
@@ -142,10 +199,10 @@ def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
         raise UserError(not_cached(name, missing[0]))
     if missing:
         _forget_list(name)
-        told = f"the repository on the hub has no {missing[0]}"
+        why = f"the repository on the hub has no {missing[0]}"
         if (place / missing[0]).is_file():
-            told = f"the hub sends {missing[0]} in another size than its list says"
-        raise UserError(f"{name.asked}: {told}")
+            why = f"the hub sends {missing[0]} in another size than its list says"
+        raise UserError(f"{name.asked}: {why}")
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
@@ -165,20 +222,12 @@ def is_whole(name: HubName, place: Path) -> bool:
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    """Returns the folder in the cache with the files of a pinned name that fit a pattern.
-
-    Raises:
-        UserError: they cannot be fetched.
-    """
+    """Returns the folder in the cache with the files of a pinned name that fit a pattern."""
     return _snapshot(name, patterns, _constants().HF_HUB_CACHE)
 
 
 def files(name: HubName) -> dict[str, int]:
-    """Returns path -> bytes of all files of a pinned name.
-
-    Raises:
-        UserError: the hub does not answer, and the cache has no list of them.
-    """
+    """Returns path -> bytes of all files of a pinned name."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
@@ -255,7 +304,7 @@ def environment() -> dict[str, str]:
 def weight_bytes(name: HubName) -> int:
     """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
-    wanted = gguf_parts(path) if path else _weight_files(folder(name))
+    wanted = weights.gguf_parts(path) if path else _weight_files(folder(name))
     return sum(sizes.get(file, 0) for file in wanted)
 
 
@@ -362,11 +411,7 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
 
     It runs in a thread: the library's own wait for its threads ends with the files that they are
     about, and a signal would be heard after minutes. While the hub asks to be left alone for a
-    while, and not for too long, it is asked again then.
-
-    Raises:
-        UserError: in one line, what is wrong and what to do.
-    """
+    while, and not for too long, it is asked again then."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import _http

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
-from jaxrl.formats.hub_names import model_name
+from jaxrl.formats.hub import model_name
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.encoder_config import of_file, read_json
 from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
@@ -41,7 +41,10 @@ _OFF = (
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
 )
 """Settings of PEFT with which an adapter is more than what `models.lora` computes."""
-_FORMS = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+_FORMS: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
 """The same, and what they may be; others, as PiSSA's, change the base weights too."""
 
 KNOWN = (
@@ -103,7 +106,8 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
     with of_file(file):
         if raw.get("peft_type") != "LORA":
             raise UserError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: LORA")
-        for key, plain in {**dict.fromkeys(_OFF, (False, [], {})), **_FORMS}.items():
+        allowed: dict[str, tuple[object, ...]] = dict.fromkeys(_OFF, (False, [], {}))
+        for key, plain in (allowed | _FORMS).items():
             if raw.get(key) not in (None, *plain):
                 known = plain[0] if key in _FORMS else False if raw[key] is True else None
                 raise UserError(f"{key}={raw[key]!r} is not supported; supported: {known!r}")

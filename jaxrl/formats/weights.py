@@ -6,6 +6,7 @@ only has to say a tensor's shape and read a box of it (`Tensors`); `hf.py` and `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 COMPARED = 4096
 """Rows of an embedding and a head that are compared at once."""
+
+
+_GGUF_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<n>\d{5})\.gguf")
 
 
 class Tensors(Protocol):
@@ -174,6 +178,16 @@ class Place:
             else:
                 target[...] = tensors.read(str(name), box)
         return out
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Returns the names of all files of a GGUF model of which one is named: itself, or those of
+    `NAME-00001-of-00003.gguf`, whose number of files is bounded by what a name can say."""
+    match = _GGUF_PART.fullmatch(name)
+    if match is None or not 1 <= int(match["part"]) <= int(match["n"]):
+        return [name]
+    n = match["n"]
+    return [f"{match['stem']}-{part:05}-of-{n}.gguf" for part in range(1, int(n) + 1)]
 
 
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
@@ -425,7 +439,6 @@ def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """Returns a context in which programs run on the host."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 

@@ -27,8 +27,7 @@ from jaxrl.data.tokenizer import Tokenizer, decode
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
-from jaxrl.formats.hub import find_folder
-from jaxrl.formats.hub_names import data_name
+from jaxrl.formats.hub import data_name, find_folder
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.encoder_config import read_encoder
 from jaxrl.models.kernels import Target

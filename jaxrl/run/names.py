@@ -18,7 +18,7 @@ from jaxrl.data import hub_sets
 from jaxrl.data.example import Split
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.formats.hub import HubName, data_name, model_name
 from jaxrl.process.json_types import JsonObject
 from jaxrl.run.run_dir import recorded_config
 
