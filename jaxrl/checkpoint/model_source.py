@@ -336,9 +336,8 @@ def _gguf_files(found: Iterable[Path]) -> list[Path]:
 
 
 class SavedTensors:
-    """Implements `weights.Tensors`: all parameters come to the host, in float32, when the first of
-    them is read. The optimizer's state is not read.
-    """
+    """The parameters of a checkpoint: all come to the host, in float32, when the first of them is
+    read. The optimizer's state is not read."""
 
     def __init__(self, folder: Path, config: DecoderConfig):
         self._folder, self._config = folder, config

@@ -450,12 +450,13 @@ def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> i
             return at
 
 
-def _marked(
-    marks: Sequence[tuple[int, int]], start: int, end: int, chat: _Chat
-) -> list[tuple[int, int]]:
+Span = tuple[int, int]
+
+
+def _marked(marks: Sequence[Span], start: int, end: int, chat: _Chat) -> list[Span]:
     """Returns the parts of a turn that are marked, joined where they touch. The tokens after the
     last part belong to it: a turn that is learned is learned with its end."""
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     for begin, stop in marks:
         empty = begin == stop and start <= begin <= end  # a turn that says nothing, and ends
         begin, stop = max(begin, start), min(stop, end)
@@ -561,8 +562,7 @@ def in_form(
         return list(messages)
 
     def filled(arguments: Any) -> Any:
-        empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
-        return {} if empty else arguments
+        return {} if arguments is None or not str(arguments).strip() else arguments
 
     plain = [_with_arguments(message, filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
@@ -634,7 +634,7 @@ def _rendered(
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,
-                    "messages": [_as_templates_read(message) for message in messages],
+                    "messages": list(map(_as_templates_read, messages)),
                     "tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": generation,
@@ -665,8 +665,7 @@ def _as_templates_read(message: Message) -> JsonObject:
     found = [turn[name] for name in THOUGHT_FIELDS if name in turn]
     if found:
         thought = next(filter(None, found), found[0])
-        thinking = turn.get("thinking") or thought
-        turn = {**turn, "thinking": thinking, "reasoning_content": thought}
+        turn |= {"thinking": turn.get("thinking") or thought, "reasoning_content": thought}
     return turn
 
 

@@ -78,6 +78,7 @@ class PromptStream:
         about the first row of its kind that was encoded."""
         self.teacher_limit = encoder.teacher_limit
         """The other limit that a prompt that is left out may exceed."""
+        self._limit = f"max_prompt_tokens={encoder.max_prompt_tokens}{self.teacher_limit}"
         self._weights = None if weights is None else tuple(weights)
         self.cut = 0
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
@@ -265,15 +266,11 @@ class PromptStream:
             f"{self._limit}; raise it, or make the task easier"
         )
 
-    @property
-    def _limit(self) -> str:
-        return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
-
     def _all_too_long(self, rows: Source | Part) -> UserError:
         first = range(min(_MEASURED, len(rows)))
         shortest = min(self._encoder.length(rows[row]) for row in first)
-        words = "the shortest" if len(first) == len(rows) else f"the shortest of {len(first)}"
-        words = f": {words} has {counted(shortest, 'token')}"
+        of = "" if len(first) == len(rows) else f" of {len(first)}"
+        words = f": the shortest{of} has {counted(shortest, 'token')}"
         return UserError(
             f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
             f" it{words if shortest > self._encoder.max_prompt_tokens else ''}"

@@ -140,9 +140,9 @@ class _Reader(GGUFReader):
         return at - orig_offs, [kind, count, *texts], list(range(2, n + 2)), types
 
     def _build_fields(self, offs: int, count: int) -> int:
+        self._elements = 0
         if count > MOST_KEYS:
             raise UserError(f"truncated, or {count} keys of metadata; at most {MOST_KEYS} are read")
-        self._elements = 0
         return super()._build_fields(offs, count)
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:

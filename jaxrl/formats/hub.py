@@ -340,10 +340,11 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
     """Returns the place that `fetch` returns of a pinned name, once what has come has the hashes
     that the hub says; what has others is removed."""
+    from huggingface_hub.utils import _http
+
     blobs = _storage(name) / "blobs"
 
-    def whole_blobs() -> set[Path]:
-        """Returns the files of the cache that are not being written: those have a dot."""
+    def whole_blobs() -> set[Path]:  # those that are being written have a dot
         return {blob for blob in blobs.glob("*") if PLAIN.fullmatch(blob.name)}
 
     def fetch_and_check() -> Path:
@@ -351,8 +352,9 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
         try:
             fetched = fetch(name.repo, repo_type=name.kind, revision=name.sha)
         except Exception as error:
-            if not is_unreachable(error):  # the list may be what is wrong
-                _forget_list(name)
+            silent = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
+            if not is_offline() and not any(isinstance(e, silent) for e in _causes(error)):
+                _forget_list(name)  # it may be what is wrong
             raise
         damaged = [blob for blob in sorted(whole_blobs() - before) if not _is_sound(blob)]
         if not damaged:
@@ -566,14 +568,6 @@ def _why(name: HubName, error: BaseException) -> str:
 def is_offline() -> bool:
     """Returns whether HF_HUB_OFFLINE is set."""
     return bool(_constants().HF_HUB_OFFLINE)
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Returns whether an error says that no hub answers."""
-    from huggingface_hub.utils import _http
-
-    unreachable = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
-    return is_offline() or any(isinstance(cause, unreachable) for cause in _causes(error))
 
 
 def not_cached(name: HubName, file: str | None = None) -> str:

@@ -501,8 +501,7 @@ def load_encoder(
         names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
         places[path] = Place(shapes[path], names, len(names), transposed=transposed)
     check(tensors, stored_shapes(places.values()))
-    layouts = {} if mesh is None else bert.specs(config, mesh.shape)
-    values = {}
+    layouts, values = {} if mesh is None else bert.specs(config, mesh.shape), {}
     for path, place in places.items():
         sharding = None if mesh is None else NamedSharding(mesh, layouts[path])
         leaf = jax.ShapeDtypeStruct(place.shape, dtype, sharding=sharding)
