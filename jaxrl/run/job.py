@@ -17,10 +17,9 @@ from jaxrl.algorithms.methods import configured_correction, method_of, objective
 from jaxrl.checkpoint.fingerprint import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_student
 from jaxrl.config.schema import Config
-from jaxrl.data import hub_sets
 from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example, Split
-from jaxrl.data.source import is_missing, open_source
+from jaxrl.data.source import is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream
 from jaxrl.data.token_alignment import Aligner
 from jaxrl.data.tokenizer import Tokenizer, decode
@@ -387,7 +386,7 @@ def _here(label: str, sources: Sequence[str], split: Split, elsewhere: bool) -> 
         return [
             text
             for text, name in names
-            if (hub_sets.is_here(name, split) if name else not (elsewhere and is_missing(text)))
+            if (is_split_here(name, split) if name else not (elsewhere and is_missing(text)))
         ]
 
 
