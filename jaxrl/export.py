@@ -64,7 +64,7 @@ def export(
 
 def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: bool) -> Path:
     from jaxrl.formats import hf, peft, weights
-    from jaxrl.formats.hub_names import model_name
+    from jaxrl.formats.hub import model_name
 
     if adapters:
         if source.adapter is None:

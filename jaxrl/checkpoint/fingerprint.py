@@ -19,7 +19,7 @@ from jaxrl.config.roles import NamedTeacherConfig
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import gguf_parts
+from jaxrl.formats.weights import gguf_parts
 from jaxrl.process.json_types import JsonObject
 
 WHOLE_BYTES = 4 << 20
@@ -144,9 +144,11 @@ def compare(old: JsonObject, new: Config, run_dir: Path | str) -> list[str]:
         (refused if another else reported).append(line)
     if refused:
         anew = "start a new run with --resume never, " if new.run_dir is None else ""
+        more = [f"and {len(refused) - 8} more"] if refused[8:] else []
         raise UserError(
-            f"run_dir={run_dir} holds a run with another config:\n  "
-            + "\n  ".join(refused[:8] + ([f"and {len(refused) - 8} more"] if refused[8:] else []))
+            "\n  ".join(
+                [f"run_dir={run_dir} holds a run with another config:", *refused[:8], *more]
+            )
             + f"\nname another run_dir (or name), {anew}or set these back to resume that run"
         )
     return reported
@@ -156,7 +158,7 @@ def _teachers(given: Any, run_dir: Path | str) -> JsonObject:
     """Returns the config of several teachers without the places where they are served."""
     try:
         each = {name: NamedTeacherConfig(**one) for name, one in given.items()}
-    except (ValidationError, TypeError, AttributeError) as error:  # the others: no mapping
+    except (ValidationError, TypeError, AttributeError) as error:
         reason = "no mapping"
         if isinstance(error, ValidationError):
             reason = config_keys.explain(NamedTeacherConfig, error)
@@ -182,8 +184,7 @@ def _at(mapping: object, path: str) -> Any:
 
 
 def _apart(value: object, other: object) -> object:
-    """Returns the keys of a mapping whose values differ from those of another one, with their
-    values."""
+    """Returns the part of a mapping that differs from another one."""
     if not isinstance(value, dict) or not isinstance(other, dict):
         return value
     return {name: one for name, one in value.items() if other.get(name, _ABSENT) != one}

@@ -26,8 +26,8 @@ from jaxrl.data.chat_template import dated
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf, hub, peft, weights
-from jaxrl.formats.hub import Unfetched, open_tensors, package_folder
-from jaxrl.formats.hub_names import gguf_parts, model_name
+from jaxrl.formats.hub import Unfetched, model_name, open_tensors, package_folder
+from jaxrl.formats.weights import gguf_parts
 from jaxrl.losses.head import logprobs_from_hidden
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
@@ -124,11 +124,10 @@ class ModelSource:
         if self.adapter is None:
             return replace(self, config=config)
         if self.adapter.quantised != quantised:
-            under, asked = self.adapter.quantised or "floats", quantised or "null"
+            under, asked = self.adapter.quantised, quantised or "null"
             raise UserError(
-                f"student.model: {self.name}: its adapters were trained over {under}, and"
-                f" student.base_dtype={asked}: set student.base_dtype="
-                f"{self.adapter.quantised or 'null'}"
+                f"student.model: {self.name}: its adapters were trained over {under or 'floats'},"
+                f" and student.base_dtype={asked}: set student.base_dtype={under or 'null'}"
             )
         lora, own = config.lora or lora, self.adapter.lora
         same = (own.rank, set(own.targets)) == (lora.rank, set(lora.targets))
@@ -231,10 +230,9 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 def lora_of(config: Config) -> Lora | None:
     """Returns `student.lora`."""
     c = config.student.lora
-    rank, alpha, targets, init = c.rank, c.alpha, c.targets, c.init
-    if rank is None:
+    if c.rank is None:
         return None
-    return Lora(rank, 2.0 * rank if alpha is None else alpha, targets, init)
+    return Lora(c.rank, 2.0 * c.rank if c.alpha is None else c.alpha, c.targets, c.init)
 
 
 def resolve_student(config: Config) -> ModelSource:
@@ -257,12 +255,8 @@ def _resolve_again(
 
 
 def _adapted(name: str, place: Path, described: Path) -> ModelSource:
-    """Adapters and their base model.
-
-    Args:
-        place: a folder that PEFT reads, or a checkpoint of a run.
-        described: the folder with their config and tokenizer.
-    """
+    """Finds adapters, in a folder that PEFT reads or a checkpoint of a run (`place`), and their
+    base model; their config and tokenizer are in the folder `described`."""
     lora, base_name, quantised = peft.read_settings(described)
     under = _locate(base_name)
     if any((folder / peft.CONFIG).is_file() for folder in (under, under / store.MODEL)):
@@ -275,16 +269,14 @@ def _adapted(name: str, place: Path, described: Path) -> ModelSource:
     if place == described:
         lora, found = peft.read_pairs(place, base.config, lora)
         pairs = partial(dict, found)
-    else:
-        # At its first call only, also where two workers call it.
-        lock = threading.Lock()
-        read = cache(partial(saved_adapters, place, replace(base.config, lora=lora)))
+    config = replace(base.config, lora=lora)
+    if place != described:
+        lock, read = threading.Lock(), cache(partial(saved_adapters, place, config))
 
         def pairs() -> Mapping[str, peft.Pair]:
-            with lock:
+            with lock:  # at its first call only, also where two workers call it
                 return read()
 
-    config = replace(base.config, lora=lora)
     adapter = peft.Adapter(lora, base_name, base.path, base.tensors, pairs, config, quantised)
     tokenizer = described if hf.has_tokenizer(described) else base.tokenizer_path
     return ModelSource(name, place, base.config, adapter, tokenizer, adapter=adapter)
@@ -295,8 +287,8 @@ def _locate(name: str) -> Path:
     if colon and kind == "builtin":
         if rest not in BUILTIN:
             raise UserError(
-                f"model {name!r}: no such built-in model; there are "
-                + ", ".join(f"builtin:{b}" for b in BUILTIN)
+                f"model {name!r}: no such built-in model; there are"
+                f" {', '.join(f'builtin:{b}' for b in BUILTIN)}"
             )
         return Path(__file__).parent.parent / "assets" / rest
     if colon and kind == "package":
@@ -317,14 +309,12 @@ def _locate(name: str) -> Path:
         )
     if place.is_file() and place.suffix != ".gguf":
         raise UserError(f"model {name!r} is a file, but not a .gguf; give the folder it is in")
-    described = (place / file for file in ("config.json", store.MANIFEST, peft.CONFIG))
+    described = ("config.json", peft.CONFIG)
     # What reads a .gguf says of a pipe that it is no file.
-    if not place.is_dir() or any(file.exists() for file in described):
-        return place
-    if any((place / FINAL / file).exists() for file in ("config.json", peft.CONFIG)):
-        return place / FINAL
-    checkpoints = store.folders(place)
-    if checkpoints:
+    whole = not place.is_dir() or any((place / f).exists() for f in (*described, store.MANIFEST))
+    if whole or any((place / FINAL / file).exists() for file in described):
+        return place if whole else place / FINAL
+    if checkpoints := store.folders(place):
         return checkpoints[0]
     if (place / "config.yaml").exists():
         raise UserError(
@@ -346,9 +336,8 @@ def _gguf_files(found: Iterable[Path]) -> list[Path]:
 
 
 class SavedTensors:
-    """Implements `weights.Tensors`: all parameters come to the host, in float32, when the first of
-    them is read. The optimizer's state is not read.
-    """
+    """The parameters of a checkpoint: all come to the host, in float32, when the first of them is
+    read. The optimizer's state is not read."""
 
     def __init__(self, folder: Path, config: DecoderConfig):
         self._folder, self._config = folder, config
@@ -365,24 +354,20 @@ class SavedTensors:
 
     @cached_property
     def _read(self) -> Callable[[str], np.ndarray]:
-        wanted = _on_host(abstract_params(self._config))
-        params = load_arrays(self._folder / store.ACTOR, {"params": wanted})["params"]
-        return weights.hf_tensors(self._config, params)
+        return weights.hf_tensors(self._config, _saved(self._folder, abstract_params(self._config)))
 
 
 def saved_adapters(folder: Path, config: DecoderConfig) -> dict[str, peft.Pair]:
     """Reads the adapters of a checkpoint to the host. `config` has its adapters."""
     _, adapters = frozen_and_trained(abstract_params(config))
-    loaded = load_arrays(folder / store.ACTOR, {"params": _on_host(adapters)})
-    return peft.pairs_of(config, jax.tree.map(np.asarray, loaded["params"]))
+    return peft.pairs_of(config, jax.tree.map(np.asarray, _saved(folder, adapters)))
 
 
-def _on_host(tree: Params) -> Params:
-    """Returns the shapes with the sharding of an array on this host."""
+def _saved(folder: Path, abstract: Params) -> Params:
+    """Reads parameters of a checkpoint to the host."""
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree
-    )
+    wanted = jax.tree.map(lambda leaf: leaf.update(sharding=host), abstract)
+    return load_arrays(folder / store.ACTOR, {"params": wanted})["params"]
 
 
 @dataclass(frozen=True)
@@ -431,7 +416,7 @@ class Model:
         return _logprobs(self.config, self.mesh, self.params, tokens, mask, temperature)[:n]
 
     def _rows(self, tokens: Array, mask: Array) -> tuple[jax.Array, jax.Array, int]:
-        """Arrays on the mesh, masked rows added until its devices divide them; the true B."""
+        """Returns arrays on the mesh, masked rows added until its devices divide them; and B."""
         tokens, mask = np.asarray(tokens, np.int32), np.asarray(mask, bool)
         if tokens.ndim != 2 or tokens.shape != mask.shape:
             raise UserError(

@@ -114,7 +114,6 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def _steps(run_dir: Path) -> list[Path]:
-    """Returns the paths that have the name of a checkpoint."""
     return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
 
 
@@ -151,15 +150,10 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
 
 
 def sweep(run_dir: Path) -> list[Path]:
-    """Removes what killed saves and removals left; what was removed. Folders with anything else in
+    """Removes what killed saves and removals left, and returns it. Folders with anything else in
     them are left alone."""
-    left = [
-        path
-        for path in _steps(run_dir)
-        if path.is_dir()
-        and not (path / MANIFEST).exists()
-        and all(_PART.match(part.name) for part in path.iterdir())
-    ]
+    begun = [p for p in _steps(run_dir) if p.is_dir() and not (p / MANIFEST).exists()]
+    left = [path for path in begun if all(_PART.match(part.name) for part in path.iterdir())]
     for path in left:
         remove(path)
     return left
@@ -191,7 +185,6 @@ def judge(path: Path, accuracy: float | None) -> None:
 
 
 def _write(path: Path, manifest: Manifest) -> None:
-    """Writes the manifest, in one rename; it is on the disk when this returns."""
     text = json.dumps(asdict(manifest), indent=1)
     put_file(path / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
 

@@ -180,8 +180,7 @@ class CheckpointWriter:
         """The latest row that was written."""
         self.written: list[Written] = []
         """Those finished, until somebody takes them out."""
-        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Row] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -203,8 +202,7 @@ class CheckpointWriter:
         schedule: JsonObject,
     ) -> None:
         """Notes that the actor has been asked to save what it is after `step` batches."""
-        now = time.monotonic()
-        pending = Pending(step, now, saved, rollouts, schedule, self._removed)
+        pending = Pending(step, time.monotonic(), saved, rollouts, schedule, self._removed)
         if self._row.get("step") == step:  # a run that was asked to end: the row came first
             self._queue.put((pending, self._row))
         else:
@@ -226,10 +224,7 @@ class CheckpointWriter:
 
     def forget_removed(self) -> None:
         """Forgets the newest checkpoint if it was removed: there is none any more."""
-        if (
-            self.newest is not None
-            and not (self._folders / str(self.newest) / store.MANIFEST).exists()
-        ):
+        if not (self._folders / str(self.newest) / store.MANIFEST).exists():
             self.newest = None
 
     def stop(self) -> None:
@@ -248,12 +243,9 @@ class CheckpointWriter:
             pending, row = job
             try:
                 self._write(pending, row)
-            except TimeoutError as error:  # a deadline: it has ended since, only late
-                self._failed(pending.step, error)
-                continue
-            except RunError:
-                return  # a worker has failed: the run is about to end and says why
-            except Exception as error:
+            except Exception as error:  # a deadline too: it has ended since, only late
+                if isinstance(error, RunError) and not isinstance(error, TimeoutError):
+                    return  # a worker has failed: the run is about to end and says why
                 self._failed(pending.step, error)
                 continue
             try:
@@ -264,8 +256,7 @@ class CheckpointWriter:
 
     def _write(self, pending: Pending, row: Row) -> None:
         folder = self._folders / str(pending.step)
-        problem = pending.saved.result()
-        if problem is not None:
+        if (problem := pending.saved.result()) is not None:
             raise OSError(problem)
         for index, rollout in pending.rollouts.items():
             save_rollout(folder / store.rollout_file(index), rollout.result())
@@ -320,6 +311,12 @@ def free_gb(path: Path) -> float:
     return shutil.disk_usage(path).free / 1e9
 
 
+WORDS, COUNTS = ("text", "finish_reason", "failure"), ("decode_steps", "sent_back")
+"""Fields of completions and of a batch that are words and numbers in its file, and (`NUMBERS`)
+those of each token, in one array of all completions."""
+NUMBERS = {"tokens": np.int32, "logprobs": np.float32, "sampler_logprobs": np.float32}
+
+
 def save_rollout(path: Path, rollout: Rollout) -> None:
     """Writes the completions of a batch, in order, to an `.npz`."""
     completions = rollout.completions
@@ -335,24 +332,17 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
             for p in {prompt.id: prompt for prompt in rollout.prompts}.values()
         ]
     words = {
-        "texts": [completion.text for completion in completions],
-        "finish_reasons": [completion.finish_reason for completion in completions],
+        **{f"{name}s": [getattr(completion, name) for completion in completions] for name in WORDS},
         "turns": [[asdict(turn) for turn in completion.turns] for completion in completions],
-        "failures": [completion.failure for completion in completions],
         "prompts": begun,
-        "policy_version": rollout.policy_version,
-        "decode_steps": rollout.decode_steps,
-        "sent_back": rollout.sent_back,
+        **{name: getattr(rollout, name) for name in ("policy_version", *COUNTS)},
     }
     arrays = {
-        "lengths": np.array([len(c.tokens) for c in completions], np.int32),
-        "tokens": np.concatenate([np.asarray(c.tokens, np.int32) for c in completions]),
-        **{
-            name: np.concatenate([np.asarray(getattr(c, name), np.float32) for c in completions])
-            for name in ("logprobs", "sampler_logprobs")
-        },
-        "words": np.frombuffer(json.dumps(words).encode(), np.uint8),
+        name: np.concatenate([np.asarray(getattr(c, name), dtype) for c in completions])
+        for name, dtype in NUMBERS.items()
     }
+    arrays["lengths"] = np.array([len(c.tokens) for c in completions], np.int32)
+    arrays["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
     if rollout.student_topk is not None:
         arrays["student_topk"] = np.asarray(rollout.student_topk)[: len(completions)]
     if rollout.experts is not None:
@@ -384,38 +374,32 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
             for prompt, begun in pairs
         ]
     ends = np.cumsum(arrays["lengths"])[:-1]
-    pieces = [np.split(arrays[name], ends) for name in ("tokens", "logprobs", "sampler_logprobs")]
+    pieces = [np.split(arrays[name], ends) for name in NUMBERS]
     group = len(arrays["lengths"]) // len(prompts)
-    recorded: list[np.ndarray | None] = [None] * len(arrays["lengths"])
+    nothing = [None] * len(arrays["lengths"])  # what batches of older checkpoints say
+    recorded: Sequence[np.ndarray | None] = nothing
     if "experts" in arrays:
         read = np.repeat([len(prompt.tokens) - 1 for prompt in prompts], group)
-        recorded = list(np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1]))
+        recorded = np.split(arrays["experts"], np.cumsum(read + arrays["lengths"])[:-1])
+    said = zip(*(words.get(f"{name}s", nothing) for name in WORDS), strict=True)
     completions = [
         Completion(
             tuple(tokens.tolist()),
-            logprobs,
-            sampler_logprobs,
-            reason,
-            text,
-            tuple(Turn(**turn) for turn in turns),
-            failure,
-            experts,
+            *logprobs,
+            **dict(
+                zip(WORDS, of, strict=True),
+                turns=tuple(Turn(**turn) for turn in turns or ()),
+                experts=experts,
+            ),
         )
-        for tokens, logprobs, sampler_logprobs, reason, text, turns, failure, experts in zip(
-            *pieces,
-            *(words[name] for name in ("finish_reasons", "texts")),
-            words.get("turns", [[]] * len(recorded)),
-            words.get("failures", [None] * len(recorded)),
-            recorded,
-            strict=True,
+        for tokens, *logprobs, of, turns, experts in zip(
+            *pieces, said, words.get("turns", nothing), recorded, strict=True
         )
     ]
     groups = [completions[i * group : (i + 1) * group] for i in range(len(prompts))]
-    version = words["policy_version"]
-    rollout = make_rollout(prompts, groups, policy_version=version, **packing)
+    rollout = make_rollout(prompts, groups, policy_version=words["policy_version"], **packing)
     topk = arrays.get("student_topk")
     if topk is not None:
         extra = len(rollout.sequences.tokens) - len(topk)
         topk = np.pad(topk, ((0, extra), (0, 0), (0, 0)))
-    counts = {name: words.get(name, 0) for name in ("decode_steps", "sent_back")}
-    return replace(rollout, **counts, student_topk=topk)
+    return replace(rollout, **{name: words.get(name, 0) for name in COUNTS}, student_topk=topk)

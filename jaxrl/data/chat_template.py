@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, wraps
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
@@ -58,8 +58,6 @@ OTHER_THOUGHTS = ("thought", "thoughts", "reasoning_text", "reasoning_details")
 _PROBES = ("Q", "Z")
 """Contents that stand in for a turn's, to see where the template puts it. They differ from their
 first to their last character, and no template writes them between two turns."""
-_LONGEST_FORM = 1000
-"""Characters of a form of dates (`%d %B %Y`) in a template."""
 _LONGEST_HEADER = 64
 """Characters before a turn that are looked for, where it has no header of its own."""
 _NO_BORDERS = (
@@ -82,7 +80,7 @@ def dated(tokenizer: Any, day: str | None) -> Any:
 
 
 def today() -> str:
-    """Returns today's date in the form that `dated` takes."""
+    """Returns today's date, YYYY-MM-DD."""
     return date.today().isoformat()
 
 
@@ -114,7 +112,6 @@ class Split:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Returns whether chat messages can be rendered."""
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
@@ -219,12 +216,10 @@ class _Chat:
         self._words = cache(self._find_words)
         added = tokenizer.added_tokens_decoder.values()
         self.added = sorted({token.content for token in added}, key=len, reverse=True)
-        self.generation_prompt: str | None = None
-        """The generation prompt of the first turn that is learned; None: the template has none."""
+        self.generation_prompt: str | None = None  # of the first learned turn, if there is one
 
     def start(self, at: int) -> int:
-        """Finds the index in the text at which what the assistant writes in its message `at`
-        begins."""
+        """Finds where in the text that begins which the assistant writes in its message `at`."""
         prompt = self._tried(self.messages[:at], True)
         if self.generation_prompt is None:
             self.generation_prompt = prompt
@@ -241,7 +236,7 @@ class _Chat:
         if prompt is None:
             return self._headless(at, low, words[0])
         before = self._tried(self.messages[:at], False) or ""
-        tail = prompt[len(os.path.commonprefix([prompt, before])) :]
+        tail = prompt[_same_start(prompt, before) :]
         begins, unwritten = self._behind(at, prompt, tail, low, words[0])
         if not opened_thoughts(prompt):  # what opens the turn's thoughts is its own
             opened = len(opened_thoughts(self.text[low:begins]))
@@ -254,7 +249,7 @@ class _Chat:
                 f" {whole[begins:][:40]!r}: from there on, the text of the whole chat is learned"
             )
             if not unwritten:
-                parted = self._whole_tokens(len(os.path.commonprefix([prompt, whole])))
+                parted = self._whole_tokens(_same_start(prompt, whole))
                 note = (
                     f"message {at}: the chat template writes the messages before this turn"
                     f" differently once the chat continues: {prompt[parted:][:40]!r} in the"
@@ -289,7 +284,7 @@ class _Chat:
     def _headless(self, at: int, low: int, high: int) -> int:
         """Finds where a turn begins that lacks the header of a generation prompt: where a plain
         turn would have other text, at the latest at its words."""
-        plain = len(os.path.commonprefix([self.text, *self._probed(at)]))
+        plain, _ = self._differing(self._probed(at))
         return self._whole_tokens(plain if low <= plain < high else high)
 
     def spans(self, at: int, start: int, limit: int) -> list[tuple[int, int]]:
@@ -305,10 +300,10 @@ class _Chat:
         if message.get("tool_calls") and message.get("content") and heard:
             says, answer = self._content(at), self._content(at + 1)
             if says and answer and heard[0]["role"] != "assistant" and answer[0] < says[0]:
-                silent = [*self.messages]
-                silent[at] = {**message, "content": ""}
-                text = self._tried(silent, False) or ""
-                calls = _Chat(self.tokenizer, silent, self.tools, text, self.ends)
+                silent = {**message, "content": ""}
+                text = self._with(at, silent) or ""
+                chat = [*self.messages[:at], silent, *self.messages[at + 1 :]]
+                calls = _Chat(self.tokenizer, chat, self.tools, text, self.ends)
                 stop = _run_end(self.added, self.text, says[1], self.ends) or limit
                 ended = stop <= limit and self.text[:stop].endswith(self.ends)
                 behind = says[0], stop if ended else says[1]
@@ -316,30 +311,24 @@ class _Chat:
         return [(start, self._end(at, start, limit))]
 
     def _content(self, at: int) -> tuple[int, int] | None:
-        """Returns where the content of a message begins and ends in the text; None if it is not
-        there."""
         probes = self._probed(at, whole=True)
-        if not probes or probes[0] == probes[1]:
-            return None
-        reverse = [one[::-1] for one in (self.text, *probes)]
-        begins = len(os.path.commonprefix([self.text, *probes]))
-        return begins, len(self.text) - len(os.path.commonprefix(reverse))
+        return self._differing(probes) if probes and probes[0] != probes[1] else None
+
+    def _differing(self, others: Sequence[str]) -> tuple[int, int]:
+        """Returns where the part of the text begins and ends that other texts have otherwise."""
+        ends = (text[::-1] for text in (self.text, *others))
+        return _same_start(self.text, *others), len(self.text) - _same_start(*ends)
 
     def _end(self, at: int, start: int, limit: int) -> int:
         """Finds the index in the text at which message `at` ends, including the token that ends the
-        turn where the template has one.
-
-        Args:
-            limit: where the next turn of the assistant begins.
-        """
+        turn where the template has one; the next turn of the assistant begins at `limit`."""
         text = self.text
         alone = self._tried(self.messages[: at + 1], False)
         for here, there in self._same_places(at, alone):
             # The chat that ends here has the same text up to the token that ends it, which may be
             # another one (`<|return|>` in place of `<|end|>`), or be followed by one.
             assert alone is not None
-            same = here + len(os.path.commonprefix([text[here:], alone[there:]]))
-            common = self._whole_tokens(same)
+            common = self._whole_tokens(here + _same_start(text[here:], alone[there:]))
             rest = alone[there + common - here :]
             if start < common <= limit and not self._without_tokens(rest).strip():
                 content = start + len(text[start:common].rstrip())
@@ -349,8 +338,7 @@ class _Chat:
                 ended = stop is not None and text[:stop].endswith(self.ends)
                 return stop if stop is not None and (ended or rest.strip()) else content
         probes = self._probed(at)
-        reverse = [one[::-1] for one in (text, *probes)]
-        content = len(text) - len(os.path.commonprefix(reverse))
+        _, content = self._differing(probes)
         if probes and start <= content <= limit:
             end = _run_end(self.added, text, content, self.ends)
             if end is not None:
@@ -370,23 +358,19 @@ class _Chat:
         if alone is None:
             return
         yield 0, 0
-        messages = self.messages[: at + 1]
-        ours = self._words(at)
-        theirs = _Chat(self.tokenizer, messages, self.tools, alone, self.ends)._words(at)
-        if ours and theirs:
+        chat = _Chat(self.tokenizer, self.messages[: at + 1], self.tools, alone, self.ends)
+        if (ours := self._words(at)) and (theirs := chat._words(at)):
             yield ours[1], theirs[1]
 
     def _find_words(self, at: int) -> tuple[int, int] | None:
         """Returns where the words of a message (thoughts, content, arguments of calls) begin and
         end in the text; None if they make no difference to it."""
 
-        def other(text: str) -> str:
-            """Returns a text that has another first and last character."""
+        def other(text: str) -> str:  # with another first and last character
             ends = (text[0].upper(), text[-1].upper())
             return next(probe for probe in (*_PROBES, "X") if probe not in ends)
 
         def other_arguments(arguments: Any) -> Any:
-            """Returns arguments in the form of these, with another name and value."""
             changed = {_PROBES[0]: _PROBES[0]}
             return _as_text(changed) if isinstance(arguments, str) else changed
 
@@ -398,20 +382,15 @@ class _Chat:
         }
         if message.get("tool_calls"):
             changes["tool_calls"] = _with_arguments(message, other_arguments)["tool_calls"]
-        before, after = self.messages[:at], self.messages[at + 1 :]
         found: list[str] = []
         for some in (changes, *({name: value} for name, value in changes.items())):
-            text = self._tried([*before, {**message, **some}, *after], False)
+            text = self._with(at, {**message, **some})
             if text is not None and text != self.text:
                 found.append(text)
             if text is not None and some is changes:
                 break  # all at once tells as much as each
         found = found or [one for one in self._probed(at) if one != self.text]
-        if not found:
-            return None
-        begins = min(len(os.path.commonprefix([self.text, one])) for one in found)
-        same = min(len(os.path.commonprefix([self.text[::-1], one[::-1]])) for one in found)
-        return begins, len(self.text) - same
+        return self._differing(found) if found else None
 
     def _without_tokens(self, text: str) -> str:
         for token in self.added:
@@ -419,8 +398,7 @@ class _Chat:
         return text
 
     def _whole_tokens(self, at: int) -> int:
-        """Returns the index, or, if it is in the middle of an added token, where that token
-        begins."""
+        """Returns the index or, within an added token, where that token begins."""
         for token in self.added:
             begin = self.text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
             if 0 <= begin < at:
@@ -432,14 +410,20 @@ class _Chat:
         and not `whole`."""
         plain = [] if whole else [{"role": self.messages[at]["role"]}]
         for keep in (*plain, self.messages[at]):
-            before, after = self.messages[:at], self.messages[at + 1 :]
-            found = [self._tried([*before, {**keep, "content": x}, *after], False) for x in _PROBES]
+            found = [self._with(at, {**keep, "content": x}) for x in _PROBES]
             if None not in found:
                 return [one for one in found if one is not None]
         return []
 
+    def _with(self, at: int, message: Message) -> str | None:
+        return self._tried([*self.messages[:at], message, *self.messages[at + 1 :]], False)
+
     def _tried(self, messages: Sequence[Message], generation: bool) -> str | None:
         return _tried(self.tokenizer, messages, generation, self.tools)
+
+
+def _same_start(*texts: str) -> int:
+    return len(os.path.commonprefix(texts))
 
 
 def without_end(tokenizer: Any, text: str, end: str) -> str:
@@ -466,12 +450,13 @@ def _run_end(added: Sequence[str], text: str, at: int, ends: Sequence[str]) -> i
             return at
 
 
-def _marked(
-    marks: Sequence[tuple[int, int]], start: int, end: int, chat: _Chat
-) -> list[tuple[int, int]]:
+Span = tuple[int, int]
+
+
+def _marked(marks: Sequence[Span], start: int, end: int, chat: _Chat) -> list[Span]:
     """Returns the parts of a turn that are marked, joined where they touch. The tokens after the
     last part belong to it: a turn that is learned is learned with its end."""
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     for begin, stop in marks:
         empty = begin == stop and start <= begin <= end  # a turn that says nothing, and ends
         begin, stop = max(begin, start), min(stop, end)
@@ -522,8 +507,7 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
             continue
         if _shows_content(chat, at):
             longer = {**message, "content": f"{message['content']}{_PROBES[0]}"}
-            after = chat.messages[at + 1 :]
-            if chat._tried([*chat.messages[:at], longer, *after], False) == chat.text:
+            if chat._with(at, longer) == chat.text:
                 part = f"renders only a part of its `content` ({said[:40]!r}): that part is learned"
                 note("content", at, part)
         elif message.get("tool_calls"):
@@ -542,11 +526,8 @@ def _not_rendered(chat: _Chat, learned: Sequence[int], text: str) -> list[tuple[
 
 
 def _shows(chat: _Chat, at: int, fields: Sequence[str]) -> bool:
-    """Returns whether the text differs without these fields of a message."""
-    message = chat.messages[at]
-    bare = {name: value for name, value in message.items() if name not in fields}
-    changed = [*chat.messages[:at], bare, *chat.messages[at + 1 :]]
-    return chat._tried(changed, False) != chat.text
+    bare = {name: value for name, value in chat.messages[at].items() if name not in fields}
+    return chat._with(at, bare) != chat.text
 
 
 def _shows_content(chat: _Chat, at: int) -> bool:
@@ -581,14 +562,17 @@ def in_form(
         return list(messages)
 
     def filled(arguments: Any) -> Any:
-        empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
-        return {} if empty else arguments
+        return {} if arguments is None or not str(arguments).strip() else arguments
 
     plain = [_with_arguments(message, filled) for message in messages]
     objects = [_with_arguments(message, _as_object) for message in plain]
-    texts = [_with_arguments(message, lambda x: _as_text(_as_object(x))) for message in plain]
-    by_object = _tried(tokenizer, objects, generation, tools)
-    refused = by_object is None or _printed_by_python(by_object, objects)
+    texts = [_with_arguments(message, _as_text) for message in objects]
+    by_object, written = _tried(tokenizer, objects, generation, tools), list[Any]()
+    for message in objects:
+        _with_arguments(message, written.append)
+    # what Python prints of an object is not JSON
+    printed = [str(x) for x in written if isinstance(x, dict | list) and str(x) != _as_text(x)]
+    refused = by_object is None or any(form in by_object for form in printed)
     if not refused and plain == objects:
         return objects  # spares a rendering
     by_text = _tried(tokenizer, texts, generation, tools)
@@ -611,31 +595,16 @@ def _call(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _as_object(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        return read if isinstance(read, dict) else arguments
-    return arguments
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
 
 
 def _as_text(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False, default=str)
-
-
-def _printed_by_python(text: str, messages: Sequence[Message]) -> bool:
-    """Returns whether arguments appear in the text as Python prints them, which is not JSON."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, Mapping) else {}
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            written = isinstance(arguments, dict | list) and str(arguments) in text
-            if written and str(arguments) != _as_text(arguments):
-                return True
-    return False
+    given = isinstance(arguments, str)
+    return arguments if given else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def _rendered(
@@ -665,11 +634,11 @@ def _rendered(
             for block in template.generate(
                 **{
                     **tokenizer.special_tokens_map,
-                    "messages": [_as_templates_read(message) for message in messages],
+                    "messages": list(map(_as_templates_read, messages)),
                     "tools": list(tools) or None,
                     "documents": None,
                     "add_generation_prompt": generation,
-                    "strftime_now": partial(_strftime, day),
+                    "strftime_now": datetime.fromisoformat(day).strftime,  # at midnight
                 }
             ):
                 blocks.append(block)
@@ -683,7 +652,6 @@ def _rendered(
 def _tried(
     tokenizer: Any, messages: Sequence[Message], generation: bool, tools: Sequence[JsonObject]
 ) -> str | None:
-    """Renders the text of messages; returns None where the template refuses them."""
     try:
         return _rendered(tokenizer, messages, generation, tools)[0]
     except UserError:
@@ -697,16 +665,8 @@ def _as_templates_read(message: Message) -> JsonObject:
     found = [turn[name] for name in THOUGHT_FIELDS if name in turn]
     if found:
         thought = next(filter(None, found), found[0])
-        thinking = turn.get("thinking") or thought
-        turn = {**turn, "thinking": thinking, "reasoning_content": thought}
+        turn |= {"thinking": turn.get("thinking") or thought, "reasoning_content": thought}
     return turn
-
-
-def _strftime(day: str, form: str) -> str:
-    """Formats a date, at midnight: what `strftime_now` of templates returns."""
-    if len(form) > _LONGEST_FORM:
-        raise ValueError(f"a date in a form of {len(form)} characters")
-    return datetime.fromisoformat(day).strftime(form)
 
 
 # Limits on what a template may do, a program that comes with a model: jinja's sandbox keeps it
@@ -784,7 +744,6 @@ def limits() -> Iterator[None]:
 
 
 def _bounded(name: str, each: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a filter that refuses arguments which would make it work without end."""
 
     @wraps(each)
     def bounded(*args: Any, **kwargs: Any) -> Any:

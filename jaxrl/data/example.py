@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from jaxrl.process.json_types import JsonObject as JsonObject
 
@@ -50,30 +50,28 @@ def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
     return frozenset(found)
 
 
-class Part(Protocol):
+class Part:
     """Rows of one kind under one name, with random access."""
 
-    @property
-    def name(self) -> str:
-        """Returns the name as given in `data.train` or `data.eval`."""
-
-    @property
-    def procedural(self) -> bool:
-        """Returns whether rows are made on demand: their number is then nominal, and reading them
-        all is not cheap."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Returns the names of the fields that the rows of a file have; () for a procedural
-        task."""
+    name: str
+    """As given in `data.train` or `data.eval`."""
+    procedural = False
+    """Whether rows are made on demand: their number is then nominal, and reading them all is not
+    cheap."""
+    columns: tuple[str, ...] = ()
+    """Names of the fields that the rows of a file have."""
 
     def where(self, index: int) -> str:
         """Returns the place of a row, for error messages."""
+        return f"{self.name}: row {index}"
 
     def digest(self) -> str:
         """Returns a hex hash of what decides the rows: the bytes of files, wherever they lie, or
         the settings of a task and its first row."""
+        raise NotImplementedError
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def __getitem__(self, index: int) -> Example: ...
+    def __getitem__(self, index: int) -> Example:
+        raise NotImplementedError

@@ -18,26 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.example import Example, JsonObject
+from jaxrl.data.example import Example, JsonObject, Part
 from jaxrl.data.rows import KEYS, Keys, kind, names_in, parse_row_json, plain, to_example
 from jaxrl.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
 
 
-class JsonlFile:
-    """The rows of one JSONL file, blank lines skipped."""
-
-    procedural = False
+class JsonlFile(Part):
+    """The rows of one JSONL file, blank lines skipped: a UTF-8 file, with or without a byte order
+    mark, with either line ending."""
 
     def __init__(self, path: str | Path, keys: Keys = KEYS, label: str = "data.train"):
-        """
-        Args:
-            path: a UTF-8 file, with or without a byte order mark, with either line ending.
-        """
-        self.name = str(path)
-        self._keys = keys
-        self._label = label
+        self.name, self._keys, self._label = str(path), keys, label
         lines, offsets, offset = [], [], 0  # lines from 1; bytes
         fields: dict[str, None] = {}
         names: dict[str, None] = {}
@@ -72,8 +65,6 @@ class JsonlFile:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: row {index} of {len(self)}")
         line = int(self._lines[index])
         try:
             with open(self.name, "rb") as file:
@@ -106,10 +97,8 @@ FIELD_CHARACTERS = 2**31 - 1
 """The longest field of a CSV file; Python's own limit is 131072."""
 
 
-class RowList:
+class RowList(Part):
     """Rows in memory, each checked once."""
-
-    procedural = False
 
     def __init__(
         self,
@@ -124,9 +113,6 @@ class RowList:
         Args:
             lines: of a file, where each row ends, from 1; None: rows are numbered from 0.
             digest: hash of the file; None: of the rows.
-
-        Raises:
-            UserError: there are none, or one is bad.
         """
         self.name, self._keys, self._label, self._lines = name, keys, label, lines
         self._rows: list[JsonObject] = []
@@ -147,8 +133,7 @@ class RowList:
         self._digest = digest
 
     def where(self, index: int) -> str:
-        row = f": row {index}" if self._lines is None else f":{self._lines[index]}"
-        return self.name + row
+        return super().where(index) if self._lines is None else f"{self.name}:{self._lines[index]}"
 
     def digest(self) -> str:
         if self._digest is None:

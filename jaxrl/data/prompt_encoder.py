@@ -178,18 +178,17 @@ class PromptEncoder:
         Args:
             may_cut: False where a shortened prompt would ask for something else (puzzles).
         """
-        fit: Fit = "whole"
-        if not self._fits(example):
+        cut = not self._fits(example)
+        if cut:
             last = len(_longest_text(example).rstrip()) - 1
-            if not may_cut or self.long_prompts == "drop" or last <= 0:
+            allowed = may_cut and self.long_prompts == "cut" and last > 0
+            if not allowed or not self._fits(_without(example, last)):
                 return "too long"
-            if not self._fits(_without(example, last)):
+        if self.teacher is not None:
+            theirs = self._teacher_tokens(self._cut(example) if cut else example)
+            if len(theirs) > self.teacher.max_tokens:
                 return "too long"
-            fit = "cut"
-        if self.teacher is None:
-            return fit
-        theirs = self._teacher_tokens(self._cut(example) if fit == "cut" else example)
-        return fit if len(theirs) <= self.teacher.max_tokens else "too long"
+        return "cut" if cut else "whole"
 
     def length(self, example: Example) -> int:
         """Returns the tokens of the student's prompt, whatever the limits."""
@@ -272,7 +271,6 @@ class PromptEncoder:
         return self.rows is not None and bool(tokens_without_row(self.tokenizer, self.rows))
 
     def _teacher_tokens(self, example: Example) -> tuple[int, ...]:
-        """Returns the tokens of the teacher's prompt, without what is only known later."""
         assert self.teacher is not None
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
         return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
@@ -282,12 +280,10 @@ class PromptEncoder:
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
     def _fits(self, example: Example) -> bool:
-        tokens = encode_prompt(self.tokenizer, self.prompt_of(example), example.tools)
-        return len(tokens) <= self.max_prompt_tokens
+        return self.length(example) <= self.max_prompt_tokens
 
     def _cut(self, example: Example) -> Example:
-        """Returns the example without the fewest characters that must go, for a prompt that fits
-        when cut."""
+        """Returns the example without the fewest characters that must go."""
         last = len(_longest_text(example).rstrip()) - 1
         start = bisect_left(
             range(last), True, lo=1, key=lambda start: self._fits(_without(example, start))
@@ -322,10 +318,9 @@ class PromptEncoder:
     def _turns_before(self) -> tuple[Message, ...]:
         turns: list[Message] = []
         for shot in self.few_shot:
-            given = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
-            turns += (turn for turn in given if turn["role"] != "system")
-            own = ({"role": "assistant", "content": str(shot.completion)},)
-            turns += shot.turns or own
+            asked = _user(shot.prompt) if isinstance(shot.prompt, str) else shot.prompt
+            turns += (turn for turn in asked if turn["role"] != "system")
+            turns += shot.turns or ({"role": "assistant", "content": str(shot.completion)},)
         return tuple(turns)
 
     @cached_property
@@ -348,9 +343,8 @@ def few_shot(source: Source, rows: int) -> tuple[Example, ...]:
         )
     for index in range(rows):
         if source[index].completion is None:
-            part, row = source.locate(index)
             raise UserError(
-                f"data.few_shot: {part.where(row)}: few-shot rows need a completion"
+                f"data.few_shot: {source.where(index)}: few-shot rows need a completion"
                 " (data.completion_key, or chat messages that end with the assistant's)"
             )
     return tuple(source[index] for index in range(rows))
@@ -361,16 +355,14 @@ def _user(text: str) -> tuple[Message, ...]:
 
 
 def _longest_text(example: Example) -> str:
-    """Returns the text that a cut shortens: a text prompt, a chat's longest user message, else
-    ""."""
+    """Returns the text that a cut shortens: a text prompt, a chat's longest user message, or ""."""
     if isinstance(example.prompt, str):
         return example.prompt
     return max((m["content"] for m in example.prompt if m["role"] == "user"), key=len, default="")
 
 
 def _without(example: Example, start: int) -> Example:
-    """Returns the example with its longest text cut to begin at character `start` of what it
-    was."""
+    """Returns the example with its longest text cut to begin at character `start`."""
     longest = _longest_text(example)
     if isinstance(example.prompt, str):
         return replace(example, prompt=longest[start:])
@@ -408,26 +400,11 @@ def with_feedback(
     return replace(rollout, prompts=tuple(prompts)), cut
 
 
-def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
-    """Fills a prompt with texts in place of `PLACES`."""
-    chat = as_messages(prompt)
-    if chat is not None:
-        return tuple({**turn, "content": _replaced(turn["content"], texts)} for turn in chat)
-    assert isinstance(prompt, str)
-    return _replaced(prompt, texts)
-
-
-def _replaced(text: str, texts: Mapping[str, str]) -> str:
-    """Replaces the places in one pass, so that nothing within a text is replaced."""
-    return _PLACE.sub(lambda place: texts[place[1]], text)
-
-
 def _fitted(
     prompt: Prompt, texts: Mapping[str, str], tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[tuple[int, ...], bool]:
     """Returns the tokens, and whether they hold all of the texts. The longest texts keep equally
     many characters, as many as fit."""
-    assert prompt.teacher_prompt is not None
 
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
@@ -437,11 +414,18 @@ def _fitted(
     found = tokens(most)
     if len(found) <= max_tokens:
         return found, True
-    fits = 0  # without feedback and attempt it fits: else the row was left out
-    while most - fits > 1:
-        middle = (fits + most) // 2
-        if len(tokens(middle)) <= max_tokens:
-            fits = middle
-        else:
-            most = middle
+    # without feedback and attempt it fits: else the row was left out
+    fits = bisect_left(range(1, most), True, key=lambda most: len(tokens(most)) > max_tokens)
     return tokens(fits), False
+
+
+def filled(prompt: PromptLike, texts: Mapping[str, str]) -> PromptLike:
+    """Fills a prompt with texts in place of `PLACES`, in one pass: nothing in a text is one."""
+
+    def replaced(text: str) -> str:
+        return _PLACE.sub(lambda place: texts[place[1]], text)
+
+    chat = as_messages(prompt)
+    if chat is None:
+        return replaced(str(prompt))
+    return tuple({**turn, "content": replaced(turn["content"])} for turn in chat)

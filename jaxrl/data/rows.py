@@ -42,7 +42,6 @@ class Keys:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Returns all keys that are not None."""
         names = (self.prompt, self.messages, self.completion, self.answer, self.tools)
         return tuple(name for name in names if name is not None)
 
@@ -115,7 +114,7 @@ def names_in(row: Mapping[str, object], keys: Keys) -> Iterator[str]:
 
 
 def column_of(name: str | None, columns: Iterable[str]) -> str | None:
-    """Returns the column of a table in which `find` looks for a name first."""
+    """Returns the column in which `find` looks for a name first."""
     there = set(columns)
     while name and name not in there:
         name = name.rpartition(".")[0]
@@ -123,7 +122,6 @@ def column_of(name: str | None, columns: Iterable[str]) -> str | None:
 
 
 def check_names(columns: Iterable[str], where: str) -> None:
-    """Refuses two columns of one name."""
     columns = list(columns)
     twice = [name for name in dict.fromkeys(columns) if columns.count(name) > 1]
     if twice:
@@ -145,21 +143,19 @@ def no_prompt(names: Iterable[str], keys: Keys, where: str, what: str) -> UserEr
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the names as `` `a`, `b` ``."""
     return ", ".join(f"`{name}`" for name in names) or "no field"
 
 
 def kind(value: object) -> str:
     """Returns what kind of value this is, for error messages."""
-    kinds = {
+    kinds: dict[type, str] = {
         dict: "an object",
         list: "a list",
         tuple: "a list",
         str: "text",
         bytes: "binary",
-        bool: "a truth value",
-        type(None): "null",
     }
+    kinds |= {bool: "a truth value", type(None): "null"}
     fallback = "a number" if isinstance(value, Number) else f"a {type(value).__name__}"
     return kinds.get(type(value), fallback)
 
@@ -198,16 +194,13 @@ def parse_row_json(text: str) -> Any:
 
 
 def _without_nulls(value: Any, but: tuple[str, ...] = ()) -> Any:
-    """Returns a value without its objects' null fields, which a table cannot tell from absent ones.
-
-    Args:
-        but: names of fields that stay.
-    """
+    """Returns a value without its objects' null fields, which a table cannot tell from absent ones,
+    but for those of these names."""
     if isinstance(value, dict):
+        there = ((name, one) for name, one in value.items() if one is not None or name in but)
         return {
             name: _without_nulls(one, but) if type(one) in (dict, list) else one
-            for name, one in value.items()
-            if one is not None or name in but
+            for name, one in there
         }
     if isinstance(value, list):
         return [_without_nulls(one, but) if type(one) in (dict, list) else one for one in value]
@@ -308,7 +301,6 @@ def _prompt(
 
 
 def _messages(chat: object, name: str | None, where: str) -> tuple[Message, ...]:
-    """Returns the messages of a chat, or a single one, in the form that chat templates take."""
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
         raise UserError(f"{where}: `{name}` must be a list of messages, it is {kind(chat)}")
@@ -366,7 +358,6 @@ def _fields(value: Any) -> Any:
 
 
 def _joined(parts: list[Any], place: str) -> str:
-    """Joins the text of content that is a list of parts."""
     texts = []
     for number, part in enumerate(parts):
         of = part.get("type") if isinstance(part, dict) else None
@@ -396,7 +387,6 @@ def _tools(row: Mapping[str, object], keys: Keys, where: str) -> tuple[JsonObjec
 
 
 def _field(row: Mapping[str, object], name: str | None, where: str) -> str | None:
-    """Returns a text field; null is as good as absent."""
     value = find(row, name)
     if value is not None and not isinstance(value, str):
         raise UserError(
@@ -423,9 +413,8 @@ def _answer(row: Mapping[str, object], keys: Keys, where: str) -> str | None:
         elif isinstance(value, dict) and value:
             remedy = f"data.answer_key={keys.answer}.{next(iter(value))} names a value in it"
         elif isinstance(value, bool):
-            remedy = f'write it as a text, such as "{"yes" if value else "no"}", or set' + (
-                " data.answer_key=null"
-            )
+            text = "yes" if value else "no"
+            remedy = f'write it as a text, such as "{text}", or set data.answer_key=null'
         raise UserError(
             f"{where}: `{keys.answer}` must be text or a number, it is {kind(value)} ({remedy})"
         )

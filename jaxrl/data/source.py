@@ -1,4 +1,5 @@
-"""Where prompts come from: `data.train` and `data.eval` as one indexable collection."""
+"""Where prompts come from: `data.train` and `data.eval` as one indexable collection, and which of
+the files in a folder, or in a repository on a hub, are a split."""
 
 from __future__ import annotations
 
@@ -7,17 +8,18 @@ import errno
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from jaxrl.config.builtin_configs import how_to_make
-from jaxrl.data import hub_sets
 from jaxrl.data.example import Example, Part, Split
-from jaxrl.data.hub_sets import FORMATS, SPLIT_FILE, SUFFIXES, choose, data_files
 from jaxrl.data.jsonl import JsonlFile, RowList, open_csv, open_json
 from jaxrl.data.rows import KEYS, Keys, check_names, kind, listed
 from jaxrl.data.tables import (
@@ -29,19 +31,38 @@ from jaxrl.data.tables import (
     open_dataset,
 )
 from jaxrl.data.tasks import TASKS, open_task, parse_options
-from jaxrl.errors import UserError, near, user_path
-from jaxrl.formats.hub_names import data_name
+from jaxrl.errors import UserError, about, near, user_path
+from jaxrl.formats import hub
+from jaxrl.formats.hub import HubName, data_name
 from jaxrl.process.plugin import PYTHON
 
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+FORMATS = ".jsonl, .parquet, .json or .csv"
+NO_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+"""Files beside data that are something else."""
+SPLITS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "eval": ("eval", "validation", "valid", "val", "dev", "test"),
+}
+"""Names of the split that each use takes where none is asked for, the first that is there."""
+SPLIT_FILE = re.compile(rf"({'|'.join(name for s in SPLITS.values() for name in s)})([-_.].*)?")
+"""Stem of a file that holds a split, such as `test` and `train-00000-of-00002`."""
+CONVERTED = "refs/convert/parquet"
+"""Branch that has the hub's own conversion of a data set."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
+_WILD = re.compile(r"(\*\*/|\*\*|\*|\?)")
+_NUMBER = re.compile(r"\d{4,5}")
+
+P = TypeVar("P", bound=PurePath)
+Layout = dict[str, dict[str, list[str]]]
+"""Configuration of a data set -> split -> files."""
 Rows = Any
 """Rows of a Python program, as `listed_rows` takes them."""
 
 
-class Source:
+class Source(Part):
     """Parts one after the other; the prompt stream mixes them. Files that have one name together
     are a source that is itself a `Part` of another."""
-
-    procedural = False
 
     def __init__(self, parts: Sequence[Part], name: str | None = None):
         self.parts = tuple(parts)
@@ -64,12 +85,10 @@ class Source:
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
     def where(self, index: int) -> str:
-        """Returns the file of row `index`, and its place there, for error messages."""
         part, row = self.locate(index)
         return part.where(row)
 
     def digest(self) -> str:
-        """Returns a hex hash of what decides the rows."""
         return hashlib.sha256(" ".join(p.digest() for p in self.parts).encode()).hexdigest()
 
 
@@ -116,16 +135,8 @@ def open_source(
 def source_of(
     rows: Rows, keys: Keys = KEYS, label: str = "data.train", name: str | None = None
 ) -> Source:
-    """Makes a source of the rows of a Python program: they mean what they would in a file.
-
-    Args:
-        rows: as `listed_rows` takes them.
-        label: what they are for, in error messages.
-        name: of the rows, in error messages; None: that of their type.
-
-    Raises:
-        UserError: these are no rows, or one is bad.
-    """
+    """Makes a source of the rows of a Python program, as `listed_rows` takes them: they mean what
+    they would in a file. Error messages name `label` and `name`, or else the type of the rows."""
     name, rows = name or type(rows).__name__, listed_rows(rows, label)
     if isinstance(rows, list):
         return Source([RowList(name, rows, keys, label)])
@@ -143,29 +154,25 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     Raises:
         UserError: these are no rows.
     """
-    if isinstance(rows, Mapping | str | bytes):
-        hint = f": take one of {listed(map(str, rows))}" if isinstance(rows, Mapping) else ""
-        if isinstance(rows, Mapping) and all(isinstance(one, list) for one in rows.values()):
+    hint = ""
+    if isinstance(rows, Mapping):
+        hint = f": take one of {listed(map(str, rows))}"
+        if all(isinstance(one, list) for one in rows.values()):
             hint = ": make rows of its columns, as datasets.Dataset.from_dict does"
-        raise _no_rows(rows, label, hint)
-    if isinstance(rows, type):
-        raise _no_rows(rows, label, ": give an instance of the class")
-    if hasattr(rows, "to_dicts"):  # a frame of polars
+    elif isinstance(rows, type):
+        hint = ": give an instance of the class"
+    elif hasattr(rows, "to_dicts"):  # a frame of polars
         return rows.to_dicts()
-    if hasattr(rows, "column_names") and hasattr(rows, "__len__"):
+    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):
         return rows
-    if hasattr(rows, "columns") and hasattr(rows, "iloc"):
+    elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
-    if hasattr(rows, "__iter__"):
+    elif hasattr(rows, "__iter__") and not isinstance(rows, str | bytes):
         return list(rows)
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+    elif hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes):
         return [rows[index] for index in range(len(rows))]
-    raise _no_rows(rows, label)
-
-
-def _no_rows(rows: Rows, label: str, hint: str = "") -> UserError:
-    return UserError(
+    raise UserError(
         f"{label}: a list or another iterable of rows, a datasets.Dataset, a pyarrow.Table or a"
         f" pandas DataFrame is needed, this is {kind(rows)}{hint}"
     )
@@ -195,14 +202,18 @@ class _Opener:
         if spec.startswith(PYTHON):
             if spec in self.given:
                 return source_of(self.given[spec], self.keys, label, spec)
-            argument = spec.removeprefix(PYTHON).partition(".")[0]
             raise UserError(
                 f"{label}: {spec} are rows of a Python program: give them from there, as"
-                f" {argument}=rows, or name a file with {label}=FILE"
+                f" {spec.removeprefix(PYTHON).partition('.')[0]}=rows, or name a file with"
+                f" {label}=FILE"
             )
         if on_hub is not None:
-            paths = hub_sets.fetch(on_hub, self.split, label)
-            return Source([self.file(path) for path in paths], str(on_hub.asked))
+            with about(label):
+                name = hub.pin(on_hub)
+                files = split_files(name, self.split)
+                place = hub.snapshot(name, hub.CARD)
+                hub.complete(name, place, files)
+            return Source([self.file(place / file) for file in files], str(on_hub.asked))
         path, colon, options = spec.rpartition(":")  # PATH:key=value,...
         if not colon or user_path(spec).exists():
             path, options = spec, ""
@@ -227,8 +238,7 @@ class _Opener:
             return self.pattern(spec, place)
         if path.endswith(SUFFIXES):
             if not os.path.lexists(place):
-                why = os.strerror(errno.ENOENT)
-                raise UserError(f"{label}: {path}: {why}{how_to_make(path)}")
+                raise UserError(f"{label}: {path}: {os.strerror(errno.ENOENT)}{how_to_make(path)}")
             return self.file(place)
         if place.exists():
             raise UserError(f"{label}: {path}: no {FORMATS} file, by its name")
@@ -243,9 +253,8 @@ class _Opener:
         if path.suffix == ".parquet":
             name = str(path)
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
-        if path.suffix == ".jsonl":
-            return JsonlFile(path, self.keys, self.label)
-        return (open_json if path.suffix == ".json" else open_csv)(path, self.keys, self.label)
+        opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}[path.suffix]
+        return opened(path, self.keys, self.label)
 
     def files(self, spec: str, paths: Iterable[Path]) -> Part:
         parts = [self.file(path) for path in paths]
@@ -263,10 +272,9 @@ class _Opener:
     def folder(self, spec: str, folder: Path, options: str) -> Part:
         place = f"{self.label}: {spec}"
         given = parse_options(options, place)
-        for key in given:
-            if key != "split":
-                hint = near(key, ["split"])
-                raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
+        for key in given.keys() - {"split"}:
+            hint = near(key, ["split"])
+            raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
         asked = str(given["split"]) if given else None
         saved = dataset_splits(str(folder), self.label)
         files = _files_by_split(folder, place) if saved is None else {}
@@ -282,31 +290,27 @@ def _files_by_split(folder: Path, place: str) -> dict[str, list[Path]]:
     """Finds the data files directly in a folder, by split, or all of them under "" where no name
     gives a split."""
     try:
-        there = sorted(path for path in folder.iterdir() if path.is_file())
+        files = data_files(sorted(path for path in folder.iterdir() if path.is_file()))
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}") from error
-    files = data_files(there)
-    if not files:
-        raise UserError(
-            f"{place}: the folder holds no {FORMATS} file, nor what "
-            "datasets.Dataset.save_to_disk writes"
-        )
     kinds = sorted({path.suffix for path in files})
-    if len(kinds) > 1:
-        raise UserError(
-            f"{place}: the folder holds both {kinds[0]} and {kinds[1]} files; name one kind, as in "
-            f"{folder}/*{kinds[1]}"
-        )
     by_split: dict[str, list[Path]] = {}
     for path in files:
         match = SPLIT_FILE.fullmatch(path.stem)
         by_split.setdefault(match[1] if match else "", []).append(path)
-    if "" in by_split and len(by_split) > 1:
+    wrong = ""
+    if not files:
+        wrong = f"no {FORMATS} file, nor what datasets.Dataset.save_to_disk writes"
+    elif len(kinds) > 1:
+        wrong = f"both {kinds[0]} and {kinds[1]} files; name one kind, as in {folder}/*{kinds[1]}"
+    elif "" in by_split and len(by_split) > 1:
         others = ", ".join(path.name for path in by_split.pop("")[:3])
-        raise UserError(
-            f"{place}: the folder holds files of the splits {', '.join(by_split)} and others "
-            f"({others}); name those you want, as in {folder}/{next(iter(by_split))}*"
+        wrong = (
+            f"files of the splits {', '.join(by_split)} and others ({others}); name those you want,"
+            f" as in {folder}/{next(iter(by_split))}*"
         )
+    if wrong:
+        raise UserError(f"{place}: the folder holds {wrong}")
     return by_split
 
 
@@ -319,3 +323,189 @@ def _check_known(source: Source, name: str, key: str, label: str) -> None:
             f"{label}: {' + '.join(part.name for part in files)}: no `{name}` among "
             f"{listed(there)}{near(name, there)} ({key})"
         )
+
+
+def is_split_here(name: HubName, split: Split) -> bool:
+    """Returns whether the files of a split are in the hub's cache. Raises as `split_files`."""
+    name = hub.pin(name)
+    return hub.is_here(name, split_files(name, split))
+
+
+def split_files(name: HubName, split: Split) -> list[str]:
+    """Returns the paths in the repository of a pinned name of the files of a split, which the use
+    (`split`) chooses where the name does not.
+
+    The block of YAML at the top of the repository's README.md says which they are (`configs`, as
+    the `datasets` package reads it); without one the paths do, as in
+    `main/train-00000-of-00001.parquet`, `data/test.jsonl` or `main/train/0000.parquet`.
+
+    Raises:
+        UserError: there is no such configuration or split.
+    """
+    there = list(hub.files(name))
+    config, asked = (*name.rest.split(":")[1:], "", "")[:2]
+    layout = _described(there, _front_matter(name)) or _inferred(there)
+    if not layout:
+        raise UserError(f"{name.asked}: the repository has no {FORMATS} files{_try(name)}")
+    splits = layout[_config(name, layout, config)]
+    chosen = choose(list(splits), asked or None, split, str(name.asked), "hf:ORG/NAME:CONFIG:SPLIT")
+    files = sorted(splits[chosen])
+    other = [file for file in files if not file.endswith(SUFFIXES)]
+    if other or not files:
+        what = f"has {other[0]}, which is no {FORMATS} file" if other else "has no file"
+        raise UserError(f"{name.asked}: the split {chosen} {what}{_try(name)}")
+    return files
+
+
+def choose(splits: Sequence[str], asked: str | None, split: Split, place: str, how: str) -> str:
+    """Returns the split that is asked for, or else the one named like the use."""
+    if asked is None:
+        for name in SPLITS[split]:
+            if name in splits:
+                return name
+        raise UserError(
+            f"{place}: no split {' or '.join(SPLITS[split])} among {', '.join(splits)}; choose one "
+            f"with {how}"
+        )
+    if asked not in splits:
+        there = ", ".join(name for name in splits if name) or "none"
+        raise UserError(f"{place}: no split {asked!r}{near(asked, splits)}; there is {there}")
+    return asked
+
+
+def data_files(there: Sequence[P]) -> list[P]:
+    """Returns those of the paths that are data; `.json` and `.csv` only where there is nothing
+    else, for beside other data they are lists of something."""
+    files = [path for path in there if path.suffix in SUFFIXES and not path.name.startswith(".")]
+    files = [path for path in files if path.name not in NO_DATA]
+    return [path for path in files if path.suffix in SUFFIXES[:2]] or files
+
+
+def _config(name: HubName, layout: Layout, asked: str) -> str:
+    if asked in layout:
+        return asked
+    names = ", ".join(layout)
+    if asked:
+        is_split = any(asked in splits for splits in layout.values())
+        hint = f"; a split alone is hf:{name.repo}::{asked}" if is_split else near(asked, layout)
+        raise UserError(f"{name.asked}: no configuration {asked!r}; there is {names}{hint}")
+    if "default" in layout or len(layout) == 1:
+        return "default" if "default" in layout else next(iter(layout))
+    raise UserError(
+        f"{name.asked}: choose one of the configurations {names}, as in"
+        f" hf:{name.repo}:{next(iter(layout))}"
+    )
+
+
+def _front_matter(name: HubName) -> list[object]:
+    """Returns `configs` of the README, [] where there is none that can be read."""
+    readme = hub.snapshot(name, hub.CARD) / hub.README
+    if not readme.is_file():
+        return []
+    parts = readme.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip("\ufeff\n "):
+        return []
+    try:
+        described = yaml.safe_load(parts[1])
+    except Exception:  # the library raises anything at explicit tags and dates that are none
+        return []
+    configs = described.get("configs") if isinstance(described, dict) else None
+    return configs if isinstance(configs, list) else []
+
+
+def _described(there: Sequence[str], configs: Sequence[object]) -> Layout:
+    layout: Layout = {}
+    for config in configs:
+        if not isinstance(config, dict):
+            continue
+        folder = _word(config.get("data_dir") or "").strip("/")
+        inside = [file for file in there if not folder or file.startswith(f"{folder}/")]
+        splits = {
+            split: [file for file in inside if any(_fits(file, folder, one) for one in patterns)]
+            for split, patterns in _patterns(config.get("data_files"))
+        }
+        if not splits:  # a folder alone
+            found = _inferred([file.removeprefix(f"{folder}/") for file in inside])
+            each = next(iter(found.values()), {})
+            splits = {
+                split: [f"{folder}/{file}" for file in files] for split, files in each.items()
+            }
+        name = _word(config.get("config_name") or "default")
+        layout[name] = splits
+        if config.get("default"):
+            layout.setdefault("default", layout[name])
+    return {name: splits for name, splits in layout.items() if splits}
+
+
+def _word(value: object) -> str:
+    """Returns a plain value of a README as text. Text of a list could be of any length: aliases
+    repeat."""
+    return str(value) if isinstance(value, str | int | float) else ""
+
+
+def _patterns(data_files: object) -> Iterator[tuple[str, list[str]]]:
+    """Yields split -> patterns of its files, in any of the forms of `data_files`."""
+    if isinstance(data_files, dict):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    if isinstance(data_files, str):
+        data_files = [data_files]
+    if not isinstance(data_files, list):
+        return
+    plain = [one for one in data_files if isinstance(one, str)]
+    if plain:
+        yield "train", plain
+    for one in data_files:
+        if isinstance(one, dict):
+            path = one.get("path")
+            paths = path if isinstance(path, list) else [path]
+            yield _word(one.get("split", "train")), [_word(each) for each in paths]
+
+
+def _fits(file: str, folder: str, pattern: str) -> bool:
+    """Returns whether a path fits a pattern, in which only `**` stands for several folders."""
+    pattern = f"{folder}/{pattern}" if folder else pattern.removeprefix("./")
+    reached = {0}  # lengths of the beginnings of the path that fit the pattern so far
+    for part in filter(None, _WILD.split(pattern)):
+        reached = {end for start in reached for end in _ends(part, file, start)}
+    return len(file) in reached
+
+
+def _ends(part: str, file: str, start: int) -> Iterable[int]:
+    """Returns where a part of a pattern may end in a path, from a place in it on."""
+    if part == "**":
+        return range(start, len(file) + 1)
+    if part == "**/":
+        return [start, *(i + 1 for i in range(start, len(file)) if file[i] == "/")]
+    slash = file.find("/", start)
+    stop = len(file) if slash < 0 else slash
+    if part == "*":
+        return range(start, stop + 1)
+    if part == "?":
+        return [start + 1] if start < stop else []
+    return [start + len(part)] if file.startswith(part, start) else []
+
+
+def _inferred(there: Sequence[str]) -> Layout:
+    """Returns what the paths say. Files that name no split are `train`, if none names one."""
+    layout: Layout = {}
+    unnamed: Layout = {}
+    paths = data_files([PurePosixPath(file) for file in there])
+    for suffix in SUFFIXES:
+        for path in (path for path in paths if path.suffix == suffix):
+            folders = list(path.parts[:-1])
+            match = _SHARD.fullmatch(path.stem) or SPLIT_FILE.fullmatch(path.stem)
+            split = None if match is None else match[1]
+            if split is None and folders and _NUMBER.fullmatch(path.stem):
+                split = folders.pop()
+            config = next((name for name in reversed(folders) if name != "data"), "default")
+            files = (unnamed if split is None else layout).setdefault(config, {})
+            files.setdefault(split or "train", []).append(str(path))
+        if layout or unnamed:
+            return layout or unnamed
+    return {}
+
+
+def _try(name: HubName) -> str:
+    if name.revision == CONVERTED:
+        return ""
+    return f"; the hub's own conversion may be at hf:{name.repo}@{CONVERTED}{name.rest}"

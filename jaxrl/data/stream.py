@@ -78,6 +78,7 @@ class PromptStream:
         about the first row of its kind that was encoded."""
         self.teacher_limit = encoder.teacher_limit
         """The other limit that a prompt that is left out may exceed."""
+        self._limit = f"max_prompt_tokens={encoder.max_prompt_tokens}{self.teacher_limit}"
         self._weights = None if weights is None else tuple(weights)
         self.cut = 0
         """Rows of files whose prompt is longer than `max_prompt_tokens`, and cut."""
@@ -120,7 +121,7 @@ class PromptStream:
                 if not len(rows):
                     raise self._all_too_long(part)
             with about("data.weights"):
-                self._row_at = Mixture(parts, self._weights, seed, shuffle).row
+                self._row_at = mixture(parts, self._weights, seed, shuffle)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -194,17 +195,18 @@ class PromptStream:
         for part in self._source.parts:
             rows = 1 if part.procedural else len(part)
             without = [row for row in range(rows) if part[row].completion is None]
-            if without:
-                those = "the task's rows" if part.procedural else f"{len(without)} of {rows} rows"
-                there = f" among {listed(part.columns)}" if part.columns else ""
-                key = "" if part.procedural else " (data.completion_key)"
-                if not part.procedural:
-                    prompt = part[without[0]].prompt
-                    key += f"; the first is {part.where(without[0])}"
-                    if not isinstance(prompt, str):
-                        key += f", whose last message has the role {prompt[-1]['role']!r}"
+            if without and part.procedural:
                 raise UserError(
-                    f"{LABEL}: {part.name}: {those} have no completion{there}{key}; {remedy}"
+                    f"{LABEL}: {part.name}: the task's rows have no completion; {remedy}"
+                )
+            if without:
+                prompt = part[without[0]].prompt
+                role = "" if isinstance(prompt, str) else prompt[-1]["role"]
+                raise UserError(
+                    f"{LABEL}: {part.name}: {len(without)} of {rows} rows have no completion among"
+                    f" {listed(part.columns)} (data.completion_key); the first is"
+                    f" {part.where(without[0])}"
+                    f"{f', whose last message has the role {role!r}' if role else ''}; {remedy}"
                 )
 
     def long_completions(self) -> int:
@@ -264,15 +266,11 @@ class PromptStream:
             f"{self._limit}; raise it, or make the task easier"
         )
 
-    @property
-    def _limit(self) -> str:
-        return f"max_prompt_tokens={self._encoder.max_prompt_tokens}{self.teacher_limit}"
-
     def _all_too_long(self, rows: Source | Part) -> UserError:
         first = range(min(_MEASURED, len(rows)))
         shortest = min(self._encoder.length(rows[row]) for row in first)
-        words = "the shortest" if len(first) == len(rows) else f"the shortest of {len(first)}"
-        words = f": {words} has {counted(shortest, 'token')}"
+        of = "" if len(first) == len(rows) else f" of {len(first)}"
+        words = f": the shortest{of} has {counted(shortest, 'token')}"
         return UserError(
             f"{LABEL}: all {len(rows)} prompts of {rows.name} are longer than {self._limit}; raise"
             f" it{words if shortest > self._encoder.max_prompt_tokens else ''}"
@@ -390,50 +388,47 @@ def in_passes(rows: np.ndarray, seed: tuple[int, ...], shuffle: bool) -> Callabl
     return row
 
 
-class Mixture:
-    """Several sources in fixed shares, each with passes of its own.
+def mixture(
+    rows: Sequence[np.ndarray], weights: Sequence[float], seed: int, shuffle: bool
+) -> Callable[[int], int]:
+    """Returns what maps a position to its row, of several sources in fixed shares, each with passes
+    of its own.
 
     Positions come in blocks. Every block holds the same number of each source, so that the draws
     of a source before a position are counted, not remembered: draw d of a source that has c places
     in a block is place d % c of block d // c.
+
+    Args:
+        rows: of each source.
+        weights: of each source: its share of the positions is its part of their sum.
+        shuffle: False spreads the sources evenly within a block, rows as they stand.
     """
+    counts = apportion(weights)
+    passes = [in_passes(each, (seed, _SOURCES + n), shuffle) for n, each in enumerate(rows)]
 
-    def __init__(
-        self, rows: Sequence[np.ndarray], weights: Sequence[float], seed: int, shuffle: bool
-    ):
-        """
-        Args:
-            rows: of each source.
-            weights: of each source: its share of the positions is its part of their sum.
-            shuffle: False spreads the sources evenly within a block, rows as they stand.
-        """
-        self._counts = apportion(weights)
-        self._seed, self._shuffle = seed, shuffle
-        self._passes = [
-            in_passes(each, (seed, _SOURCES + number), shuffle) for number, each in enumerate(rows)
-        ]
-        self._block = lru_cache(maxsize=2)(self._sources_and_draws)
-
-    def row(self, position: int) -> int:
-        block, place = divmod(position, sum(self._counts))
-        sources, draws = self._block(block)
-        source = int(sources[place])
-        return self._passes[source](block * self._counts[source] + int(draws[place]))
-
-    def _sources_and_draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    @lru_cache(maxsize=2)
+    def sources_and_draws(block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each place of a block, and how many draws of that source come
         before."""
-        sources = np.repeat(np.arange(len(self._counts)), self._counts)
-        if self._shuffle:
-            order = np.random.default_rng((self._seed, _BLOCKS, block)).permutation(len(sources))
+        sources = np.repeat(np.arange(len(counts)), counts)
+        if shuffle:
+            order = np.random.default_rng((seed, _BLOCKS, block)).permutation(len(sources))
         else:
-            even = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
+            even = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
             order = np.argsort(even, kind="stable")
         sources = sources[order]
         draws = np.zeros(len(sources), np.int64)
-        for source, count in enumerate(self._counts):
+        for source, count in enumerate(counts):
             draws[sources == source] = np.arange(count)
         return sources, draws
+
+    def row(position: int) -> int:
+        block, place = divmod(position, sum(counts))
+        sources, draws = sources_and_draws(block)
+        source = int(sources[place])
+        return passes[source](block * counts[source] + int(draws[place]))
+
+    return row
 
 
 def apportion(weights: Sequence[float]) -> tuple[int, ...]:

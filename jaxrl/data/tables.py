@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.example import Example, JsonObject
+from jaxrl.data.example import Example, JsonObject, Part
 from jaxrl.data.rows import Keys, check_names, column_of, names_in, no_prompt, plain, to_example
 from jaxrl.errors import UserError
 
@@ -29,10 +29,8 @@ _BATCH = 1024
 """Rows checked at once."""
 
 
-class TablePart:
+class TablePart(Part):
     """The rows of a table."""
-
-    procedural = False
 
     def __init__(
         self,
@@ -62,9 +60,6 @@ class TablePart:
                 start += len(batch)
         self.columns = tuple(names)
 
-    def where(self, index: int) -> str:
-        return f"{self.name}: row {index}"
-
     def digest(self) -> str:
         whole = hashlib.sha256()
         with _readable(self._place):
@@ -85,15 +80,14 @@ class TablePart:
         return to_example(row, self._keys, place)
 
     def _rows(self, batch: Table, start: int) -> list[JsonObject]:
-        """Returns the rows of a batch; where one cannot be read, it is named."""
         try:
-            rows: list[JsonObject] = [self._decode(row) for row in batch.to_pylist()]
+            return [self._decode(row) for row in batch.to_pylist()]
         except Exception:  # whatever it is, the row that has it raises it again
-            rows = []
+            rows: list[JsonObject] = []
             for at in range(len(batch)):
                 with _readable(f"{self._place}: row {start + at}"):
                     rows.append(self._decode(batch.slice(at, 1).to_pylist()[0]))
-        return rows
+            return rows
 
 
 class GroupCache:

@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from jaxrl.data.example import Example, JsonObject, Part, Split
@@ -147,8 +147,8 @@ def correction(prompt: str, completion: str) -> str:
 
 
 @dataclass(frozen=True)
-class ProceduralPart:
-    """Rows made on demand; implements `Part`."""
+class ProceduralPart(Part):
+    """Rows made on demand."""
 
     name: str
     size: int
@@ -156,7 +156,6 @@ class ProceduralPart:
     """What decides the rows, beside the program that makes them."""
     make: Callable[[int], Example]
     procedural = True
-    columns = ()
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
@@ -184,16 +183,14 @@ def open_arithmetic(
             f"{label}: arithmetic/{dataset}: `arithmetic` has no parts; write arithmetic"
         )
     given, size = _checked(options, Arithmetic, f"{label}: arithmetic", label)
-    for key, value in given.items():
-        if type(value) is not type(getattr(Arithmetic(), key)):
-            raise UserError(
-                f"{label}: arithmetic: {key}={value!r} must be like {getattr(Arithmetic(), key)!r}"
-            )
     with about(label):
+        for key, value in given.items():
+            default = getattr(Arithmetic, key)
+            if type(value) is not type(default):
+                raise UserError(f"arithmetic: {key}={value!r} must be like {default!r}")
         task = Arithmetic(**given, seed=seed)
-    return ProceduralPart(
-        "arithmetic", size, (task, split), lambda index: task.example(index, split)
-    )
+    make = partial(task.example, split=split)
+    return ProceduralPart("arithmetic", size, (task, split), make)
 
 
 def open_reasoning_gym(
@@ -225,11 +222,8 @@ def open_reasoning_gym(
 
     @cache
     def draw(attempt: int) -> Any:
-        """Makes the data set whose row `index` is this attempt at our row `index`.
-
-        Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
-        hashes.
-        """
+        # Reasoning-gym seeds row i with seed + i, so that near seeds give the same rows: ours are
+        # hashes.
         drawn = int.from_bytes(_digest(f"{seed}/{split}/{attempt}"), "little") % 2**31
         return make_dataset(dataset, {**given, "seed": drawn, "size": size}, label)
 
@@ -299,14 +293,13 @@ def make_dataset(name: str, settings: Options, label: str) -> Any:
 
 
 def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Options, int]:
-    """Options that are fields of a dataclass, without `size`, and this."""
+    """Returns the options, if they are fields of a dataclass, without `size`, and this."""
     names = dict.fromkeys((*(field.name for field in dataclasses.fields(config)), "size"))
     allowed = [name for name in names if name != "seed"]
-    for key in options:
-        if key not in allowed:
-            raise UserError(
-                f"{where}: no option {key!r} among {', '.join(allowed)}{near(key, allowed)}"
-            )
+    for key in options.keys() - allowed:
+        raise UserError(
+            f"{where}: no option {key!r} among {', '.join(allowed)}{near(key, allowed)}"
+        )
     size = options.get("size", SIZE)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"{label}: size={size!r} must be an integer of at least 1")

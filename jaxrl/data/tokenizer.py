@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -91,11 +91,7 @@ def _growth(tokenizer: Tokenizer) -> float:
 @contextmanager
 def _panics(what: str, text: str | None = None) -> Iterator[None]:
     """Raises UserError where the Rust code of a tokenizer panics, which is no Exception in Python:
-    at a regular expression that backtracks without end.
-
-    Args:
-        what: cannot be done; with a text: to that one.
-    """
+    at a regular expression that backtracks without end."""
     try:
         yield
     except BaseException as error:
@@ -178,8 +174,7 @@ def encode_completion(
     end = own if own in eos_ids else eos_ids[0]
     if messages is None:
         assert isinstance(completion, str), "messages follow messages"
-        head = encode_prompt(tokenizer, prompt)
-        whole: tuple[int, ...] = ()
+        head, whole = encode_prompt(tokenizer, prompt), tuple[int, ...]()
         if isinstance(prompt, str):
             whole = encode_text(tokenizer, prompt + completion, eos=False)
         merged = not whole or whole[: len(head)] != head
@@ -258,9 +253,13 @@ def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
 def chat_of(prompt: Prompt) -> Sequence[Message] | None:
     """Returns the messages of a prompt that was a chat, else None. A text prompt may have a column
     `messages` too; for a chat, the prompt's text is the last message."""
-    chat = prompt.columns.get("messages")
-    messages = as_messages(chat) if isinstance(chat, Sequence) else None
+    messages = _messages_of(prompt)
     return None if messages is None or messages[-1].get("content") != prompt.text else messages
+
+
+def _messages_of(prompt: Prompt) -> Sequence[Message] | None:
+    chat = prompt.columns.get("messages")
+    return as_messages(chat) if isinstance(chat, Sequence) else None
 
 
 def check_same_vocabulary(
@@ -293,23 +292,19 @@ def check_same_vocabulary(
     ours, theirs = _by_id(student), _by_id(teacher)
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
-
-        def both(i: int) -> str:
-            here, there = (repr(names[i]) if i in names else "no token" for names in (ours, theirs))
-            return f"{i} is {here} for the student, {there} for the teacher"
-
+        sides = [
+            [repr(names[i]) if i in names else "no token" for i in differing]
+            for names in (ours, theirs)
+        ]
+        why = [
+            f"{i} is {here} for the student, {there} for the teacher"
+            for i, here, there in zip(differing, *sides, strict=True)
+        ]
         raise UserError(
             f"student and teacher have different vocabularies: {len(differing)} ids differ: "
-            f"{_list(differing, both)}; distillation needs a teacher with the student's tokenizer"
+            f"{_first(why)}; distillation needs a teacher with the student's tokenizer"
         )
-    beyond = sorted(i for i in ours if i >= v)
-    if beyond:
-        smaller = "student" if student_rows <= teacher_rows else "teacher"
-        raise UserError(
-            f"the {smaller} has {v} embedding rows, which {len(beyond)} tokens lie beyond: "
-            f"{_list(beyond, lambda i: f'{i} {ours[i]!r}')}; give it rows for them "
-            "(resize_token_embeddings), or take them out of both tokenizers"
-        )
+    check_every_token(student, v, "the student" if student_rows <= teacher_rows else "the teacher")
     check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
     return v
 
@@ -331,9 +326,7 @@ def check_same_prompts(
         UserError: with the place where the two renderings part.
     """
     for prompt in prompts:
-        chat = prompt.columns.get("messages")
-        messages = as_messages(chat) if isinstance(chat, Sequence) else None
-        tools = prompt.columns.get("tools")
+        messages, tools = _messages_of(prompt), prompt.columns.get("tools")
         shown = tools if isinstance(tools, tuple) else ()
         if messages is None or encode_prompt(student, messages, shown) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
@@ -381,8 +374,8 @@ def check_eos(student: int | None, teacher: int | None, ours: set[int], theirs: 
 def end_ids(stated: Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the tokens that end a completion, as vLLM has them: those that the model's config and
     generation config state, and the tokenizer's own."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return tuple(dict.fromkeys((*stated, *(() if own is None else (own,)))))
+    own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys((*stated, *own)))
 
 
 def tokens_without_row(tokenizer: Tokenizer, rows: int) -> dict[int, str]:
@@ -397,20 +390,19 @@ def check_every_token(tokenizer: Tokenizer, rows: int, model: str) -> None:
     if without:
         raise UserError(
             f"{model} has {rows} embedding rows (vocab_size), which {len(without)} tokens of its"
-            f" tokenizer lie beyond: {_list(list(without), lambda i: f'{i} {without[i]!r}')}; give"
-            " the model rows for them (resize_token_embeddings), or take them out of the tokenizer"
+            f" tokenizer lie beyond: {_first([f'{i} {t!r}' for i, t in without.items()])}; give the"
+            " model rows for them (resize_token_embeddings), or take them out of the tokenizer"
         )
 
 
 def check_rows(tokenizer: Tokenizer, rows: int, tokens: Iterable[int], what: str) -> None:
     """Refuses tokens that a model's embedding of `rows` rows has no row for."""
-    without = {i for i in tokens if i >= rows}
+    without = sorted({i for i in tokens if i >= rows})
     if without:
-        names = tokenizer.convert_ids_to_tokens(sorted(without))
-        pairs = dict(zip(sorted(without), names, strict=True))
+        names = zip(without, tokenizer.convert_ids_to_tokens(without), strict=True)
         raise UserError(
             f"{what} has tokens without a row in the embedding of the model, which has {rows}"
-            f" (vocab_size): {_list(list(pairs), lambda i: f'{i} {pairs[i]!r}')}; give the model"
+            f" (vocab_size): {_first([f'{i} {name!r}' for i, name in names])}; give the model"
             " rows for them (resize_token_embeddings), or use none of them"
         )
 
@@ -421,8 +413,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
-    """Renders messages as tokens with the tokenizer's chat template. Raises UserError as `render`
-    does."""
+    """Renders messages as tokens with the tokenizer's chat template; raises as `render` does."""
     return _ids(tokenizer, render(tokenizer, messages, add_generation_prompt, tools))
 
 
@@ -461,13 +452,12 @@ def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.get_vocab().items()}
 
 
-def _list(ids: Sequence[int], describe: Callable[[int], str]) -> str:
-    shown = "; ".join(describe(i) for i in ids[:_SHOWN])
-    return shown + (f"; and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "")
+def _first(texts: Sequence[str]) -> str:
+    shown = "; ".join(texts[:_SHOWN])
+    return shown + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Decodes tokens to text, including special ones."""
     return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 

@@ -29,9 +29,8 @@ from gguf.quants import dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from jaxrl.errors import UserError, about
-from jaxrl.formats.hub_names import gguf_parts
-from jaxrl.formats.weights import Index, tensor_shapes
+from jaxrl.errors import UserError, about, user_input
+from jaxrl.formats.weights import Index, gguf_parts, tensor_shapes
 from jaxrl.models.config import DecoderConfig, check_bounds, check_special_ids
 from jaxrl.models.delta import Delta
 from jaxrl.models.families import FAMILIES
@@ -88,6 +87,8 @@ VALUE_ROWS = {"in_proj_qkv": 2, "conv1d": 2, "in_proj_z": 0, "in_proj_a": 0, "in
 wide as all key heads."""
 VALUE_COLUMNS = ("out_proj.weight", "A_log", "dt_bias")
 """Those that have columns for the value heads."""
+FILTER = "conv1d.weight"
+"""Of such a layer, the tensor that is stored without its second dim, which is 1."""
 UNROTATED = 1e30
 """Divisor of the frequencies of pairs of dims that do not rotate."""
 BY_LAYER: dict[str, Callable[[DecoderConfig], int]] = {
@@ -104,8 +105,7 @@ UNNAMED = {
 
 
 class _Reader(GGUFReader):
-    """The library's reader, which would read on behind the end of the file and count to any
-    number that it announces."""
+    """The library's, which would read on behind the end and count to any number in a file."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         end = int(offset) + int(count) * np.dtype(dtype).itemsize
@@ -140,20 +140,20 @@ class _Reader(GGUFReader):
         return at - orig_offs, [kind, count, *texts], list(range(2, n + 2)), types
 
     def _build_fields(self, offs: int, count: int) -> int:
+        self._elements = 0
         if count > MOST_KEYS:
             raise UserError(f"truncated, or {count} keys of metadata; at most {MOST_KEYS} are read")
-        self._elements = 0
         return super()._build_fields(offs, count)
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
         if count > MOST_TENSORS:
-            many = f"truncated, or {count} tensors"
-            raise UserError(f"{many}; at most {MOST_TENSORS} of a file are read")
+            raise UserError(
+                f"truncated, or {count} tensors; at most {MOST_TENSORS} of a file are read"
+            )
         return super()._build_tensor_info(offs, count)
 
 
 def _read(path: Path) -> _Reader:
-    """Reads the metadata of a file, and where its tensors are. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     try:
@@ -204,10 +204,7 @@ class GgufFile:
         self.path = Path(path)
         readers = {part: _read(part) for part in _parts(self.path)}
         first, self._reader = next(iter(readers.items()))
-        n, total = (
-            None if (field := self._reader.fields.get(key)) is None else field.contents()
-            for key in ("split.count", "split.tensors.count")
-        )
+        n, total = self.meta("split.count"), self.meta("split.tensors.count")
         if n not in (None, 0, 1, len(readers)):
             raise UserError(
                 f"{first}: it is one of {n} files of a model, by split.count: name them"
@@ -233,7 +230,7 @@ class GgufFile:
         try:
             return None if field is None else field.contents()
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.path}: {key} is no text in UTF-8: {error}") from None
+            raise UserError(f"{key} is no text in UTF-8: {error}") from None
 
     def keys_of(self, start: str) -> list[str]:
         """Returns the keys of the metadata that begin so."""
@@ -242,12 +239,10 @@ class GgufFile:
     @cached_property
     def family(self) -> str:
         """Returns the model's family. Raises UserError for one that is not supported."""
-        architecture = self.meta("general.architecture")
-        families = architectures()
+        architecture, families = self.meta("general.architecture"), architectures()
         if architecture not in families:
             raise UserError(
-                f"{self.path}: architecture {architecture!r} is not supported;"
-                f" supported: {', '.join(families)}"
+                f"architecture {architecture!r} is not supported; supported: {', '.join(families)}"
             )
         return families[architecture][-1 if self.stated("attention.sliding_window") else 0]
 
@@ -261,9 +256,8 @@ class GgufFile:
         try:
             return self._read_config()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{self.path}: the metadata cannot be understood: {error}") from error
+            why = "" if isinstance(error, UserError) else "the metadata cannot be understood: "
+            raise UserError(f"{self.path}: {why}{error}") from error
 
     def _read_config(self) -> DecoderConfig:
         family = self.family
@@ -272,10 +266,7 @@ class GgufFile:
         head_dim = int(self._of_windows("attention.key_length") or d_model // n_heads)
         rotated = int(self._of_windows("rope.dimension_count") or head_dim)
         if rotated != head_dim and not FAMILIES[family].partial_rotary:
-            raise UserError(
-                f"{self.path}: {rotated} of {head_dim} dims of a head are rotated; all or none"
-            )
-        positions = self._need("context_length")
+            raise UserError(f"{rotated} of {head_dim} dims of a head are rotated; all or none")
         theta = self.stated("rope.freq_base")
         theta = 10000.0 if theta is None else float(theta)
         scaling = self._rope_scaling(theta, head_dim)
@@ -285,8 +276,8 @@ class GgufFile:
             several = {int(n) for n in stated} - {0}
             if len(several) != 1:
                 raise UserError(
-                    f"{self.path}: {key}={stated} is not supported: it must be the same in all"
-                    " layers that attend"
+                    f"{key}={stated} is not supported: it must be the same in all layers that"
+                    " attend"
                 )
             (kv_heads,) = several
         elif stated is not None:
@@ -307,19 +298,16 @@ class GgufFile:
             rotary_dims=None if rotated == head_dim else rotated,
             rms_norm_eps=float(self._need("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            max_positions=positions_of(scaling, int(positions)),
+            max_positions=positions_of(scaling, int(self._need("context_length"))),
             eos_ids=tuple(dict.fromkeys(int(i) for i in ends if i is not None)),
             bos_id=self.meta("tokenizer.ggml.bos_token_id"),
             pad_id=self.meta("tokenizer.ggml.padding_token_id"),
         )
-        with about(self.path):
-            check_bounds(config)  # before lists of as many layers are made
+        check_bounds(config)  # before lists of as many layers are made
 
         # What the metadata say of the family's own part of a `config.json`.
         entry, n = FAMILIES[family], config.n_layers
-        window, pattern = (
-            self.stated(f"attention.sliding_window{key}") for key in ("", "_pattern")
-        )
+        window, pattern = (self.stated(f"attention.sliding_window{k}") for k in ("", "_pattern"))
         raw: JsonObject = {
             "num_hidden_layers": n,
             "vocab_size": config.vocab_size,
@@ -336,8 +324,7 @@ class GgufFile:
             width, heads = int(self._need("ssm.inner_size")), raw["linear_num_value_heads"]
             if heads < 1 or width % heads:
                 raise UserError(
-                    f"{self.path}: ssm.inner_size={width} is not a multiple of"
-                    f" ssm.time_step_rank={heads}"
+                    f"ssm.inner_size={width} is not a multiple of ssm.time_step_rank={heads}"
                 )
             raw["linear_value_head_dim"] = width // heads
             recurrent = self.stated("attention.recurrent_layers")
@@ -352,22 +339,19 @@ class GgufFile:
             raw["sliding_window_pattern"] = int(pattern)
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             raw[key] = self.stated(key)
-        with about(self.path):
-            fields = entry.read(entry.prepare(raw | entry.from_gguf(config, self)))
+        fields = entry.read(entry.prepare(raw | entry.from_gguf(config, self)))
         if "kinds" not in fields and window and window < config.max_positions:
             raise UserError(
-                f"{self.path}: a sliding window of {window} positions is not supported; full"
-                " attention only"
+                f"a sliding window of {window} positions is not supported; full attention only"
             )
         found = replace(config, **fields)
         kinds = found.kinds * (n // len(found.kinds))
         for key, of in BY_LAYER.items():
             value, each = self.stated(key), [of(found.of(kind)) for kind in kinds]
             if isinstance(value, list) and value[:n] != each:
-                raise UserError(f"{self.path}: {key}={value} is not supported; supported: {each}")
-        with about(self.path):
-            check_bounds(found)
-            check_special_ids(found)
+                raise UserError(f"{key}={value} is not supported; supported: {each}")
+        check_bounds(found)
+        check_special_ids(found)
         return found
 
     def check_all_read(self) -> None:
@@ -402,7 +386,7 @@ class GgufFile:
             )
         shape = tuple(int(n) for n in tensor.shape[::-1])
         expert = _expert(name)
-        if _is_filter(name) and len(shape) == 2:
+        if _of_state(name) == FILTER and len(shape) == 2:
             return shape[0], 1, shape[1]
         if expert is None:
             return shape
@@ -422,8 +406,8 @@ class GgufFile:
         elif len(shape) > 2:
             part = part[index[:-1]]
         columns = np.arange(shape[-1])
-        if _of_state(name) in VALUE_COLUMNS:
-            columns = _tiled(self._delta, columns)
+        if _of_state(name) in VALUE_COLUMNS and self.config.delta is not None:
+            columns = _tiled(self.config.delta, columns)
         columns = columns[index[-1]]
         # of columns that follow one another, only the blocks that hold them are read
         runs = np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)
@@ -431,7 +415,7 @@ class GgufFile:
             _dequantise_run(part, tensor.tensor_type, int(run[0]), int(run[-1]) + 1) for run in runs
         ]
         values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, -1)
-        if _is_filter(name):
+        if _of_state(name) == FILTER:
             return values[:, None]
         if name.endswith("linear_attn.A_log"):  # stored is -exp(A_log)
             if not (values < 0).all():
@@ -451,23 +435,17 @@ class GgufFile:
         """
         order = np.arange(shape[0])
         parts = VALUE_ROWS.get(_of_state(name).removesuffix(".weight"))
-        if parts is not None:
-            before = parts * self._delta.k_width
-            return np.concatenate([order[:before], _tiled(self._delta, order[before:])])
+        if parts is not None and (delta := self.config.delta) is not None:
+            before = parts * delta.k_width
+            return np.concatenate([order[:before], _tiled(delta, order[before:])])
         permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
         if not (permuted and FAMILIES[self.family].gguf_interleaved):
             return order
         return order.reshape(-1, self.config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
-    @property
-    def _delta(self) -> Delta:
-        delta = self.config.delta
-        assert delta is not None
-        return delta
-
     def _tensor(self, name: str) -> ReaderTensor:
         if name not in self._tensors:
-            raise UserError(f"{self.path}: tensor {name} is missing")
+            raise UserError(f"tensor {name} is missing")
         return self._tensors[name]
 
     def stated(self, key: str) -> Any:
@@ -478,9 +456,7 @@ class GgufFile:
     def _need(self, key: str) -> Any:
         value = self.stated(key)
         if value is None:
-            raise UserError(
-                f"{self.path}: the metadata lack {self.meta('general.architecture')}.{key}"
-            )
+            raise UserError(f"the metadata lack {self.meta('general.architecture')}.{key}")
         return value
 
     def _of_windows(self, key: str) -> Any:
@@ -494,7 +470,7 @@ class GgufFile:
         if not isinstance(value, list):
             return value
         if len(value) != self._need("block_count"):
-            raise UserError(f"{self.path}: {key} has values of {len(value)} layers")
+            raise UserError(f"{key} has values of {len(value)} layers")
         pattern = self.stated("attention.sliding_window_pattern")
         slides = pattern if isinstance(pattern, list) else []
         return next((n for n, slid in zip(value, slides, strict=False) if slid), value[0])
@@ -516,8 +492,8 @@ class GgufFile:
             would_be = freq / rope.scaled(freq, theta, 0)
             if stored.shape != would_be.shape or not np.allclose(stored, would_be, rtol=1e-4):
                 raise UserError(
-                    f"{self.path}: rope_freqs.weight is no llama3 scaling, which would be {rope};"
-                    " other scalings are not supported"
+                    f"rope_freqs.weight is no llama3 scaling, which would be {rope}; other"
+                    " scalings are not supported"
                 )
             return rope
         if "rope_factors_long.weight" in self._tensors:
@@ -548,8 +524,7 @@ class GgufFile:
                     raw[name] = value if isinstance(value, float) else int(value)
             return YarnRope.read(raw)
         raise UserError(
-            f"{self.path}: rope scaling {kind!r} is not supported; supported: linear, llama3, yarn,"
-            " longrope"
+            f"rope scaling {kind!r} is not supported; supported: linear, llama3, yarn, longrope"
         )
 
 
@@ -561,7 +536,7 @@ def _names(architecture: str) -> TensorNameMap:
 
 
 def _expert(name: str) -> int | None:
-    """Returns the number of the expert that a tensor is of: a file has one tensor of all."""
+    """Returns the expert that a tensor is of; a file has one tensor of all."""
     found = re.search(r"\.experts\.(\d+)\.", name)
     return None if found is None else int(found[1])
 
@@ -569,11 +544,6 @@ def _expert(name: str) -> int | None:
 def _of_state(name: str) -> str:
     """Returns the end of the name of a tensor of a layer with a state; "" of all others."""
     return name.partition(".linear_attn.")[2]
-
-
-def _is_filter(name: str) -> bool:
-    """Returns whether a tensor is stored without its second dim, which is 1."""
-    return _of_state(name) == "conv1d.weight"
 
 
 def _tiled(delta: Delta, places: np.ndarray) -> np.ndarray:
@@ -701,7 +671,9 @@ PRE: dict[str, Pre] = {
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a GGUF file, with its chat template."""
-    return build_tokenizer(open_gguf(path))
+    file = open_gguf(path)
+    with about(path), user_input("the metadata cannot be understood"):
+        return build_tokenizer(file)
 
 
 def save_tokenizer(path: str | os.PathLike[str], folder: Path) -> None:
@@ -723,16 +695,23 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds
 
-    kind = _supported(file, "model", TOKENIZERS)
-    tokens: list[str] = file.meta("tokenizer.ggml.tokens")
-    types: list[int] = file.meta("tokenizer.ggml.token_type") or [1] * len(tokens)
+    def meta(key: str) -> Any:
+        return file.meta(f"tokenizer.ggml.{key}")
+
+    def supported(key: str, names: Iterable[str]) -> str:
+        name = meta(key)
+        if name not in names:
+            known = ", ".join(names)
+            raise UserError(f"tokenizer.ggml.{key}={name!r} is not supported; supported: {known}")
+        return str(name)
+
+    kind, tokens = supported("model", TOKENIZERS), meta("tokens")
+    types: list[int] = meta("token_type") or [1] * len(tokens)
     vocab, add_bos = {token: i for i, token in enumerate(tokens)}, True
     if kind == "llama":  # the merges follow from the scores of the pieces
-        scores: list[float] = file.meta("tokenizer.ggml.scores")
-        ranked = sorted(
-            (i for i, of in enumerate(types) if of not in (CONTROL, BYTE)),
-            key=lambda i: (-scores[i], i),
-        )
+        scores = meta("scores")
+        pieces = (i for i, of in enumerate(types) if of not in (CONTROL, BYTE))
+        ranked = sorted(pieces, key=lambda i: (-scores[i], i))
         merges = [
             (tokens[i][:cut], tokens[i][cut:])
             for i in ranked
@@ -740,10 +719,10 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
             if tokens[i][:cut] in vocab and tokens[i][cut:] in vocab
         ]
     else:
-        pairs = (merge.partition(" ") for merge in file.meta("tokenizer.ggml.merges"))
+        pairs = (merge.partition(" ") for merge in meta("merges"))
         merges = [(first, second) for first, _, second in pairs]
     if kind == "gpt2":  # over bytes
-        pre = PRE[_supported(file, "pre", PRE)]
+        pre = PRE[supported("pre", PRE)]
         tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.whole_words))
         if pre.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -752,32 +731,27 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         tokenizer.decoder = decoders.ByteLevel()
         add_bos = pre.add_bos
     else:  # over characters, with bytes for the rest
-        unknown = tokens[file.meta("tokenizer.ggml.unknown_token_id") or 0]
+        unknown = tokens[meta("unknown_token_id") or 0]
         bpe = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         tokenizer = Tokenizer(bpe)
-        prefix = kind == "llama" and file.meta("tokenizer.ggml.add_space_prefix") is not False
+        prefix = kind == "llama" and meta("add_space_prefix") is not False
         replace = normalizers.Replace(" ", SPACE)
         tokenizer.normalizer = (
             normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
         )
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
-    )
+    each = [*zip(tokens, types, strict=True)]
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t, of in each if of == CONTROL])
     tokenizer.add_tokens(
-        [
-            AddedToken(t, special=False, normalized=False)
-            for t, k in zip(tokens, types, strict=True)
-            if k == USER_DEFINED
-        ]
+        [AddedToken(t, special=False, normalized=False) for t, of in each if of == USER_DEFINED]
     )
     special = {
         key: tokens[i]
         for key, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (i := file.meta(f"tokenizer.ggml.{field}_token_id")) is not None
+        if (i := meta(f"{field}_token_id")) is not None
     }
-    stated = file.meta("tokenizer.ggml.add_bos_token")
+    stated = meta("add_bos_token")
     if (add_bos if stated is None else stated) and "bos" in special:
         bos = special["bos"]
         tokenizer.post_processor = TemplateProcessing(
@@ -797,14 +771,3 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         **{f"{key}_token": token for key, token in special.items()},
     )
-
-
-def _supported(file: GgufFile, key: str, supported: Iterable[str]) -> str:
-    """Returns the name that the metadata have for a key. Raises UserError for any other."""
-    name = file.meta(f"tokenizer.ggml.{key}")
-    if name not in supported:
-        raise UserError(
-            f"{file.path}: tokenizer.ggml.{key}={name!r} is not supported;"
-            f" supported: {', '.join(supported)}"
-        )
-    return str(name)

@@ -105,13 +105,13 @@ class SafetensorsFolder:
             if not any((self.path / name).is_file() for name in (SINGLE, INDEX)):
                 if not self.path.is_dir():
                     raise UserError(f"model {str(self.path)!r}: there is no such folder")
-                pickles = any(self.path.glob("*.bin")) or any(self.path.glob("*.pth"))
-                raise UserError(
-                    f"{self.path}: weights are in .bin or .pth files (pickles), which are not read;"
-                    " save them as safetensors first"
-                    if pickles
-                    else f"{self.path}: neither {SINGLE} nor {INDEX} is there"
-                )
+                why = f"neither {SINGLE} nor {INDEX} is there"
+                if any(file.suffix in (".bin", ".pth") for file in self.path.iterdir()):
+                    why = (
+                        "weights are in .bin or .pth files (pickles), which are not read; save them"
+                        " as safetensors first"
+                    )
+                raise UserError(f"{self.path}: {why}")
             self._files, self._file_of = weight_files(self.path, SINGLE, INDEX)
         self._entries: dict[str, _Entry] = {}
         for file in self._files:
@@ -161,7 +161,6 @@ class SafetensorsFolder:
         return name not in self._entries and f"{name}{MXFP4_BLOCKS}" in self._entries
 
     def _packed(self, name: str) -> tuple[_Entry, _Entry]:
-        """Returns the bytes of a tensor in MXFP4, and its scales."""
         blocks, scales = (self._entries.get(f"{name}{end}") for end in (MXFP4_BLOCKS, MXFP4_SCALES))
         assert blocks is not None
         if scales is None:
@@ -181,30 +180,27 @@ def _mapped(entry: _Entry, dtype: np.dtype) -> np.ndarray:
 def read_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """Returns `config.json`, merged with the eos ids (and bos, pad) of `generation_config.json`."""
     folder = Path(path)
-    if not folder.exists():
-        raise UserError(f"model {str(path)!r}: there is no such folder")
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"model {str(path)!r}: no config.json in this folder; it is no model folder"
-        )
+        why = "no config.json in this folder; it is no model folder"
+        there = why if folder.exists() else "there is no such folder"
+        raise UserError(f"model {str(path)!r}: {there}")
     raw = read_json(file)
     with of_file(file):
         config = DecoderConfig.from_hf(raw)
         check_special_ids(config)
     file = folder / "generation_config.json"
-    if not file.is_file():
-        return config
-    raw = read_json(file)
-    with of_file(file):
-        more = special_ids(raw)
-        config = replace(
-            config,
-            eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
-            bos_id=more["bos_id"] if config.bos_id is None else config.bos_id,
-            pad_id=more["pad_id"] if config.pad_id is None else config.pad_id,
-        )
-        check_special_ids(config)
+    if file.is_file():
+        raw = read_json(file)
+        with of_file(file):
+            more = special_ids(raw)
+            config = replace(
+                config,
+                eos_ids=tuple(dict.fromkeys((*config.eos_ids, *more["eos_ids"]))),
+                bos_id=more["bos_id"] if config.bos_id is None else config.bos_id,
+                pad_id=more["pad_id"] if config.pad_id is None else config.pad_id,
+            )
+            check_special_ids(config)
     return config
 
 
@@ -291,7 +287,7 @@ def write_description(
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_hf(dtype)
     write_json(folder / "config.json", raw)
-    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {f"{key}_token_id": raw[f"{key}_token_id"] for key in ("bos", "eos", "pad")}
     ids = {key: value for key, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
     if tokenizer_from is not None:
@@ -307,9 +303,8 @@ def has_tokenizer(folder: Path) -> bool:
     for file in chain(*map(folder.glob, TOKENIZER_FILES)):
         if not file.is_file():
             raise UserError(f"tokenizer: {file} is no file")
-    return any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    )
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    return any((folder / name).is_file() for name in names)
 
 
 def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
@@ -328,10 +323,8 @@ def save_tokenizer(source: str | os.PathLike[str], folder: Path) -> None:
 
 def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, Path]]:
     """Returns the files of the weights in a folder and, where they are those of an index, which of
-    them it says should hold each tensor.
-
-    A whole file counts more than an index, which may be that of an earlier save; in transformers
-    too.
+    them it says should hold each tensor. A whole file counts more than an index, which may be that
+    of an earlier save; in transformers too.
 
     Raises:
         UserError: an index that names no file, one that is missing, or one outside of the folder.
@@ -339,11 +332,11 @@ def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dic
     if (folder / single).is_file() or not (folder / index).is_file():
         return [folder / single], {}
     file_of = read_index(folder / index)
-    files = sorted(set(file_of.values()))
-    for file in files:
+    for file in set(file_of.values()):
         if not os.path.isfile(folder / file):  # also of names that no file can have
             raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
-    return [folder / file for file in files], {name: folder / file_of[name] for name in file_of}
+    places = {name: folder / file for name, file in file_of.items()}
+    return sorted(set(places.values())), places
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -385,12 +378,11 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 f" file: {error}. It has {size} bytes and announces a header of {length} bytes"
             ) from None
     header.pop("__metadata__", None)
-    return {
-        name: _Entry(
-            file, info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][0]
-        )
-        for name, info in header.items()
-    }
+    found = {}
+    for name, info in header.items():
+        offset = 8 + length + info["data_offsets"][0]
+        found[name] = _Entry(file, info["dtype"], tuple(info["shape"]), offset)
+    return found
 
 
 def safetensors_header(
@@ -411,11 +403,8 @@ def write_safetensors(
     file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], dtype: str
 ) -> None:
     """Writes the header from the shapes alone, then one tensor after the other."""
-    stored = STORED[WRITTEN[dtype]]
-    tensors = (
-        (name, WRITTEN[dtype], shape, math.prod(shape) * stored.itemsize)
-        for name, shape in shapes.items()
-    )
+    stored, name_of = STORED[WRITTEN[dtype]], WRITTEN[dtype]
+    tensors = ((n, name_of, s, math.prod(s) * stored.itemsize) for n, s in shapes.items())
     with file.open("wb") as stream:
         stream.write(safetensors_header(tensors, {"__metadata__": {"format": "pt"}}))
         for name, shape in shapes.items():
@@ -550,7 +539,6 @@ def _is_model_file(name: str) -> bool:
 
 
 def _remove(place: Path) -> None:
-    """Removes a file, a folder, or a link without what it leads to."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place, ignore_errors=True)
     else:
@@ -568,20 +556,13 @@ class TorchBinFolder:
     file holds is run. The numbers stay on disk until a box of them is read."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """
-        Raises:
-            UserError: torch is not installed, or a file holds something else than plain tensors.
-        """
         self.path = Path(path)
         self._tensors: dict[str, tuple[Path, Any]] = {}
         self._files, file_of = weight_files(self.path, TORCH_SINGLE, TORCH_INDEX)
         for file in self._files:
-            tensors = _load_torch(file)
-            self._tensors |= {
-                name: (file, tensor)
-                for name, tensor in tensors.items()
-                if file_of.get(name, file) == file
-            }
+            for name, tensor in _load_torch(file).items():
+                if file_of.get(name, file) == file:
+                    self._tensors[name] = file, tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -621,7 +602,6 @@ def open_weights(folder: str | os.PathLike[str]) -> SafetensorsFolder | TorchBin
 
 
 def _load_torch(file: Path) -> dict[str, Any]:
-    """Returns name -> torch tensor, mapped from the file."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
     try:
@@ -645,11 +625,8 @@ def _load_torch(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict):
         raise UserError(f"{file}: holds no names with tensors, but {type(state).__name__}")
-    return {
-        str(name): value.detach()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {str(name): value.detach() for name, value in tensors.items()}
 
 
 def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:

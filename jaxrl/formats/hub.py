@@ -4,7 +4,17 @@ model may also be a folder, or in an installed Python package (`find_folder`).
 All goes through `huggingface_hub` and its cache, so that HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN and
 HF_HOME mean what they mean elsewhere. Only what jaxrl reads is fetched: json, tokenizers,
 safetensors. A file is there whole or not at all, and of several processes on a host that want it
-one fetches it.
+one fetches it. What is not on the hub, or cannot be fetched, is a UserError of one line.
+
+| name | is |
+|---|---|
+| `ORG/NAME` | a model, of the branch `main` |
+| `ORG/NAME@REVISION` | the same of a branch, a tag or a commit |
+| `ORG/NAME/FILE.gguf` | one GGUF file of a repository |
+| `hf:ORG/NAME:CONFIG:SPLIT` | a data set; a revision stands after its name |
+
+`pin` adds the commit that a revision is at the moment, as in `ORG/NAME@main@0123...`: whoever has
+that name, in another process or after the branch has moved, gets the same files.
 """
 
 from __future__ import annotations
@@ -24,11 +34,10 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.formats import hf, weights
-from jaxrl.formats.hub_names import COMMIT, HubName, gguf_parts, model_name
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
 
@@ -49,20 +58,74 @@ WEIGHTS = (hf.SINGLE, hf.INDEX, hf.TORCH_SINGLE, hf.TORCH_INDEX)
 """Files that a folder with weights in a format that is read has one of."""
 
 
+RUNS = "runs/"
+"""How the paths of run directories begin, unless `run_dir` says otherwise."""
+COMMIT = re.compile("[0-9a-f]{40}")
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_AT = r"(?:@(?P<revision>(?!/)(?:(?!\.\.)[^@:\s])+))?(?:@(?P<commit>[0-9a-f]{40}))?"
+"""The revision becomes a path in the cache; git allows neither `..` nor a first slash in one."""
+_MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(?P<rest>(?:/{_PART})+\.gguf)?{_AT}")
+_DATA = re.compile(rf"hf:(?P<repo>(?:{_PART}/)?{_PART}){_AT}(?P<rest>(?::[^:]*){{0,2}})")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model or a data set on a hub."""
+
+    kind: Literal["model", "dataset"]
+    repo: str
+    revision: str | None = None
+    """A branch, a tag or a commit; None: the branch `main`."""
+    commit: str | None = None
+    """What the revision is, where `pin` has found out."""
+    rest: str = ""
+    """`/FILE.gguf` of a model, `:CONFIG:SPLIT` of a data set."""
+
+    def __str__(self) -> str:
+        at = "".join(f"@{part}" for part in (self.revision, self.commit) if part is not None)
+        return (
+            f"hf:{self.repo}{at}{self.rest}"
+            if self.kind == "dataset"
+            else f"{self.repo}{self.rest}{at}"
+        )
+
+    @property
+    def asked(self) -> HubName:
+        """Returns the name as the user gives it: without what `pin` adds."""
+        if self.commit is not None and self.revision == "main":
+            return replace(self, revision=None, commit=None)
+        return replace(self, commit=None)
+
+    @property
+    def sha(self) -> str | None:
+        """Returns the commit, where the name says it."""
+        if self.commit is None and self.revision and COMMIT.fullmatch(self.revision):
+            return self.revision
+        return self.commit
+
+
+def model_name(text: str) -> HubName | None:
+    """Returns the model on a hub that a text names, if any; a path that exists names none, nor does
+    one below `runs/`, where runs are written."""
+    match = _MODEL.fullmatch(text)
+    path = text.startswith(RUNS) or user_path(text).exists()
+    if match is None or match["repo"].endswith(".gguf") or path:
+        return None
+    return HubName("model", match["repo"], match["revision"], match["commit"], match["rest"] or "")
+
+
+def data_name(text: str) -> HubName | None:
+    """Returns the data set on a hub that a text names; None where it has another form."""
+    match = _DATA.fullmatch(text)
+    if match is None:
+        return None
+    return HubName("dataset", match["repo"], match["revision"], match["commit"], match["rest"])
+
+
 def pin(name: HubName) -> HubName:
     """Returns the name with the commit that its revision is now. Where the hub does not answer, the
-    commit that the cache has of that revision counts.
-
-    Raises:
-        UserError: there is no such repository or revision, or no access to it.
-    """
-    try:
-        import huggingface_hub.constants  # noqa: F401
-    except ValueError as error:
-        raise UserError(
-            "huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
-            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
-        ) from error
+    commit that the cache has of that revision counts."""
+    _constants()
     if name.sha is not None:
         return name
     from huggingface_hub import HfApi  # half a second
@@ -84,17 +147,13 @@ def pinned(text: str) -> str:
 def folder(name: HubName) -> Path:
     """Returns what describes a model: its config and tokenizer files in the cache, fetched where
     they are not there. Of a name with a GGUF file: that file, which is all in one; of one in
-    several files all of them are fetched.
-
-    Raises:
-        UserError: it cannot be fetched, or the repository holds no model.
-    """
+    several files all of them are fetched. Raises UserError where the repository holds no model."""
     name = pin(name)
     if name.rest:
         from huggingface_hub import hf_hub_download
 
         asked = name.rest.removeprefix("/")
-        parts = gguf_parts(asked)
+        parts = weights.gguf_parts(asked)
         places = {file: _verified(name, partial(hf_hub_download, filename=file)) for file in parts}
         return places[asked]
     place = snapshot(name, DESCRIPTION)
@@ -108,11 +167,7 @@ def folder(name: HubName) -> Path:
 
 
 def with_weights(name: HubName) -> Path:
-    """Returns `folder`, with the safetensors.
-
-    Raises:
-        UserError: they cannot be fetched, or the repository has none.
-    """
+    """Returns `folder`, with the safetensors. Raises UserError where the repository has none."""
     name = pin(name)
     place = folder(name)
     if name.rest:
@@ -131,35 +186,23 @@ def with_weights(name: HubName) -> Path:
 
 
 def complete(name: HubName, place: Path, wanted: Sequence[str]) -> None:
-    """Fetches those of the files of a pinned name that its folder in the cache lacks.
-
-    Raises:
-        UserError: they cannot be fetched, or the repository has not got them.
-    """
+    """Fetches those of the files of a pinned name that its folder in the cache lacks."""
     missing = _lacking(name, place, wanted)
     if missing and not is_offline():
         for file in missing:
-            if (place / file).is_file():  # half-written, as by a copy of the cache that broke off
-                _remove(place, file)
+            target = (place / file).resolve()  # nothing outside of the repository in the cache
+            if target.is_file() and target.is_relative_to(place.parents[1].resolve()):
+                target.unlink()  # half-written, as by a copy of the cache that broke off
         _fetch(name, tuple(wanted))
         missing = _lacking(name, place, wanted)
+    if missing and is_offline():
+        raise UserError(not_cached(name, missing[0]))
     if missing:
-        if not is_offline():
-            _forget_list(name)
-        raise UserError(
-            not_cached(name, missing[0])
-            if is_offline()
-            else f"{name.asked}: the hub sends {missing[0]} in another size than its list says"
-            if (place / missing[0]).is_file()
-            else f"{name.asked}: the repository on the hub has no {missing[0]}"
-        )
-
-
-def _remove(place: Path, file: str) -> None:
-    """Removes what a file in the cache links to, unless that is outside of the repository there."""
-    target = (place / file).resolve()
-    if target.is_relative_to(place.parents[1].resolve()):
-        target.unlink()
+        _forget_list(name)
+        why = f"the repository on the hub has no {missing[0]}"
+        if (place / missing[0]).is_file():
+            why = f"the hub sends {missing[0]} in another size than its list says"
+        raise UserError(f"{name.asked}: {why}")
 
 
 def is_here(name: HubName, wanted: Sequence[str]) -> bool:
@@ -169,11 +212,8 @@ def is_here(name: HubName, wanted: Sequence[str]) -> bool:
 
 def is_commit(place: Path) -> bool:
     """Returns whether a folder is a commit of a repository in the cache, named after it."""
-    if place.parent.name != SNAPSHOTS or not COMMIT.fullmatch(place.name):
-        return False
-    from huggingface_hub import constants
-
-    return place.resolve().is_relative_to(Path(constants.HF_HUB_CACHE).expanduser().resolve())
+    named = place.parent.name == SNAPSHOTS and COMMIT.fullmatch(place.name)
+    return bool(named) and place.resolve().is_relative_to(_cache())
 
 
 def is_whole(name: HubName, place: Path) -> bool:
@@ -182,22 +222,12 @@ def is_whole(name: HubName, place: Path) -> bool:
 
 
 def snapshot(name: HubName, patterns: tuple[str, ...]) -> Path:
-    """Returns the folder in the cache with the files of a pinned name that fit a pattern.
-
-    Raises:
-        UserError: they cannot be fetched.
-    """
-    from huggingface_hub import constants
-
-    return _snapshot(name, patterns, constants.HF_HUB_CACHE)
+    """Returns the folder in the cache with the files of a pinned name that fit a pattern."""
+    return _snapshot(name, patterns, _constants().HF_HUB_CACHE)
 
 
 def files(name: HubName) -> dict[str, int]:
-    """Returns path -> bytes of all files of a pinned name.
-
-    Raises:
-        UserError: the hub does not answer, and the cache has no list of them.
-    """
+    """Returns path -> bytes of all files of a pinned name."""
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
@@ -267,15 +297,14 @@ def _lacking(name: HubName, place: Path, wanted: Sequence[str]) -> list[str]:
 def environment() -> dict[str, str]:
     """Returns the variables with which another host asks the same hub. Each has a cache and a token
     of its own."""
-    return {
-        name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE") if name in os.environ
-    }
+    names = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def weight_bytes(name: HubName) -> int:
     """Returns the bytes of a pinned model's weights, which need not be here."""
     sizes, path = files(name), name.rest.removeprefix("/")
-    wanted = gguf_parts(path) if path else _weight_files(folder(name))
+    wanted = weights.gguf_parts(path) if path else _weight_files(folder(name))
     return sum(sizes.get(file, 0) for file in wanted)
 
 
@@ -311,12 +340,11 @@ def _fetch(name: HubName, patterns: tuple[str, ...]) -> Path:
 def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
     """Returns the place that `fetch` returns of a pinned name, once what has come has the hashes
     that the hub says; what has others is removed."""
-    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
 
     blobs = _storage(name) / "blobs"
 
-    def whole_blobs() -> set[Path]:
-        """Returns the files of the cache that are not being written: those have a dot."""
+    def whole_blobs() -> set[Path]:  # those that are being written have a dot
         return {blob for blob in blobs.glob("*") if PLAIN.fullmatch(blob.name)}
 
     def fetch_and_check() -> Path:
@@ -324,8 +352,9 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
         try:
             fetched = fetch(name.repo, repo_type=name.kind, revision=name.sha)
         except Exception as error:
-            if not is_unreachable(error):  # the list may be what is wrong
-                _forget_list(name)
+            silent = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
+            if not is_offline() and not any(isinstance(e, silent) for e in _causes(error)):
+                _forget_list(name)  # it may be what is wrong
             raise
         damaged = [blob for blob in sorted(whole_blobs() - before) if not _is_sound(blob)]
         if not damaged:
@@ -336,7 +365,7 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
         _forget_list(name)
         names = ", ".join(sorted(links.get(blob, blob.name) for blob in damaged))
         raise BadAnswer(
-            f"{constants.ENDPOINT} sends {names} with other contents than it says (by their"
+            f"{_constants().ENDPOINT} sends {names} with other contents than it says (by their"
             " hashes), and they were removed: start again, or set HF_ENDPOINT to another hub"
         )
 
@@ -344,12 +373,25 @@ def _verified(name: HubName, fetch: Callable[..., str]) -> Path:
 
 
 def _storage(name: HubName) -> Path:
-    """Returns the folder of a repository in the cache."""
-    from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = repo_folder_name(repo_id=name.repo, repo_type=name.kind)
-    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
+    return _cache() / repo_folder_name(repo_id=name.repo, repo_type=name.kind)
+
+
+def _cache() -> Path:
+    return Path(_constants().HF_HUB_CACHE).expanduser().resolve()
+
+
+def _constants() -> Any:
+    """Returns the library's settings. Raises UserError where it refuses a variable."""
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        raise UserError(
+            "huggingface_hub refuses one of its variables (HF_ENDPOINT, HF_HUB_ETAG_TIMEOUT,"
+            f" HF_HUB_DOWNLOAD_TIMEOUT, ...): {error}"
+        ) from error
+    return constants
 
 
 T = TypeVar("T")
@@ -371,11 +413,7 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
 
     It runs in a thread: the library's own wait for its threads ends with the files that they are
     about, and a signal would be heard after minutes. While the hub asks to be left alone for a
-    while, and not for too long, it is asked again then.
-
-    Raises:
-        UserError: in one line, what is wrong and what to do.
-    """
+    while, and not for too long, it is asked again then."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import _http
@@ -395,7 +433,8 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
                 if seconds is None or time.monotonic() + seconds > end:
                     answer.set_exception(error)
                     return
-                to_stderr(f"{_hub()} answers with status {status}: asking again in {seconds:.0f} s")
+                hub = _constants().ENDPOINT
+                to_stderr(f"{hub} answers with status {status}: asking again in {seconds:.0f} s")
                 time.sleep(seconds)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -436,37 +475,33 @@ class _Guarded:
 
 
 def _limit(request: Any) -> None:
-    from huggingface_hub import constants
-
     limits = request.extensions.get("timeout", {})
     for kind in [kind for kind, seconds in limits.items() if seconds is None]:
-        limits[kind] = constants.HF_HUB_ETAG_TIMEOUT
+        limits[kind] = _constants().HF_HUB_ETAG_TIMEOUT
 
 
 def _check_answer(response: Any) -> None:
-    """Raises BadAnswer for an answer that names a file, or wants a long wait.
-
-    The library makes names of files of the ETag of a HEAD request and of the commit of any.
-    """
-    headers, status = response.headers, response.status_code
+    """Raises BadAnswer for an answer that names a file, or wants a long wait. The library makes
+    names of files of the ETag of a HEAD request and of the commit of any."""
+    headers, status, hub = response.headers, response.status_code, _constants().ENDPOINT
     commit = headers.get("X-Repo-Commit")
     if commit is not None and not COMMIT.fullmatch(commit):
-        raise BadAnswer(f"{_hub()} names a commit that is none: {short(commit)!r}")
+        raise BadAnswer(f"{hub} names a commit that is none: {short(commit)!r}")
     for key in ("X-Linked-Etag", "ETag") if response.request.method == "HEAD" else ():
         etag = headers.get(key, "-")
         if not PLAIN.fullmatch(etag.removeprefix("W/").strip('"')):
-            raise BadAnswer(f"{_hub()} sends an {key} that is no plain name: {short(etag)!r}")
+            raise BadAnswer(f"{hub} sends an {key} that is no plain name: {short(etag)!r}")
     seconds = _retry_after(status, headers)
     if seconds is not None and seconds > LONGEST_WAIT_S:
         raise BadAnswer(
-            f"{_hub()} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
+            f"{hub} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
             " try again then"
         )
 
 
 def _retry_after(status: int, headers: Any) -> float | None:
-    """Seconds after which a hub that is asked too often, or is busy, wants to be asked again; None
-    where it does not say so."""
+    """Returns the seconds after which a hub that is asked too often, or is busy, wants to be asked
+    again; None where it does not say so."""
     if status not in (429, 503):
         return None
     asked = headers.get("Retry-After", "").strip()
@@ -480,23 +515,18 @@ def _retry_after(status: int, headers: Any) -> float | None:
     return None
 
 
-def _hub() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
-
-
 def _why(name: HubName, error: BaseException) -> str:
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
-    hub, what = constants.ENDPOINT, "data set" if name.kind == "dataset" else "model"
+    constants, what = _constants(), "data set" if name.kind == "dataset" else "model"
+    hub, here = constants.ENDPOINT, "no file or folder here, and " if what == "model" else ""
     causes = list(_causes(error))
 
     def first(*kinds: type[BaseException]) -> BaseException | None:
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
     if first(errors.GatedRepoError):
-        page = f"{hub}/{'datasets/' if name.kind == 'dataset' else ''}{name.repo}"
+        page = f"{hub}/{'' if what == 'model' else 'datasets/'}{name.repo}"
         return (
             f"{name.asked} is gated: accept its terms at {page}, and set HF_TOKEN to a token that"
             " may read it"
@@ -504,13 +534,13 @@ def _why(name: HubName, error: BaseException) -> str:
     if first(errors.RevisionNotFoundError):
         return f"{name.asked}: the {what} on {hub} has no revision {name.revision!r}"
     if first(errors.RepositoryNotFoundError):
-        here = "neither a file or folder here nor" if name.kind == "model" else "not"
+        nothing = "neither a file or folder here nor" if what == "model" else "not"
         return (
-            f"{name.asked} is {here} a {what} on {hub}{_near(name)}; if it is private, set HF_TOKEN"
-            " to a token that may read it"
+            f"{name.asked} is {nothing} a {what} on {hub}{_near(name)}; if it is private, set"
+            " HF_TOKEN to a token that may read it"
         )
     if first(errors.RemoteEntryNotFoundError):
-        file = name.rest.removeprefix("/") if name.kind == "model" else "that its list has"
+        file = name.rest.removeprefix("/") if what == "model" else "that its list has"
         return f"{name.asked}: the repository on {hub} has no file {file}"
     if constants.HF_HUB_OFFLINE:
         return not_cached(name)
@@ -525,9 +555,7 @@ def _why(name: HubName, error: BaseException) -> str:
             f"{name.asked}: the hub's cache {constants.HF_HUB_CACHE} cannot be written:"
             f" {os.strerror(disk.errno or 0)}; free some space, or set HF_HOME to another folder"
         )
-    silent = first(TimeoutError)
-    if silent or first(errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
-        here = "no file or folder here, and " if name.kind == "model" else ""
+    if first(TimeoutError, errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
         reason = " ".join(str(causes[-1]).split())[:120]
         return (
             f"{name.asked}: {here}{hub} cannot be reached ({reason}); check the network and"
@@ -539,28 +567,16 @@ def _why(name: HubName, error: BaseException) -> str:
 
 def is_offline() -> bool:
     """Returns whether HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Returns whether an error says that no hub answers."""
-    from huggingface_hub.utils import _http
-
-    unreachable = _http.httpx2.TransportError  # type: ignore[attr-defined, unused-ignore]
-    return is_offline() or any(isinstance(cause, unreachable) for cause in _causes(error))
+    return bool(_constants().HF_HUB_OFFLINE)
 
 
 def not_cached(name: HubName, file: str | None = None) -> str:
     """Returns the message where a name, or one of its files, would have to be fetched, offline."""
-    from huggingface_hub import constants
-
     what = f"its {file}" if file else "it"
     here = "no file or folder here, and " if name.kind == "model" and file is None else ""
     return (
         f"{name.asked}: {here}HF_HUB_OFFLINE is set while {what} is not in the hub's cache"
-        f" {constants.HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
+        f" {_constants().HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or fetch it before"
     )
 
 
@@ -634,9 +650,6 @@ def open_tensors(
     """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
     model on a hub whose weights are not here are fetched, and checked, once one of them is needed.
 
-    Args:
-        name: the model's, as it was given.
-        read: opens the folder.
     """
     on_hub = model_name(name)
     if on_hub is not None and not is_whole(pin(on_hub), place):

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, hub, weights
-from jaxrl.formats.hub_names import model_name
+from jaxrl.formats.hub import model_name
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.lora import TARGETS, Lora, Quantisation, frozen_and_trained, with_a
@@ -34,29 +34,18 @@ QUANTISED = "jaxrl_base_dtype"
 """Key of `adapter_config.json` that PEFT does not have."""
 CONFIG, WEIGHTS = hub.ADAPTER, hub.ADAPTER_WEIGHTS
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "use_dora": (False,),
+_OFF = (
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"),
+    *("layer_replication", "fan_in_fan_out", "lora_bias", "target_parameters"),
+    *("trainable_token_indices", "alora_invocation_tokens", "use_bdlora", "use_qalora"),
+    *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
+)
+"""Settings of PEFT with which an adapter is more than what `models.lora` computes."""
+_FORMS: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
-    "modules_to_save": ([],),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "layers_to_transform": ([],),
-    "layer_replication": ([],),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "target_parameters": ([],),
-    "trainable_token_indices": ([],),
-    "alora_invocation_tokens": ([],),
-    "use_bdlora": (False,),
-    "use_qalora": (False,),
-    "arrow_config": (),
-    "kasa_config": (),
-    "monteclora_config": (),
-    "velora_config": (),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-"""Settings of PEFT -> the values with which an adapter is what `models.lora` computes; null is
-always one. Others, as PiSSA's, change the base weights too."""
+"""The same, and what they may be; others, as PiSSA's, change the base weights too."""
 
 KNOWN = (
     *(*TARGETS, "qkv_proj", "gate_up_proj"),
@@ -88,8 +77,11 @@ class Adapter(weights.Derived):
     def read(self, name: str, index: weights.Index) -> np.ndarray:
         """Returns a box of the base model's tensor with what the adapter adds, in float32; of a
         quantised kernel, what that stands for."""
+        if self.quantised is not None and name in self._kernels:
+            box = weights.rounded(self.tensors, self.quantised, name, index)
+        else:
+            box = self.tensors.read(name, index)
         pair = self.pairs().get(name)
-        box = self._under.read(name, index)
         if pair is None:
             return box
         rows, columns = index
@@ -97,11 +89,9 @@ class Adapter(weights.Derived):
         return box.astype(np.float32) + np.float32(self.lora.scale) * (a @ b).T
 
     @cached_property
-    def _under(self) -> weights.Tensors:
-        if self.quantised is None:
-            return self.tensors
+    def _kernels(self) -> frozenset[str]:
         names = (kernels(self.model, path) for path in self.model.quantisable)
-        return weights.Rounded(self.tensors, frozenset(chain(*names)), self.quantised)
+        return frozenset(chain(*names))
 
 
 def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
@@ -116,9 +106,10 @@ def read_settings(folder: Path) -> tuple[Lora, str, Quantisation | None]:
     with of_file(file):
         if raw.get("peft_type") != "LORA":
             raise UserError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: LORA")
-        for key, plain in _PLAIN.items():
+        allowed: dict[str, tuple[object, ...]] = dict.fromkeys(_OFF, (False, [], {}))
+        for key, plain in (allowed | _FORMS).items():
             if raw.get(key) not in (None, *plain):
-                known = plain[0] if plain else None
+                known = plain[0] if key in _FORMS else False if raw[key] is True else None
                 raise UserError(f"{key}={raw[key]!r} is not supported; supported: {known!r}")
         rank, alpha, base = (raw.get(k) for k in ("r", "lora_alpha", "base_model_name_or_path"))
         if type(rank) is not int or rank < 1:
@@ -166,15 +157,13 @@ def read_pairs(folder: Path, model: DecoderConfig, lora: Lora) -> tuple[Lora, di
             found[name] = a, b
             unread.difference_update(expected)
     raw = read_json(folder / CONFIG)
-    wanted, unwanted = (  # the last words of module names, but of a regular expression
-        {str(name).rpartition(".")[2] for name in raw[key]}
-        if isinstance(raw.get(key), list)
-        else set()
-        for key in ("target_modules", "exclude_modules")
-    )
+    keys = ("target_modules", "exclude_modules")
+    lists = (raw[key] if isinstance(raw.get(key), list) else [] for key in keys)
+    # the last words of module names, but of a regular expression
+    wanted, unwanted = ({str(name).rpartition(".")[2] for name in names} for names in lists)
     for target in targets:  # PEFT would leave tensors out that the settings do not name
         if target in unwanted or (wanted & set(KNOWN) and target not in wanted):
-            key = "exclude_modules" if target in unwanted else "target_modules"
+            key = keys[target in unwanted]
             raise UserError(
                 f"{folder / WEIGHTS} has tensors of {target}, which {key} in {CONFIG} leaves out:"
                 " make them agree"
@@ -215,7 +204,7 @@ def load(
     dtype: DTypeLike,
     seed: int,
 ) -> Params:
-    """Adapters in the stacked layout on `mesh`: those given, or the first ones of a run.
+    """Returns adapters in the stacked layout on `mesh`: those given, or the first ones of a run.
 
     Args:
         model: with its adapters.

@@ -6,6 +6,7 @@ only has to say a tensor's shape and read a box of it (`Tensors`); `hf.py` and `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ BAND = 64
 """Rows that are transposed at once; bands stay in the cache, 4 times as fast as one copy."""
 COMPARED = 4096
 """Rows of an embedding and a head that are compared at once."""
+
+
+_GGUF_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<n>\d{5})\.gguf")
 
 
 class Tensors(Protocol):
@@ -92,27 +96,18 @@ class KeptLayers(Derived):
         return f"{LAYERS}{self.keep[int(layer)]}.{rest}"
 
 
-@dataclass(frozen=True)
-class Rounded(Derived):
-    """Tensors of a model with the values that its quantised kernels stand for, in float32."""
-
-    tensors: Tensors
-    kernels: frozenset[str]
-    """Names of those that are quantised."""
-    kind: Quantisation
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        if name not in self.kernels:
-            return self.tensors.read(name, index)
-        rows, columns = index
-        shape = self.tensors.shape(name)
-        assert shape is not None
-        block = block_size(shape[1])
-        first = columns.start // block * block
-        box = self.tensors.read(name, (rows, slice(first, -(-columns.stop // block) * block)))
-        with _on_cpu():
-            whole = _round_trip(self.kind, np.asarray(box, np.float32).T, block)
-        return np.asarray(whole).T[:, columns.start - first : columns.stop - first]
+def rounded(tensors: Tensors, kind: Quantisation, name: str, index: Index) -> np.ndarray:
+    """Returns a box of a kernel with the values that it stands for once it is quantised, in
+    float32."""
+    rows, columns = index
+    shape = tensors.shape(name)
+    assert shape is not None
+    block = block_size(shape[1])
+    first = columns.start // block * block
+    box = tensors.read(name, (rows, slice(first, -(-columns.stop // block) * block)))
+    with _on_cpu():
+        whole = _round_trip(kind, np.asarray(box, np.float32).T, block)
+    return np.asarray(whole).T[:, columns.start - first : columns.stop - first]
 
 
 @dataclass(frozen=True)
@@ -165,14 +160,14 @@ class Place:
         names = np.reshape(self.names, self.several)[leading].reshape(-1)
         targets = out.reshape(len(names), *[s.stop - s.start for s in box])
         box = (*box[:-2], box[-1], box[-2]) if self.transposed else box
+        moved = list(box)
         if self.step > 1:
             start, stop = (n * self.step + self.first for n in (box[-1].start, box[-1].stop))
-            box = (*box[:-1], slice(start, stop - self.step + 1, self.step))
-        elif self.first:
-            moved = list(box)
+            moved[-1] = slice(start, stop - self.step + 1, self.step)
+        else:
             at = box[self.rows]
             moved[self.rows] = slice(at.start + self.first, at.stop + self.first)
-            box = tuple(moved)
+        box = tuple(moved)
         for target, name in zip(targets, names, strict=True):
             if self.transposed:
                 whole = tensors.read(str(name), box)
@@ -183,6 +178,16 @@ class Place:
             else:
                 target[...] = tensors.read(str(name), box)
         return out
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Returns the names of all files of a GGUF model of which one is named: itself, or those of
+    `NAME-00001-of-00003.gguf`, whose number of files is bounded by what a name can say."""
+    match = _GGUF_PART.fullmatch(name)
+    if match is None or not 1 <= int(match["part"]) <= int(match["n"]):
+        return [name]
+    n = match["n"]
+    return [f"{match['stem']}-{part:05}-of-{n}.gguf" for part in range(1, int(n) + 1)]
 
 
 def places(config: DecoderConfig, layout: Layout = "unstacked") -> dict[str, Place]:
@@ -255,24 +260,22 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
 
     A head that differs does so in the first rows; one that is equal is read as a whole.
     """
-    embedding, head = EMBEDDING, HEAD
-    shape = tensors.shape(head)
+    shape = tensors.shape(HEAD)
     if not config.tie_embeddings or shape is None:
         return config
-    if shape == tensors.shape(embedding):
-        rows = (slice(at, at + COMPARED) for at in range(0, shape[0], COMPARED))
-        boxes = ((row, slice(0, shape[1])) for row in rows)
-        if all(_same(tensors.read(embedding, box), tensors.read(head, box)) for box in boxes):
-            return config
+    count, width = shape
+
+    def same(rows: slice) -> bool:
+        a, b = (tensors.read(name, (rows, slice(0, width))) for name in (EMBEDDING, HEAD))
+        kind = np.dtype(f"u{a.dtype.itemsize}")  # of one dtype, the same bits
+        if a.dtype == b.dtype:
+            return np.array_equal(a.view(kind), b.view(kind))
+        return np.array_equal(a.astype(np.float32), b.astype(np.float32))
+
+    bands = (slice(at, at + COMPARED) for at in range(0, count, COMPARED))
+    if shape == tensors.shape(EMBEDDING) and all(map(same, bands)):
+        return config
     return replace(config, tie_embeddings=False)
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Returns whether two arrays hold the same numbers; of one dtype, the same bits."""
-    if a.dtype == b.dtype:
-        bits = np.dtype(f"u{a.dtype.itemsize}")
-        return np.array_equal(a.view(bits), b.view(bits))
-    return np.array_equal(a.astype(np.float32), b.astype(np.float32))
 
 
 def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -294,13 +297,9 @@ def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_all_read(names: Iterable[str], config: DecoderConfig, tensors: Tensors) -> None:
-    """Raises a UserError for the first weight or bias of a layer that the config has no place for:
-    without it the model would compute something else than what was saved. (Layers that borrow keys
-    and values may have tensors of them.)
-
-    Args:
-        names: of all tensors in the files.
-    """
+    """Raises a UserError for the first of these names of tensors that is a weight or bias of a
+    layer, and that the config has no place for: without it the model would compute something else
+    than what was saved. (Layers that borrow keys and values may have tensors of them.)"""
     expected = tensor_shapes(config)
     kinds = config.kinds * (config.n_layers // len(config.kinds))
     for name in names:
@@ -336,9 +335,7 @@ def load(
     abstract = abstract_params(config, jnp.dtype(dtype), layout)
     if mesh is not None:
         shardings = param_shardings(config, mesh, layout)
-        abstract = jax.tree.map(
-            lambda leaf, sharding: leaf.update(sharding=sharding), abstract, shardings
-        )
+        abstract = jax.tree.map(lambda leaf, own: leaf.update(sharding=own), abstract, shardings)
     each = leaves_by_path(abstract)
     found: dict[str, jax.Array] = {}
     for path, place in places(config, layout).items():
@@ -359,9 +356,8 @@ def load_head(
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Returns the LM head [V, D] (the embedding when tied), V over `tensor`, D over `fsdp`."""
-    name = EMBEDDING if config.tie_embeddings else HEAD
+    name, sharding = EMBEDDING if config.tie_embeddings else HEAD, None
     place = Place((config.vocab_size, config.d_model), (name,))
-    sharding = None
     if mesh is not None:
         sharding = NamedSharding(mesh, param_specs(config, mesh.shape)["embed"]["embedding"])
     check(tensors, stored_shapes([place]))
@@ -378,10 +374,8 @@ def read_parameter(tensors: Tensors, place: Place, leaf: jax.ShapeDtypeStruct) -
 def _by_box(
     leaves: Sequence[jax.ShapeDtypeStruct], read: Callable[[Index], Sequence[np.ndarray]]
 ) -> tuple[jax.Array, ...]:
-    """Returns arrays of which each device reads its own boxes at once.
-
-    Devices that hold the same box share one read. Without a sharding it is one box, on the default
-    device.
+    """Returns arrays of which each device reads its own boxes at once; devices that hold the same
+    box share one read. Without a sharding it is one box, on the default device.
 
     Args:
         read: a box of the first array -> the boxes of all arrays that a device has with it.
@@ -435,8 +429,6 @@ def _read_quantised(
 
 
 _quantise = jax.jit(quantise, static_argnums=(0, 2))
-
-
 _layer = jax.jit(jax.lax.dynamic_index_in_dim, static_argnames="keepdims")
 """One program for all layers of a shape, where indexing eagerly takes two."""
 
@@ -447,7 +439,6 @@ def _round_trip(kind: Quantisation, kernel: jax.Array, block: int) -> jax.Array:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """Returns a context in which programs run on the host."""
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
@@ -510,8 +501,7 @@ def load_encoder(
         names = tuple(f"{prefix}encoder.layer.{i}.{name}" for i in range(config.n_layers))
         places[path] = Place(shapes[path], names, len(names), transposed=transposed)
     check(tensors, stored_shapes(places.values()))
-    layouts = {} if mesh is None else bert.specs(config, mesh.shape)
-    values = {}
+    layouts, values = {} if mesh is None else bert.specs(config, mesh.shape), {}
     for path, place in places.items():
         sharding = None if mesh is None else NamedSharding(mesh, layouts[path])
         leaf = jax.ShapeDtypeStruct(place.shape, dtype, sharding=sharding)

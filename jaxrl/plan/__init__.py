@@ -17,7 +17,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError, counted, user_path
 from jaxrl.formats import hf, peft
 from jaxrl.formats.hub import WEIGHTS, find_folder
-from jaxrl.formats.hub_names import gguf_parts
+from jaxrl.formats.weights import gguf_parts
 from jaxrl.models.bert import read_encoder
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import (

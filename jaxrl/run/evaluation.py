@@ -59,7 +59,6 @@ from jaxrl.run.job import (
     held_out_notes,
     held_out_sets,
     longest_sequence,
-    pad_id,
     token_notes,
     tokenizer_of,
 )

@@ -20,13 +20,12 @@ from jaxrl.checkpoint.fingerprint import digest_file, digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_student
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
-from jaxrl.data import hub_sets
 from jaxrl.data import tokenizer as tokenizers
 from jaxrl.data.chat_template import dated, has_template, opening_of
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.rows import Keys
-from jaxrl.data.source import Rows, Source, is_missing, open_source
+from jaxrl.data.source import Rows, Source, is_missing, is_split_here, open_source
 from jaxrl.data.stream import NEEDS_COMPLETIONS, EvalSet, PromptStream, eval_sets
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
 from jaxrl.data.tokenizer import (
@@ -40,8 +39,7 @@ from jaxrl.data.tokenizer import (
 from jaxrl.environments import environment_process as environments
 from jaxrl.environments.episode_batches import Episodes, pool_of
 from jaxrl.errors import UserError, about, user_input
-from jaxrl.formats.hub import find_folder
-from jaxrl.formats.hub_names import data_name
+from jaxrl.formats.hub import data_name, find_folder
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.bert import read_encoder
 from jaxrl.models.config import DecoderConfig
@@ -750,7 +748,7 @@ def _here(label: str, sources: Sequence[str], split: Split, elsewhere: bool) -> 
         return [
             text
             for text, name in names
-            if (hub_sets.is_here(name, split) if name else not (elsewhere and is_missing(text)))
+            if (is_split_here(name, split) if name else not (elsewhere and is_missing(text)))
         ]
 
 

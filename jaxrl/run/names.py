@@ -14,11 +14,11 @@ from functools import partial
 from jaxrl.config.builtin_configs import how_to_make
 from jaxrl.config.paths import DATA, MODELS, changed
 from jaxrl.config.schema import Config
-from jaxrl.data import hub_sets
 from jaxrl.data.example import Split
+from jaxrl.data.source import is_split_here, split_files
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hub
-from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.formats.hub import HubName, data_name, model_name
 from jaxrl.process.json_types import JsonObject
 from jaxrl.run.run_dir import recorded_config
 
@@ -70,8 +70,8 @@ def with_commits(config: Config, dry: bool = False) -> tuple[Config, tuple[str, 
                 here = folder.is_file() or hub.is_whole(found, folder)
             else:
                 split, sizes = SPLIT_OF.get(key, "train"), hub.files(found)
-                size = sum(sizes[file] for file in hub_sets.find(found, split))
-                here = hub_sets.is_here(found, split)
+                size = sum(sizes[file] for file in split_files(found, split))
+                here = is_split_here(found, split)
         except UserError as error:
             if dry and key in DATA:  # whoever opens them says so, after the plan
                 return text

@@ -19,7 +19,8 @@ from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.data.prompt_encoder import PromptEncoder, few_shot
 from jaxrl.data.source import open_source
-from jaxrl.data.stream import REFILL_OFFSET, Mixture, PromptStream, apportion
+from jaxrl.data.stream import REFILL_OFFSET, PromptStream, apportion
+from jaxrl.data.stream import mixture as mixture_of
 from jaxrl.errors import UserError
 
 datasets.disable_progress_bars()
@@ -38,14 +39,14 @@ def named(path: Path, name: str, count: int) -> str:
     return write(path / f"{name}.jsonl", *(f"{name}{i}" for i in range(count)))
 
 
-def mixture(sizes: list[int], weights: list[float], seed: int = 0, shuffle: bool = True) -> Mixture:
+def mixture(sizes: list[int], weights: list[float], seed: int = 0, shuffle: bool = True) -> Any:
     """Source k has the rows 1000 k, 1000 k + 1, ..."""
     rows = [1000 * number + np.arange(size) for number, size in enumerate(sizes)]
-    return Mixture(rows, weights, seed, shuffle)
+    return mixture_of(rows, weights, seed, shuffle)
 
 
 def take(order: Any, count: int) -> list[int]:
-    return [order.row(position) for position in range(count)]
+    return [order(position) for position in range(count)]
 
 
 # Shares

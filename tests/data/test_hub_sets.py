@@ -10,7 +10,7 @@ from hub_data import add_data, gsm8k_rows, jsonl, math_rows, parquet
 from hub_server import Hub
 from huggingface_hub import constants
 
-from jaxrl.data import hub_sets
+from jaxrl.data import source as sources
 from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, open_source
 from jaxrl.errors import UserError
@@ -141,13 +141,13 @@ def test_a_header_that_cannot_be_read_describes_nothing(hub: Hub, header: str) -
 )
 def test_the_files_that_a_pattern_names(pattern: str, fits: str) -> None:
     paths = ["b.jsonl", "a/.jsonl", "a/b.jsonl", "a/c/b.jsonl"]
-    assert [path for path in paths if hub_sets._fits(path, "", pattern)] == fits.split()
+    assert [path for path in paths if sources._fits(path, "", pattern)] == fits.split()
 
 
 def test_many_stars_take_no_time() -> None:
     began = time.monotonic()
     for star in ("*", "**", "**/"):
-        assert not hub_sets._fits("a/" * 60 + "a" * 100, "", f"{star}a" * 12 + "b")
+        assert not sources._fits("a/" * 60 + "a" * 100, "", f"{star}a" * 12 + "b")
     assert time.monotonic() - began < 5
 
 

@@ -352,8 +352,8 @@ class Altered(GgufFile):
     """A file with other metadata; None: without them."""
 
     def __init__(self, path: Path, changes: dict[str, Any]):
-        super().__init__(path)
         self.changes = changes
+        super().__init__(path)
 
     def meta(self, key: str) -> Any:
         own = key.partition(".")[2]

@@ -23,7 +23,7 @@ from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import gguf as gguf_module
 from jaxrl.formats.gguf import GgufFile, open_gguf
-from jaxrl.formats.hub_names import gguf_parts
+from jaxrl.formats.weights import gguf_parts
 
 TEXT, ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
 

@@ -28,7 +28,7 @@ from jaxrl.checkpoint.model_source import load_model, resolve_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hf, weights
 from jaxrl.formats import hub as hub_module
-from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.formats.hub import HubName, data_name, model_name
 from jaxrl.roles.grouper import embed
 from jaxrl.roles.reward import score
 
@@ -397,8 +397,8 @@ def test_an_index_without_a_map_of_weights(
 
 FETCH = """
 import sys
-from jaxrl.formats import hub, hub_names
-hub.with_weights(hub_names.model_name(sys.argv[1]))
+from jaxrl.formats import hub
+hub.with_weights(hub.model_name(sys.argv[1]))
 """
 
 

@@ -21,7 +21,7 @@ from runs import save_model
 from jaxrl.checkpoint.model_source import load_model
 from jaxrl.errors import UserError
 from jaxrl.formats import hub as hub_module
-from jaxrl.formats.hub_names import HubName, data_name, model_name
+from jaxrl.formats.hub import HubName, data_name, model_name
 
 SHARED = "model.safetensors"
 
