@@ -36,7 +36,7 @@ from jaxrl.aot.suggest import (
     counted_bytes,
 )
 from jaxrl.config.schema import Config
-from jaxrl.config.yaml_text import shown
+from jaxrl.config.section import shown
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import GPU, TPU, Target, compiling_for
 from jaxrl.plan import target_plan

@@ -22,7 +22,8 @@ from jaxrl.aot.machine import Machine
 from jaxrl.config.keys import mappings
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
-from jaxrl.config.yaml_text import assignments, shown
+from jaxrl.config.section import shown
+from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import MOVES

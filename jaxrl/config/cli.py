@@ -112,6 +112,7 @@ class Parser(argparse.ArgumentParser):
             "--version", action="version", version=f"jaxrl {version}", help="print it and exit"
         )
         self._keys, self._examples = keys, examples
+        self._reads_keys = keys is None or bool(keys)
         self.add_argument(
             *("-h", "--help"),
             action=_Help,
@@ -120,10 +121,6 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,
             help="this, or about some config keys" if self._reads_keys else "show this",
         )
-
-    @property
-    def _reads_keys(self) -> bool:
-        return self._keys is None or bool(self._keys)
 
     def help_about(self, words: Sequence[str]) -> str:
         """Returns the text of `--help`, or of `--help WORD`.

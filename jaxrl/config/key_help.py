@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from jaxrl.config import keys as config_keys
-from jaxrl.config import yaml_text
 from jaxrl.config.keys import Group
 from jaxrl.config.schema import Config
+from jaxrl.config.section import shown
 from jaxrl.errors import UserError, closest
 
 COMMON = {
@@ -44,13 +44,13 @@ def common(prefixes: Sequence[str] | None = None) -> str:
         prefixes: sections and keys that the command reads; None: all.
     """
     known = {key.path: key for group in taken(prefixes) for key in group.keys}
-    shown = {}
+    settings = {}
     for path, words in COMMON.items():
         if path in known:
-            default = "" if known[path].required else f"={yaml_text.shown(known[path].default)}"
-            shown[path + default] = words
-    left = max(map(len, shown))
-    lines = (f"  {setting:{left}}  {words}" for setting, words in shown.items())
+            default = "" if known[path].required else f"={shown(known[path].default)}"
+            settings[path + default] = words
+    left = max(map(len, settings))
+    lines = (f"  {setting:{left}}  {words}" for setting, words in settings.items())
     return "\n".join(["common keys, with their defaults:", *lines])
 
 
@@ -103,7 +103,7 @@ def _text(groups: Sequence[Group], width: int, headings: bool = True) -> str:
             lines += ["", *wrap(f"{group.path}: {group.doc}", initial_indent="  ")]
         allowed = config_keys.allowed(group)
         for key in group.keys:
-            default = "required" if key.required else f"default {yaml_text.shown(key.default)}"
+            default = "required" if key.required else f"default {shown(key.default)}"
             lines.append(f"  {key.path}  {allowed[key.path]}  [{default}]")
             lines += wrap(key.doc, initial_indent=indent)
     return "\n".join(lines)

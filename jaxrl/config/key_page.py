@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jaxrl.config import cli, yaml_text
+from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
+from jaxrl.config.section import shown
 
 HEAD = """# Config keys
 
@@ -69,7 +70,7 @@ def markdown() -> str:
         lines += ["", *title, "", *TABLE]
         allowed = config_keys.allowed(group)
         for key in group.keys:
-            default = "required" if key.required else f"`{yaml_text.shown(key.default)}`"
+            default = "required" if key.required else f"`{shown(key.default)}`"
             cells = (f"`{key.path}`", allowed[key.path], default, key.doc)
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -35,7 +35,7 @@ MAPPING = "mapping of NAME"
 """How the type of a key that takes a mapping begins."""
 _PLAIN = {
     "tuple_type": "input should be a string or a list of strings",
-    "too_short": "the list should not be empty",
+    "too_short": "it should not be empty",
 }
 """Wording for the error types whose own names Python types or internals."""
 
@@ -172,10 +172,11 @@ def _unknown(model: type[BaseModel], error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         # Every key in what was given to no key at all, or in a mapping given to a plain key.
         given, where = item["input"], item["loc"]
-        plain = item["type"] not in ("missing", "value_error")
+        plain = item["type"] not in ("missing", "value_error", "too_short")
         named = all(isinstance(part, str) for part in where)  # not an entry of a list
         if item["type"] == "extra_forbidden" or (plain and named and isinstance(given, dict)):
-            paths += _leaves(".".join(map(str, where)), given)
+            words = (str(part) for part in where if not str(part).startswith("["))  # `[mapping]`
+            paths += _leaves(".".join(words), given)
     return _shorten([f"unknown key {path}{near_key(path, known)}" for path in map(short, paths)])
 
 

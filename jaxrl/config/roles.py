@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from string import Formatter
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from jaxrl.config.section import (
     POLICY,
@@ -26,6 +26,7 @@ from jaxrl.config.section import (
     PositiveNumber,
     Section,
     Words,
+    conflict,
 )
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,10 +69,8 @@ class LoraConfig(Section):
     def _rules(self) -> Iterator[str]:
         for key, given in self:
             if self.rank is None and given != type(self).model_fields[key].default:
-                yield (
-                    f"{key}={given} is about adapters, and rank=null has none: set rank, or leave"
-                    f" {key} out"
-                )
+                why = f"{key} is about adapters, and there are none"
+                yield conflict(self, f"{key} rank", why, f"rank, or leave {key} out")
 
 
 class StudentConfig(Section):
@@ -94,9 +93,11 @@ class StudentConfig(Section):
 
     def _rules(self) -> Iterator[str]:
         if self.lora.rank is None and self.base_dtype is not None:
-            yield (
-                f"base_dtype={self.base_dtype} is for the frozen base weights of adapters: set it"
-                " to null, or set lora.rank (the dtype of trained weights is actor.param_dtype)"
+            yield conflict(
+                self,
+                "base_dtype lora.rank",
+                "it is for the frozen base weights of adapters",
+                "base_dtype=null, or lora.rank (the dtype of trained weights is actor.param_dtype)",
             )
 
 
@@ -253,43 +254,32 @@ class TeacherConfig(FrozenConfig):
     student's samples."""
 
     def _rules(self) -> Iterator[str]:
+        bad, own = partial(conflict, self), self.tokenizer == "own"
         if self.cache is not None and self.address is not None:
-            yield (
-                f"cache={self.cache} and address={self.address}: a cache is used alone, or with"
-                " model; set one of them to null"
-            )
+            yield bad("cache address", "a cache is used alone, or with model")
         if self.cache is not None and self.prompt is not None:
-            yield (
-                f"cache={self.cache} has scores of the student's prompts: set prompt=null, or"
-                " cache=null"
-            )
+            yield bad("cache prompt", "the cache has scores of the student's prompts")
         if self.cache is not None and self.model == POLICY:
-            yield f"cache={self.cache} has the scores of another model: set model or cache to null"
+            yield bad("cache model", "the cache has the scores of another model")
         if self.ema > 0 and self.model != POLICY:
-            yield (
-                f"ema={self.ema:g} averages the weights of the policy: set model={POLICY}, or ema=0"
-            )
-        own = self.tokenizer == "own"
+            yield bad("ema", "it averages the weights of the policy", f"model={POLICY}, or ema=0")
         if self.max_prompt_tokens is not None and self.prompt is None and not own:
-            yield (
-                f"max_prompt_tokens={self.max_prompt_tokens} limits the prompts that teacher.prompt"
-                " makes: set prompt, or max_prompt_tokens=null"
-            )
+            way = "prompt, or max_prompt_tokens=null"
+            yield bad("max_prompt_tokens", "it limits the prompts that teacher.prompt makes", way)
         if self.max_new_tokens is not None and not own:
-            yield (
-                f"max_new_tokens={self.max_new_tokens} limits completions in the tokens of another"
-                " tokenizer: set tokenizer=own, or max_new_tokens=null"
+            yield bad(
+                "max_new_tokens",
+                "it limits completions in the tokens of another tokenizer",
+                "tokenizer=own, or max_new_tokens=null",
             )
         if own and (self.model in (None, POLICY) or self.cache is not None):
-            yield (
-                "tokenizer=own is for a teacher of the run, with model set to another model than"
-                f" {POLICY} and without cache: set tokenizer=student, or model"
+            yield bad(
+                "tokenizer model cache",
+                f"own is for a teacher of the run other than {POLICY}",
+                "tokenizer=student, or model and no cache",
             )
         if self.address is not None and self.prompt is not None:
-            yield (
-                "prompt needs a teacher of the run: set model, or prompt=null (the teacher at"
-                f" {self.address} reads the student's prompts)"
-            )
+            yield bad("address prompt", "the teacher there reads the student's prompts")
         yield from _rules_of_server(self)
 
     @field_validator("prompt")
@@ -315,6 +305,11 @@ class NamedTeacherConfig(Section):
     weight: PositiveNumber | None = None
     """Its share in the mixture of all teachers, relative to theirs; null: 1."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_model(cls, given: object) -> object:
+        return {"model": given} if isinstance(given, str) else given
+
     def _rules(self) -> Iterator[str]:
         if self.model is None and self.address is None:
             yield "set model, or address"
@@ -324,16 +319,16 @@ class NamedTeacherConfig(Section):
 def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
     """Yields an error message for each rule broken by the keys that say where a teacher is
     served."""
+    bad = partial(conflict, one)
     if one.address is None:
-        if one.api != "jaxrl":
-            yield f"api={one.api} needs a server: set address"
-        if one.api_model is not None:
-            yield f"api_model={one.api_model} needs a server: set address"
+        for key in ("api", "api_model"):
+            if getattr(one, key) not in ("jaxrl", None):
+                yield bad(key, "it needs a server", f"address, or leave {key} out")
         return
     if one.model is not None:
-        yield f"model={one.model} and address={one.address} are two teachers: set one to null"
+        yield bad("model address", "these are two teachers")
     if one.api == "jaxrl" and one.api_model is not None:
-        yield f"api_model={one.api_model} is for api=openai: set it to null"
+        yield bad("api_model api", "it is for api=openai")
     url = one.address if "://" in one.address else f"http://{one.address}"
     form = "http://host:port/v1" if one.api == "openai" else "host:port, or https://host:port"
     if not _is_server(url) or (one.api == "openai" and url != one.address):
@@ -467,7 +462,7 @@ class GrouperConfig(FrozenConfig):
 
     def _rules(self) -> Iterator[str]:
         if self.use == "blend" and self.alpha > 1:
-            yield f"alpha={self.alpha:g}: use=blend takes 0 (the prompt's) to 1"
+            yield conflict(self, "alpha use", "it blends from 0 (the prompt's) to 1")
 
 
 class RewardConfig(FrozenConfig):
@@ -524,12 +519,10 @@ class RewardConfig(FrozenConfig):
     mask: compared with the others of their prompt, but not trained on."""
 
     def _rules(self) -> Iterator[str]:
-        given, functions = self.weights_of_functions, len(self.functions)
-        if len(given) != functions:
-            yield (
-                f"weights has {len(given)} numbers for the {functions} functions: give one for"
-                " each, or null"
-            )
+        given = self.weights_of_functions
+        if len(given) != len(self.functions):
+            why = f"weights has {len(given)} numbers for the {len(self.functions)} functions"
+            yield conflict(self, "weights", why, "one for each, or weights=null")
         every = [*given, *([self.model_weight] if self.model else [])]
         if every and not any(every):
             yield "every weight is 0: nothing would be learned; give one another value"

@@ -56,14 +56,6 @@ from jaxrl.losses.algorithm_table import AlgorithmSpec, MixtureKind, find_algori
 from jaxrl.process.plugin import anchored
 
 
-def _named_teachers(value: object) -> object:
-    """Checks the names of teachers; a string stands for a model."""
-    if not isinstance(value, dict):
-        return value
-    check_names(value)
-    return {name: {"model": t} if isinstance(t, str) else t for name, t in value.items()}
-
-
 def _mesh_text(value: object) -> object:
     """Returns a mapping of roles to devices as the text that it stands for; `{actor:2}`, without a
     space, is YAML for a key `actor:2`."""
@@ -128,7 +120,7 @@ class RunConfig(Section):
     names one. null: none are kept."""
     student: StudentConfig = Field(default={}, validate_default=True)
     teacher: TeacherConfig = TeacherConfig()
-    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(_named_teachers)] = {}
+    teachers: Annotated[dict[str, NamedTeacherConfig], BeforeValidator(check_names)] = {}
     """Several teachers by names of your choice, as in `{math: {model: A}, code: {model: B}}`, in
     place of `teacher.model`; `{math: A}` is short for a model alone. They take turns on the devices
     of the role teacher, or all of them are served, as in `{math: {address: host:8790/math}}`, with

@@ -27,6 +27,7 @@ from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
+from jaxrl.config.section import shown as written
 from jaxrl.errors import UserError, counted, shown
 from jaxrl.process.json_types import JsonObject
 
@@ -65,7 +66,7 @@ class Base:
                     f"{error}\nwith {' and '.join(self.own)} set and no --config the other keys"
                     f" have their defaults; --config {BUILTIN} takes the quickstart's"
                 ) from error
-            unset = {key: yaml_text.shown(value) for key, value in self.unset.items()}
+            unset = {key: written(value) for key, value in self.unset.items()}
             named = []
             for key, value in unset.items():
                 text = f"{key.rpartition('.')[2]}={value}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -30,16 +31,47 @@ Quantisation = Literal["int8", "nf4"]
 Api = Literal["jaxrl", "openai"]
 NAMED = re.compile(r"[A-Za-z0-9_.-]+")
 """Names of the user's choice that become parts of metric names."""
+T = TypeVar("T")
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Words = Annotated[tuple[str, ...], OneOrMore]
 """A list of strings; a single string stands for a list of one."""
 
 
-def check_names(names: Iterable[object]) -> None:
-    """Raises ValueError for the first that is not `NAMED`."""
-    for name in names:
+def check_names(value: T) -> T:
+    """Returns the value; raises ValueError for a mapping with a name that is not `NAMED`."""
+    for name in value if isinstance(value, dict) else ():
         if not isinstance(name, str) or NAMED.fullmatch(name) is None:
             raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+    return value
+
+
+def shown(value: object) -> str:
+    """Returns a value as an override is written; of a mapping of sections, its names."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and any(isinstance(one, BaseModel) for one in value.values()):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
+    """Returns the message about keys that do not go together: each with its value, why, and what to
+    set instead; by itself, one of those that are not at their defaults to its default.
+
+    Args:
+        keys: their dotted names below the section, separated by spaces.
+    """
+    given, defaults = [], []
+    for path in keys.split():
+        *names, last = path.split(".")
+        owner: Any = section
+        for name in names:
+            owner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        value, default = getattr(owner, last), type(owner).model_fields[last].default
+        given.append(f"{path}={shown(value)}")
+        if value != default and not way:
+            defaults.append(f"{path}={shown(default)}")
+    return f"{' '.join(given)}: {why}: set {way or ' or '.join(defaults)}"
 
 
 class Section(BaseModel):

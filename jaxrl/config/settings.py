@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -24,6 +24,7 @@ from jaxrl.config.section import (
     Section,
     Words,
     check_names,
+    conflict,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.json_types import Keywords
@@ -55,26 +56,12 @@ def _day(value: object) -> object:
         raise ValueError(f"a date is needed, as in 2026-03-31, got {value!r}") from None
 
 
-def _named_sets(value: object) -> object:
-    """Checks the names of held-out sets, and that each has a source."""
-    if not isinstance(value, dict):
-        return value
-    if not value:
-        raise ValueError("the mapping should not be empty")
-    check_names(value)
-    for name, sources in value.items():
-        each = [sources] if isinstance(sources, str) else sources
-        texts = isinstance(each, list | tuple) and all(isinstance(one, str) for one in each)
-        if not texts or not each:
-            raise ValueError(f"{name}: a source or a list of sources is needed, got {sources!r}")
-    return value
-
-
+Sources = Annotated[Words, Field(min_length=1)]
 EvalSources = Annotated[
-    Annotated[Words, Field(min_length=1), Tag("a-list")]
-    | Annotated[dict[str, Words], Tag("a-mapping")],
-    Discriminator(lambda value: "a-mapping" if isinstance(value, dict) else "a-list"),
-    BeforeValidator(_named_sets),
+    Annotated[Sources, Tag("[list]")]
+    | Annotated[dict[str, Sources], Field(min_length=1), Tag("[mapping]")],
+    Discriminator(lambda value: "[mapping]" if isinstance(value, dict) else "[list]"),
+    BeforeValidator(check_names),
 ]
 """Sources of one set without a name, or of several by their names."""
 
@@ -82,7 +69,7 @@ EvalSources = Annotated[
 class DataConfig(Section):
     """Prompts, and their completions and answers where there are any."""
 
-    train: Annotated[Words, Field(min_length=1)]
+    train: Sources
     """One source or a list of them: a `.jsonl`, `.parquet`, `.json` or `.csv` file; a pattern like
     `data/*.parquet`; a folder of such files, or one that `datasets` saved (`:split=NAME` chooses a
     split); a data set on the hub, as in `hf:openai/gsm8k:main:train`
@@ -128,7 +115,7 @@ class DataConfig(Section):
     the same prompts."""
     system_prompt: str | None = None
     """System message put before every chat prompt that has none. null: none."""
-    few_shot: Annotated[Words, Field(min_length=1)] | None = None
+    few_shot: Sources | None = None
     """Source of solved examples that are put before every prompt, also those of `data.eval`: as
     chat turns, or before a text prompt as `PROMPTCOMPLETION` with a blank line after each. null:
     none."""
@@ -149,10 +136,8 @@ class DataConfig(Section):
             yield "prompt_key and messages_key are both null: one must name the rows' prompts"
         given, sources = len(self.weights or ()), len(self.train)
         if self.weights is not None and given != sources:
-            yield (
-                f"weights has {given} numbers for the {sources} sources of train: give one for"
-                " each, or null"
-            )
+            why = f"weights has {given} numbers for the {sources} sources of train"
+            yield conflict(self, "weights", why, "one for each, or weights=null")
 
 
 class SamplingConfig(Section):
@@ -235,29 +220,21 @@ class DistillConfig(Section):
         return self.chunk_tokens or CHUNK_TOKENS
 
     def _rules(self) -> Iterator[str]:
+        bad = partial(conflict, self)
         if self.seq_kd and self.on_policy_fraction == 1:
-            yield (
-                "seq_kd=true with on_policy_fraction=1 leaves no batch to the teacher's samples:"
-                " set on_policy_fraction below 1"
-            )
+            why = "no batch is left to the teacher's samples"
+            yield bad("seq_kd on_policy_fraction", why, "on_policy_fraction below 1")
         if self.signal == "student_topk" and self.on_policy_fraction < 1:
-            yield (
-                "signal=student_topk asks about the samples of the policy that made them: it needs"
-                f" on_policy_fraction=1, got {self.on_policy_fraction:g}"
-            )
+            yield bad("signal on_policy_fraction", "it asks about samples of the student alone")
         if self.entropy_aware and self.signal == "topk" and self.entropy_top_k > self.top_k:
-            yield (
-                f"entropy_top_k={self.entropy_top_k} exceeds top_k={self.top_k}, all that signal"
-                " topk sends"
-            )
+            why = "the teacher sends no more than top_k"
+            yield bad("entropy_top_k top_k", why, "a smaller entropy_top_k, or a larger top_k")
         for key in ("jsd_beta", "on_policy_fraction", "distill_temperature"):
             known = key == "on_policy_fraction" and self.seq_kd  # as the teacher's samples have it
             if self.signal == "sampled" and getattr(self, key) != 1 and not known:
-                yield (
-                    "signal=sampled estimates KL(student||teacher) on samples whose log-probs are"
-                    f" known: it needs {key}=1, got {getattr(self, key):g}"
-                    + (" (or seq_kd=true)" if key == "on_policy_fraction" else "")
-                )
+                why = "KL(student||teacher) is estimated on samples whose log-probs are known"
+                also = " (or seq_kd=true)" if key == "on_policy_fraction" else ""
+                yield bad(f"signal {key}", why, f"{key}=1{also}")
 
 
 class OptimizerConfig(Section):
@@ -290,10 +267,7 @@ class OptimizerConfig(Section):
 
     def _rules(self) -> Iterator[str]:
         if self.weight_decay > 0 and self.name in ("adam", "sgd"):
-            yield (
-                f"weight_decay={self.weight_decay:g} has no effect with name={self.name}: set it to"
-                " 0, or name=adamw"
-            )
+            yield conflict(self, "weight_decay name", "that optimizer has none")
 
 
 Corrections = Annotated[
@@ -410,10 +384,8 @@ class PolicyConfig(Section):
 
     def _rules(self) -> Iterator[str]:
         if self.bypass and self.correction not in (None, ("none",)):
-            yield (
-                f"bypass=true with correction={','.join(self.correction or ())} would correct"
-                " twice: set correction=none, or bypass=false"
-            )
+            way = "correction=none, or bypass=false"
+            yield conflict(self, "bypass correction", "they would correct twice", way)
 
 
 class EnvironmentConfig(Section):
@@ -463,9 +435,7 @@ class EnvironmentConfig(Section):
 
     def _rules(self) -> Iterator[str]:
         if self.arguments and self.name is None:
-            yield (
-                f"arguments={self.arguments} are those of an environment: set environment.name too"
-            )
+            yield conflict(self, "arguments", "there is no environment", "environment.name too")
         if not all(name.isidentifier() for name in self.arguments):
             yield f"arguments={self.arguments}: each name must be that of an argument in Python"
 
@@ -513,14 +483,12 @@ class EvalConfig(Section):
     def _rules(self) -> Iterator[str]:
         greedy = self.temperature == 0
         if greedy and self.samples > 1:
-            yield (
-                f"samples={self.samples} greedy completions of a prompt are all the same: set"
-                " temperature above 0, or samples=1"
-            )
+            why = "greedy completions of a prompt are all the same"
+            yield conflict(self, "samples temperature", why, "temperature above 0, or samples=1")
         if greedy and (self.top_k > 0 or self.top_p < 1):
-            yield (
-                f"top_k={self.top_k} top_p={self.top_p:g} have no effect on greedy completions: set"
-                " temperature above 0, or top_k=0 top_p=1"
+            way = "temperature above 0, or top_k=0 top_p=1"
+            yield conflict(
+                self, "top_k top_p temperature", "they have no effect on greedy completions", way
             )
 
 

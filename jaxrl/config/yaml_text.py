@@ -8,7 +8,6 @@ repeated key is refused.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -201,10 +200,3 @@ def assign(mapping: JsonObject, values: Mapping[str, object]) -> JsonObject:
                 )
         section[last] = value
     return result
-
-
-def shown(value: object) -> str:
-    """Returns a value as an override is written."""
-    if isinstance(value, str):
-        return value
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)

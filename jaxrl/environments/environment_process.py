@@ -17,7 +17,7 @@ from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.tool_calls import LONGEST, SchemaTool, cut_text
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import finite
-from jaxrl.process.plugin import PYTHON, is_plugin, load_located, load_pickled, locate
+from jaxrl.process.plugin import CodeSource, is_plugin, load_source, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong, traceback_of_user
 
 KEY, ARGUMENTS = "environment.name", "environment.arguments"
@@ -45,22 +45,12 @@ _SHAPE = "Answer(messages, reward=None, done=False), or a dict of these"
 
 
 @dataclass(frozen=True)
-class EnvironmentSource:
-    """Where an environment comes from."""
+class EnvironmentSource(CodeSource):
+    """Where an environment comes from: a class or, of a Python program, also a function that makes
+    an instance."""
 
-    text: str
-    """As in `environment.name`."""
-    place: str
-    """Absolute path of a file, or dotted name of a module."""
-    attribute: str
-    """Name of the class there."""
-    digest: str = ""
-    """sha256 of the file, in hex, when the run began; "" of a module."""
     arguments: JsonObject = field(default_factory=dict)
-    """Keyword arguments for the class."""
-    code: bytes = b""
-    """The class, or a function that makes an instance, pickled by cloudpickle, where a Python
-    program gave it."""
+    """Keyword arguments for it."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +77,13 @@ def find(
     Raises:
         UserError: it names nothing.
     """
-    if text.startswith(PYTHON):
-        name = text.removeprefix(PYTHON).partition("@")[0]
-        if text not in given:
-            raise UserError(
-                f"{KEY}: {text} is an environment of a Python program: give it from there, as in"
-                f" train(config, environment={name})"
-            )
-        return EnvironmentSource(text, "", name, arguments=arguments or {}, code=given[text])
     if not is_plugin(text) and text not in BUILT_IN:
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, BUILT_IN)}: it is path/to/file.py:Class,"
             f" package.module:Class or one of {', '.join(BUILT_IN)}"
         )
-    place = locate(BUILT_IN.get(text, text), KEY, "Class")
-    return EnvironmentSource(text, *place, arguments or {})
+    found = vars(locate(BUILT_IN.get(text, text), KEY, "Class", given, "environment={}"))
+    return EnvironmentSource(**{**found, "text": text}, arguments=arguments or {})
 
 
 def load_class(source: EnvironmentSource) -> Callable[..., Environment]:
@@ -111,11 +93,8 @@ def load_class(source: EnvironmentSource) -> Callable[..., Environment]:
         UserError: it cannot be imported, is not there, or is no environment; or its file has
             changed since the run began.
     """
-    if source.code:
-        made: Callable[..., Environment] = load_pickled(KEY, source.text, source.code, "Class")
-        return made
     try:
-        found = load_located(KEY, source.place, source.attribute, source.digest, "class")
+        found: Callable[..., Environment] = load_source(source, KEY, "Class")
     except UserError as error:
         if source.text in PACKAGES and isinstance(error.__cause__, ImportError):
             raise UserError(
@@ -123,7 +102,7 @@ def load_class(source: EnvironmentSource) -> Callable[..., Environment]:
                 f" 'jaxrl[{source.text}]' ({error.__cause__})"
             ) from error.__cause__
         raise
-    if not inspect.isclass(found) or not issubclass(found, Environment):
+    if not source.code and not (inspect.isclass(found) and issubclass(found, Environment)):
         what = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise UserError(
             f"{KEY}: {source.text} is {what}, it must be a subclass of"
@@ -146,19 +125,15 @@ def facts_of(
     given = (
         f"with {ARGUMENTS}={dict(source.arguments)}" if source.arguments else "without arguments"
     )
+    takes = ""
     try:
         signature = inspect.signature(kind)
-    except (TypeError, ValueError) as error:  # such as a partial with arguments that it lacks
-        raise UserError(f"{KEY}: {source.text} cannot be made {given}: {error}") from error
-    try:
-        signature.bind(**source.arguments)
-    except TypeError as error:
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-        raise UserError(
-            f"{KEY}: {source.text} cannot be made {given}: {error}; {ARGUMENTS} must be those of"
-            f" {source.attribute}{takes}"
-        ) from error
+        plain = signature.replace(parameters=bare, return_annotation=signature.empty)
+        takes = f"; {ARGUMENTS} must be those of {source.name}{plain}"
+        signature.bind(**source.arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{KEY}: {source.text} cannot be made {given}: {error}{takes}") from error
     try:
         made = kind(**source.arguments)
         if not isinstance(made, Environment):
@@ -355,81 +330,60 @@ def observed(result: object) -> Observation:
     if isinstance(result, Answer):
         result = {key: getattr(result, key) for key in KEYS}
     if not isinstance(result, Mapping):
-        raise UserError(f"`step` returned {shown(result)}: it must return {_SHAPE}")
+        raise _bad("step", shown(result), _SHAPE)
     for key in result:
         if key not in KEYS:
-            raise UserError(
-                f"`step` returned a dict with the key {key!r}{near(str(key), KEYS)}: it must return"
-                f" {_SHAPE}"
-            )
+            raise _bad("step", f"a dict with the key {key!r}{near(str(key), KEYS)}", _SHAPE)
     reward, done = result.get("reward"), result.get("done", False)
     if not isinstance(done, bool):
-        raise UserError(f"`step` returned done={shown(done)}: it must be True or False")
+        raise _bad("step", f"done={shown(done)}", "True or False")
+    number = None if reward is None else finite(reward)
+    if reward is not None and number is None:
+        raise _bad("step", f"the reward {shown(reward)}", "a finite number, or None")
     messages = result.get("messages", ())
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}] if messages else []
-    checked = checked_messages(messages, "step", ROLES)
-    if not checked and not done:
-        raise UserError("`step` returned no message for the model, and not done=True")
     left, kept = LONGEST, []
-    for message in checked:
+    for message in checked_messages(messages, "step", ROLES):
         text = cut_text(message["content"], left)
         left = max(left - len(text), 0)
         kept.append({**message, "content": text})
-    number = None if reward is None else finite(reward)
-    if reward is not None and number is None:
-        raise UserError(
-            f"`step` returned the reward {shown(reward)}: it must be a finite number, or None"
-        )
+    if not kept and not done:
+        raise UserError("`step` returned no message for the model, and not done=True")
     return Observation(tuple(kept), number, done)
 
 
 def first_messages(result: object) -> tuple[Message, ...] | str:
     """Returns what `reset` returned. Raises UserError where that is no prompt."""
-    if isinstance(result, str):
-        _check_text(result, "reset")
-        messages: tuple[Message, ...] | str = result
-    else:
-        messages = checked_messages(result, "reset", (*ROLES, "assistant"))
+    text = isinstance(result, str) and result
+    given = [{"role": "user", "content": text}] if text else result
+    messages = checked_messages(given, "reset", (*ROLES, "assistant"))
     if not messages:
         raise UserError("`reset` returned no message: the model needs a prompt")
-    return messages
+    return text or messages
 
 
 def checked_messages(messages: object, method: str, roles: Sequence[str]) -> tuple[Message, ...]:
     """Returns chat messages with texts `role` and `content`, as plain dicts with all of their
     fields."""
     if isinstance(messages, Mapping | bytes) or not hasattr(messages, "__iter__"):
-        raise UserError(f"`{method}` returned the messages {shown(messages)}: they must be a list")
+        raise _bad(method, f"the messages {shown(messages)}", "a list")
     found = []
     for message in messages:
         fields = message if isinstance(message, Mapping) else {}
         texts = [fields.get(name) for name in ("role", "content")]
         if not all(isinstance(text, str) for text in texts):
-            raise UserError(
-                f"`{method}` returned the message {shown(message)}: it must have the texts `role`"
-                " and `content`"
-            )
+            what = f"the message {shown(message)}"
+            raise _bad(method, what, "a dict with the texts `role` and `content`")
         if texts[0] not in roles:
-            raise UserError(
-                f"`{method}` returned a message of the role {texts[0]!r}: it must be one of"
-                f" {', '.join(roles)}"
-            )
-        _check_text(str(texts[1]), method)
+            raise _bad(method, f"a message of the role {texts[0]!r}", f"of {', '.join(roles)}")
         try:
             text = json.dumps(dict(fields), ensure_ascii=False, allow_nan=False)
             found.append(json.loads(text.encode()))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"`{method}` returned the message {shown(message)}, which is no JSON: {error}"
-            ) from error
+            raise _bad(method, f"the message {shown(message)}", f"JSON ({error})") from error
     return tuple(found)
 
 
-def _check_text(text: str, method: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"`{method}` returned a text with half of a surrogate pair at character {error.start}"
-        ) from error
+def _bad(method: str, what: str, must: str) -> UserError:
+    return UserError(f"`{method}` returned {what}: it must be {must}")

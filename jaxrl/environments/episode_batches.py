@@ -120,15 +120,10 @@ class Episodes:
                 if newest is not None and name and int(name[2]) < int(newest.name):
                     with suppress(OSError):
                         path.unlink()
-        batch = EpisodeBatch(
-            self,
-            prompts,
-            n,
-            most or self.config.max_new_tokens,
-            (next(self._batches), attempt),
-            None if self.run_dir is None else Journal(self.run_dir, split, step, self.notify),
-        )
-        self._last = batch
+        run_dir, most = self.run_dir, most or self.config.max_new_tokens
+        journal = None if run_dir is None else Journal(run_dir, split, step, self.notify)
+        number = (next(self._batches), attempt)
+        self._last = batch = EpisodeBatch(self, prompts, n, most, number, journal)
         facts = self.pool.facts()
         if facts.resets:
             batch.reset()
@@ -187,6 +182,7 @@ class Episodes:
 class _Episode:
     prompt: int  # index in the batch
     sample: int
+    place: tuple[int, int, int]  # that of its answers, but for the turn
     session: Session
     chain: str  # digest of the environment and of all turns so far
     turn: int = 0  # turns of the model that were answered
@@ -331,8 +327,7 @@ class EpisodeBatch:
         see."""
         if self._journal is None or not episode.replaying:
             return None
-        place = (self._attempt, self._prompts[episode.prompt].id, episode.sample, turn)
-        record = self._journal.read.get(place)
+        record = self._journal.read.get((*episode.place, turn))
         if record is None or record["chain"] != episode.chain:
             episode.replaying = turn == PROMPT
             return None
@@ -340,8 +335,7 @@ class EpisodeBatch:
 
     async def _write(self, episode: _Episode, turn: int, content: JsonObject) -> None:
         if self._journal is not None:
-            place = (self._attempt, self._prompts[episode.prompt].id, episode.sample, turn)
-            await self._journal.add(place, {"chain": episode.chain, **content})
+            await self._journal.add((*episode.place, turn), {"chain": episode.chain, **content})
 
     def _failed(self, episode: _Episode, failure: Failure) -> Reply:
         """Returns the reply about an episode that failed; raises RunError where that is one too
@@ -364,12 +358,16 @@ class EpisodeBatch:
 
     def _episode(self, prompt: int, sample: int) -> _Episode:
         if (prompt, sample) not in self._episodes:
-            columns, source = row_of(self._prompts[prompt]), self._all.source
+            row, source = row_of(self._prompts[prompt]), self._all.source
             what = without_folders([source.text, dict(source.arguments)])
-            known = json.dumps([columns, what], sort_keys=True, default=repr)
-            session = Session((self._number, prompt, sample), columns)
-            chain = _digest(source.digest, known)
-            self._episodes[prompt, sample] = _Episode(prompt, sample, session, chain)
+            known = json.dumps([row, what], sort_keys=True, default=repr)
+            self._episodes[prompt, sample] = _Episode(
+                prompt,
+                sample,
+                (self._attempt, self._prompts[prompt].id, sample),
+                Session((self._number, prompt, sample), row),
+                _digest(source.digest, known),
+            )
         return self._episodes[prompt, sample]
 
 

@@ -26,6 +26,8 @@ _ANY: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants
 Arguments = Mapping[str, Any]
 """Of a call of a tool, by their names."""
 Tool = Callable[..., Any]
+Tools = Mapping[str, Tool]
+"""Those that may be called, by name."""
 LONGEST = 100_000
 """Characters of what an environment answers to a turn; what is more is left out."""
 CUT_WORDS = 80
@@ -211,10 +213,11 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             text that closes thoughts without opening them begins with them.
         tools: what may be called. Where a form has no quotes, their types tell texts from numbers.
     """
+    by_name = {tool.__name__: tool for tool in tools}
     text = text.rstrip()
     while text.endswith("|>") and re.fullmatch(r"<\|(?!message)\w+\|>", text[text.rfind("<|") :]):
         text = text[: text.rfind("<|")].rstrip()
-    calls, at = _whole(text, 0, tools), 0
+    calls, at = _whole(text, 0, by_name), 0
     if calls:
         return calls
     marks = {pattern: pattern.search(text) for pattern in (*FORMS, OPENS, CLOSES)}
@@ -224,9 +227,9 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
                 marks[pattern] = pattern.search(text, at)
         mark = min(filter(None, marks.values()), key=lambda found: found.start(), default=None)
         if mark is None:
-            return calls or _unmarked(text[at:].strip(), tools)
+            return calls or _unmarked(text[at:].strip(), by_name)
         if mark.re in FORMS:
-            more, at = FORMS[mark.re](mark, tools)
+            more, at = FORMS[mark.re](mark, by_name)
             calls += more
             continue
         began, at = at, mark.end()
@@ -239,11 +242,11 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call]:
             at = len(text) if closed < 0 else closed + len(THOUGHTS[mark[0]])
         else:
             calls = []
-        if whole := _whole(text, at, tools):
+        if whole := _whole(text, at, by_name):
             return calls + whole
 
 
-def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
+def _whole(text: str, at: int, tools: Tools) -> list[Call]:
     """Parses the calls of a text that is nothing but their JSON or a fence, which may hold any
     mark."""
     start = _gap(text, at)
@@ -261,7 +264,7 @@ def _whole(text: str, at: int, tools: Sequence[Tool]) -> list[Call]:
     return [_call(value) for value in values] if named and end == len(text) else []
 
 
-def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
+def _fenced(turn: str, tools: Tools) -> list[Call]:
     """Parses the calls in the fences that end a turn."""
     calls: list[Call] = []
     while (fence := _FENCE.fullmatch(turn)) is not None:
@@ -272,9 +275,8 @@ def _fenced(turn: str, tools: Sequence[Tool]) -> list[Call]:
     return calls
 
 
-def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
+def _in_fence(kind: str, body: str, tools: Tools) -> list[Call]:
     """Parses the calls in a fence; one for code or data counts only for tools that there are."""
-    names = [tool.__name__ for tool in tools]
     is_json = body.startswith(("{", "[")) and not re.match(r"\[\s*\w", body)
     if kind.startswith("tool"):
         try:
@@ -285,28 +287,27 @@ def _in_fence(kind: str, body: str, tools: Sequence[Tool]) -> list[Call]:
             _wrong(f"{JSON}, or {PYTHON}")
         ]
     calls = _whole(body, 0, tools) if is_json else _as_python(body, tools)
-    begins = re.split(r"[\s(]", body.lstrip("[ "), maxsplit=1)[0] in names
-    return calls if all(begins if isinstance(c, str) else c[0] in names for c in calls) else []
+    begins = re.split(r"[\s(]", body.lstrip("[ "), maxsplit=1)[0] in tools
+    return calls if all(begins if isinstance(c, str) else c[0] in tools for c in calls) else []
 
 
-def _unmarked(turn: str, tools: Sequence[Tool]) -> list[Call]:
+def _unmarked(turn: str, tools: Tools) -> list[Call]:
     """Parses the calls, written as in Python, of a turn without any mark."""
-    names = [tool.__name__ for tool in tools]
     if turn.endswith("```"):
         return _fenced(turn, tools)
     if turn.startswith("[") and turn.endswith("]"):
         calls = _as_python(turn, tools)
-        return calls if all(not isinstance(c, str) and c[0] in names for c in calls) else []
+        return calls if all(not isinstance(c, str) and c[0] in tools for c in calls) else []
     line = turn.splitlines()[-1].strip() if turn else ""
     if not line.endswith(")"):
         line = _COMMENT.sub(r"\1", line)
-    if line.partition("(")[0].strip() not in names or not line.endswith(")"):
+    if line.partition("(")[0].strip() not in tools or not line.endswith(")"):
         return []
     calls = _as_python(line, tools)
-    return calls if all(isinstance(call, str) or call[0] in names for call in calls) else []
+    return calls if all(isinstance(call, str) or call[0] in tools for call in calls) else []
 
 
-def _json(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _json(mark: re.Match[str], tools: Tools) -> Read:
     """Reads JSON: of the arguments where the mark has the tool's name, else of calls."""
     name = mark.groupdict().get("name")
     if name is not None:
@@ -330,7 +331,7 @@ def _named(name: str, mark: re.Match[str]) -> Read:
         return [_wrong(NAMED)], end
 
 
-def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _tagged(mark: re.Match[str], tools: Tools) -> Read:
     """Reads what is in `<tool_call>`: JSON, something with a mark of its own, or a name and pairs
     of tags (GLM)."""
     at = _gap(mark.string, mark.end())
@@ -339,20 +340,20 @@ def _tagged(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
     if _FUNCTION.match(mark.string, at) or _INVOKED.match(mark.string, at):
         return [], at
     named = _GLM_NAME.match(mark.string, at)
-    known = named and (named["name"] in [t.__name__ for t in tools] or named["fields"])
+    known = named and (named["name"] in tools or named["fields"])
     if named is None or not known:
         return [_wrong(f"{JSON}, or {XML}")], _end(mark)
     return _fields(named, _GLM_FIELD, "</tool_call>", tools, GLM)
 
 
-def _function(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _function(mark: re.Match[str], tools: Tools) -> Read:
     """Reads a function in a tag: with JSON (Llama 3), or with parameters in tags."""
     if mark.string.startswith("{", _gap(mark.string, mark.end())):
         return _json(mark, tools)
     return _fields(mark, _XML_FIELD, "</function>", tools, XML)
 
 
-def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _invoked(mark: re.Match[str], tools: Tools) -> Read:
     """Parameters in tags with a prefix of the family's."""
     prefix = re.escape(mark["prefix"])
     field = (
@@ -364,13 +365,13 @@ def _invoked(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
 
 
 def _fields(
-    mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Sequence[Tool], words: str
+    mark: re.Match[str], field: re.Pattern[str], closes: str, tools: Tools, words: str
 ) -> Read:
     """Reads arguments in tags, which are texts without quotes; `closes` must follow, unless the
     turn was cut. The groups of a field are `key`, `value` and perhaps `text`: whether it is one.
     """
     text, at = mark.string, mark.end()
-    tool = {tool.__name__: tool for tool in tools}.get(mark["name"])
+    tool = tools.get(mark["name"])
     arguments = {}
     while (found := field.match(text, at)) is not None:
         key, at = found["key"], found.end()
@@ -401,13 +402,12 @@ def _typed(text: str, types: set[str] | None) -> object:
     return text if isinstance(value, str) or not fits else value
 
 
-def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _message(mark: re.Match[str], tools: Tools) -> Read:
     """Reads a message of gpt-oss or of Muse, which may be for a tool."""
     text, begin = mark.string, max(mark.start() - LONGEST_HEADER, 0)
     header = _MESSAGE_ENDS.split(text[begin : mark.start()])[-1]
     to = re.search(r"\bto=(functions\.)?([^\s<]+)", header)
-    names = [tool.__name__ for tool in tools]
-    addressed = to is not None and (to[1] is not None or to[2] in names)
+    addressed = to is not None and (to[1] is not None or to[2] in tools)
     thinks = "<|channel|>analysis" in header and not addressed
     if thinks or (to is not None and to[2] == "self"):
         end = _MESSAGE_ENDS.search(text, mark.end())
@@ -417,7 +417,7 @@ def _message(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
     return _named(to[2], mark)
 
 
-def _gemma(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _gemma(mark: re.Match[str], tools: Tools) -> Read:
     """Reads a call of Gemma 4: JSON whose keys have no quotes, and whose texts have quotes of their
     own."""
     parts = mark["body"].split('<|"|>')
@@ -434,7 +434,7 @@ def _gemma(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
         return [_wrong(GEMMA)], mark.end()
 
 
-def _python(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
+def _python(mark: re.Match[str], tools: Tools) -> Read:
     """Calls as in Python, unless they turn out to be JSON or tags."""
     at, end = _gap(mark.string, mark.end()), _end(mark)
     if mark.string.startswith("<", at):
@@ -444,9 +444,9 @@ def _python(mark: re.Match[str], tools: Sequence[Tool]) -> Read:
     return _as_python(mark.string[at:end].strip(), tools), end
 
 
-def _as_python(text: str, tools: Sequence[Tool]) -> list[Call]:
+def _as_python(text: str, tools: Tools) -> list[Call]:
     """Parses calls in Python, each on a line of its own or all in a list."""
-    names = {f"tool_{at}_": tool.__name__ for at, tool in enumerate(tools)}
+    names = {f"tool_{at}_": name for at, name in enumerate(tools)}
     for word, name in names.items():
         if not name.isidentifier():
             text = re.sub(rf"(?<![\w.'\"-]){re.escape(name)}(?=\()", word, text)
@@ -462,7 +462,7 @@ def _as_python(text: str, tools: Sequence[Tool]) -> list[Call]:
         return [f"Error: {type(error).__name__}: {error}"]
 
 
-def _python_call(node: ast.AST, names: Mapping[str, str], tools: Sequence[Tool]) -> Call:
+def _python_call(node: ast.AST, names: Mapping[str, str], tools: Tools) -> Call:
     """Raises TypeError where the arguments are not those of the tool.
 
     Args:
@@ -479,7 +479,7 @@ def _python_call(node: ast.AST, names: Mapping[str, str], tools: Sequence[Tool])
         named = {str(word.arg): _constant(word.value) for word in node.keywords}
     except ValueError:  # its text would tell where in memory a node is
         return _wrong(PYTHON)
-    tool = {tool.__name__: tool for tool in tools}.get(name)
+    tool = tools.get(name)
     if tool is None:
         return name, named
     signature = inspect.signature(tool)
@@ -592,7 +592,7 @@ _PYTHONIC = re.compile(
     r'|\bfunctools(?=\s*\[\s*\{\s*")'
 )
 
-FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Sequence[Tool]], Read]] = {
+FORMS: dict[re.Pattern[str], Callable[[re.Match[str], Tools], Read]] = {
     re.compile(r"<tool_call>"): _tagged,  # Hermes, Qwen2.5, Qwen3, GLM-4.5; around others too
     _FUNCTION: _function,  # Qwen3.5, Qwen3-Coder, Nemotron 3, Seed; with JSON Llama 3
     _INVOKED: _invoked,  # Muse, MiniMax, DeepSeek V3.2

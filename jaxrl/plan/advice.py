@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
-from jaxrl.config.yaml_text import shown
+from jaxrl.config.section import shown
 from jaxrl.errors import UserError, counted
 from jaxrl.models.kernels import GPU
 from jaxrl.plan.accounts import pool_peaks

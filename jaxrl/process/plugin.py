@@ -8,6 +8,8 @@ import importlib.util
 import pickle
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -32,14 +34,43 @@ def anchored(text: str, folder: Path) -> str:
     return f"{(folder / user_path(place)).resolve()}:{name}"
 
 
-def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
-    """Returns what `path/to/file.py:NAME` or `package.module:NAME` names: the absolute path of the
-    file or the name of the module, NAME, and the sha256 of the file in hex ("" for a module); no
-    code runs.
+@dataclass(frozen=True)
+class CodeSource:
+    """Where code of the user's comes from, for a process that loads it."""
+
+    text: str
+    """As in the config."""
+    name: str
+    """Of the class or function."""
+    place: str = ""
+    """Absolute path of its file, or dotted name of its module."""
+    digest: str = ""
+    """sha256 of the file, in hex, when the run began: no process may run another one."""
+    code: bytes = b""
+    """The object itself, pickled by cloudpickle, where a Python program gave it."""
+
+
+def locate(text: str, key: str, kind: str, given: Mapping[str, bytes], call: str) -> CodeSource:
+    """Returns the source of what `path/to/file.py:NAME`, `package.module:NAME` or `python:NAME`
+    names; no code runs.
+
+    Args:
+        key: of the config.
+        kind: `Class` or `function`.
+        given: what a Python program gave, pickled, by its entry in the config.
+        call: the argument that gives it, as in `environment={}`.
 
     Raises:
         UserError: it names nothing.
     """
+    if text.startswith(PYTHON):
+        name = text.removeprefix(PYTHON).partition("@")[0]
+        if text not in given:
+            raise UserError(
+                f"{key}: {text} is a {kind.lower()} of a Python program: give it from there, as in"
+                f" train(config, {call.format(name)})"
+            )
+        return CodeSource(text, name, code=given[text])
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise UserError(f"{key}: {text!r} must be path/to/file.py:{kind} or module:{kind}")
@@ -50,10 +81,10 @@ def locate(text: str, key: str, kind: str) -> tuple[str, str, str]:
                 f"{key}: {text}: there is no file {path} (a relative path is one from the folder of"
                 " the config file that names it, or from the working directory)"
             )
-        return str(path), name, hashlib.sha256(path.read_bytes()).hexdigest()
+        return CodeSource(text, name, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
     if not all(part.isidentifier() for part in place.split(".")):
         raise UserError(f"{key}: {text}: {place!r} is neither a .py file nor the name of a module")
-    return place, name, ""
+    return CodeSource(text, name, place)
 
 
 def is_file(place: str) -> bool:
@@ -91,39 +122,30 @@ def load_object(text: str, kind: str = "") -> Any:
     return getattr(module, name)
 
 
-def load_located(key: str, place: str, name: str, digest: str, kind: str) -> Any:
+def load_source(source: CodeSource, key: str, kind: str) -> Any:
     """Returns the object that `locate` found, in a process of its own.
 
     Raises:
-        UserError: its file has changed since, or as `load_object` raises it.
+        UserError: its file has changed since, it cannot be unpickled, or as `load_object` raises.
     """
+    place, digest = source.place, source.digest
+    if source.code:
+        try:
+            return pickle.loads(source.code)
+        except BaseException as error:
+            raise UserError(
+                f"{key}: {source.text} cannot be loaded in another process:"
+                f" {type(error).__name__}: {error}; write it in a file, and name it path.py:{kind}"
+            ) from error
     if digest and hashlib.sha256(Path(place).read_bytes()).hexdigest() != digest:
         raise UserError(
             f"{key}: {place} has changed since the run began: a part of the run would be with"
-            f" another {kind}; start the run again"
+            f" another {kind.lower()}; start the run again"
         )
     try:
-        return load_object(f"{place}:{name}", f"{kind} ")
+        return load_object(f"{place}:{source.name}", f"{kind.lower()} ")
     except UserError as error:
         raise UserError(f"{key}: {error}") from error.__cause__
-
-
-def load_pickled(key: str, text: str, code: bytes, kind: str) -> Any:
-    """Returns the object of a Python program that `text` stands for, in a process of its own.
-
-    Args:
-        kind: what it is, as a path would name it: `Class` or `function`.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    try:
-        return pickle.loads(code)
-    except BaseException as error:
-        raise UserError(
-            f"{key}: {text} cannot be loaded in another process: {type(error).__name__}: {error};"
-            f" write it in a file, and name it path.py:{kind}"
-        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:

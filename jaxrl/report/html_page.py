@@ -217,7 +217,7 @@ class Figure:
 def about(run: RunFiles) -> tuple[list[str], str]:
     """Returns when and where the run began, with which jaxrl, and how often it was resumed, without
     what its files do not tell; and the newest command, or an empty text."""
-    first, newest = (*run.sessions[:1], {})[0], (*run.sessions[-1:], {})[0]
+    first, newest = (run.sessions[0], run.sessions[-1]) if run.sessions else ({}, {})
     at, host, version, command = (
         str(one[key]) if isinstance(one.get(key), str) else ""
         for one, key in ((first, "at"), *((newest, key) for key in ("host", "version", "command")))
@@ -230,22 +230,20 @@ def about(run: RunFiles) -> tuple[list[str], str]:
 
 def headline(run: RunFiles, activity: Activity) -> list[Figure]:
     """Returns what the run reached, what it was trained on, and its time."""
-    evaluated = [row for row in run.rows if row.get("eval/accuracy") is not None]
-    ends = evaluated[:1] + evaluated[1:][-1:]
     figures = []
-    if ends:
-        value = " → ".join(f"{row['eval/accuracy']:.1%}" for row in ends)
-        teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
-        intervals = " and ".join(filter(None, map(_interval, ends)))
-        at = f"step {' and '.join(str(row['step']) for row in ends)}"
-        note = "; ".join((*teacher, at, *([f"95% interval {intervals}"] if intervals else [])))
-        figures.append(Figure("accuracy on held-out prompts", value, note))
-    rewards = [row for row in run.rows if row.get("eval/environment_reward") is not None]
-    if any(held_out_reward(row) is not None for row in rewards):
-        ends = rewards[:1] + rewards[1:][-1:]
-        value = " → ".join(f"{row['eval/environment_reward']:.3f}" for row in ends)
-        at = f"step {' and '.join(str(row['step']) for row in ends)}"
-        figures.append(Figure("environment's reward on held-out prompts", value, at))
+    teacher = [f"the teacher has {v:.1%}" for v in _values(run.rows, "teacher/accuracy")[:1]]
+    judged = any(held_out_reward(row) is not None for row in run.rows)
+    for name, label, form, before in (
+        ("eval/accuracy", "accuracy on held-out prompts", ".1%", teacher),
+        ("eval/environment_reward", "environment's reward on held-out prompts", ".3f", []),
+    ):
+        ends = _ends(run.rows, name) if judged or name == "eval/accuracy" else []
+        if ends:
+            value = " → ".join(format(row[name], form) for row in ends)
+            intervals = " and ".join(filter(None, (_interval(row, name) for row in ends)))
+            after = [f"95% interval {intervals}"] if intervals else []
+            at = f"step {' and '.join(str(row['step']) for row in ends)}"
+            figures.append(Figure(label, value, "; ".join((*before, at, *after))))
     if not figures:
         measured = next((name for name in NOISY if _values(run.rows, name)), None)
         if measured is not None:
@@ -336,18 +334,23 @@ def _models(run: RunFiles) -> str:
 
 def _accuracy(rows: Sequence[Row]) -> str:
     """Returns the first and the last accuracy, with their 95% intervals, and the teacher's."""
-    evaluated = [row for row in rows if row.get("eval/accuracy") is not None]
     texts = []
-    for row in evaluated[:1] + evaluated[1:][-1:]:
-        interval = f" ({text})" if (text := _interval(row)) else ""
+    for row in _ends(rows, "eval/accuracy"):
+        interval = f" ({text})" if (text := _interval(row, "eval/accuracy")) else ""
         texts.append(f"{row['eval/accuracy']:.1%}{interval} at step {row['step']}")
     teacher = "".join(f"; the teacher {v:.1%}" for v in _values(rows, "teacher/accuracy")[:1])
     return " → ".join(texts) + teacher
 
 
-def _interval(row: Row) -> str:
-    """Returns the 95% interval of a row's accuracy, `7.0% to 15.0%`; "" where it has none."""
-    low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
+def _ends(rows: Sequence[Row], name: str) -> list[Row]:
+    """Returns the first and the last row that have a metric, or the only one."""
+    having = [row for row in rows if row.get(name) is not None]
+    return having[:1] + having[1:][-1:]
+
+
+def _interval(row: Row, name: str) -> str:
+    """Returns the 95% interval of a rate, `7.0% to 15.0%`; "" where it has none."""
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
     return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
 
 
@@ -399,13 +402,16 @@ def memory_pools(run: RunFiles) -> list[JsonObject]:
     pools = []
     for number, pool in enumerate(run.plan["pools"]):
         devices = f"{len(pool['devices'])} {pool['device'] or 'device'}"
-        parts = [
-            {"role": role["role"], **part}
-            for role in run.plan["roles"]
-            if role["pool"] == number
-            for part in role["parts"]
-            if _present(role["role"], part, pool["moment"])
-        ]
+        moment, parts = pool["moment"], []
+        for role in run.plan["roles"]:
+            for part in role["parts"] if role["pool"] == number else ():
+                # On the device in its phase alone or, without one, but for where it is away.
+                if part["phase"] is None:
+                    there = not {moment, moment.partition(":")[0]} & set(part.get("away", ()))
+                else:
+                    there = f"{role['role']}: {part['phase']}" == moment
+                if there:
+                    parts.append({"role": role["role"], **part})
         # The planned figure, which a row holds where a device tells none, is no measurement.
         peaks = [
             row.get(f"memory/{role}/peak_bytes")
@@ -424,13 +430,6 @@ def memory_pools(run: RunFiles) -> list[JsonObject]:
     return pools
 
 
-def _present(role: str, part: JsonObject, moment: str) -> bool:
-    """Returns whether a part of a role is on the device at a moment."""
-    if part["phase"] is not None:
-        return f"{role}: {part['phase']}" == moment
-    return not {moment, moment.partition(":")[0]} & set(part.get("away", ()))
-
-
 def samples(run: RunFiles) -> list[JsonObject]:
     """Returns the samples of the first step, of the last, and of as many steps evenly between them
     as there is room for.
@@ -446,8 +445,13 @@ def samples(run: RunFiles) -> list[JsonObject]:
         for sample in by_step[step]:
             agreement = sample.get("agreement")
             (rounded,) = short([of_step.get(step) if agreement is None else agreement])
-            texts = {name: _cut(str(sample.get(name) or "")) for name in ("prompt", "completion")}
-            fields = {name: sample.get(name) for name in FIELDS} | texts
+            fields = {name: sample.get(name) for name in FIELDS}
+            for name in ("prompt", "completion"):
+                text = str(sample.get(name) or "")
+                if (left_out := len(text) - TEXT) > 0:
+                    middle = f"\n[... {left_out} characters ...]\n"
+                    text = text[: TEXT // 2] + middle + text[-TEXT // 2 :]
+                fields[name] = text
             shown.append(fields | {"agreement": rounded, "of_step": agreement is None})
     return shown
 
@@ -462,14 +466,6 @@ def sample_columns(run: RunFiles) -> list[str]:
         or (name == "agreement" and of_step)
     ]
     return ["step", "prompt", "completion", *optional, "tokens"]
-
-
-def _cut(text: str) -> str:
-    """Cuts the middle out of a long text."""
-    left_out = len(text) - TEXT
-    if left_out <= 0:
-        return text
-    return f"{text[: TEXT // 2]}\n[... {left_out} characters ...]\n{text[-TEXT // 2 :]}"
 
 
 def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
@@ -516,21 +512,15 @@ def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> JsonOb
 def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:
     """Returns a series: x, y are points; mx, my are means to smooth, where they differ; low, high
     are the 95% interval; lost are steps without a finite value."""
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    known = [row for row in rows if row.get(name) is not None]
     lost = [row["step"] for row in rows if name in row and row[name] is None]
     series: JsonObject = {"run": number, "lost": evenly(lost, MARKS)}
     if name.startswith("eval/"):
-        kept = evenly(found, limit)
-        ends = {row["step"]: [row.get(f"{name}_{end}") for end in ("low", "high")] for row in rows}
-        series |= {"x": [x for x, _ in kept], "y": short([y for _, y in kept])}
-        return series | {
-            end: short([ends[x][i] for x, _ in kept]) for i, end in enumerate(("low", "high"))
-        }
-    curve = thin([step for step, _ in found], [value for _, value in found], limit)
-    series |= {"x": curve.steps, "y": short(curve.values)}
-    if len(curve.steps) < len(found):
-        series |= {"mx": short(curve.mean_steps), "my": short(curve.means)}
-    return series
+        kept = evenly(known, limit)
+        series["x"] = [row["step"] for row in kept]
+        ends = (("y", name), ("low", f"{name}_low"), ("high", f"{name}_high"))
+        return series | {key: short([row.get(end) for row in kept]) for key, end in ends}
+    return series | thin([row["step"] for row in known], [row[name] for row in known], limit)
 
 
 def short(values: Sequence[float | None]) -> list[float | None]:
@@ -538,31 +528,20 @@ def short(values: Sequence[float | None]) -> list[float | None]:
     return [None if v is None else v if isinstance(v, int) else float(f"{v:.6g}") for v in values]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Values over steps, as they are drawn."""
-
-    steps: list[int]
-    values: list[float]
-    mean_steps: list[float]
-    """Where the means belong: the middle of the steps that each is over."""
-    means: list[float]
-    """What is smoothed; the values themselves where nothing was thinned."""
-
-
-def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> Curve:
-    """Thins values to at most `limit` (4 at the least): the first, the last, and the lowest and the
-    highest of each stretch of equally many values; also returns the mean of each stretch."""
+def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> JsonObject:
+    """Thins values over steps to at most `limit` (4 at the least), x and y: the first, the last,
+    and the lowest and the highest of each stretch of equally many values. Where that leaves some
+    out, mx and my have the means of each stretch."""
     n = len(steps)
     if n <= limit:
-        return Curve(list(steps), list(values), [float(s) for s in steps], list(values))
+        return {"x": list(steps), "y": short(values)}
     size = ceil(n / max(1, (limit - 2) // 2))
     stretches = [range(start, min(start + size, n)) for start in range(0, n, size)]
     extremes = {pick(here, key=values.__getitem__) for here in stretches for pick in (min, max)}
     kept = sorted({0, n - 1} | extremes)
-    return Curve(
-        [steps[i] for i in kept],
-        [values[i] for i in kept],
-        [fmean(steps[i] for i in here) for here in stretches],
-        [fmean(values[i] for i in here) for here in stretches],
-    )
+    return {
+        "x": [steps[i] for i in kept],
+        "y": short([values[i] for i in kept]),
+        "mx": short([fmean(steps[i] for i in here) for here in stretches]),
+        "my": short([fmean(values[i] for i in here) for here in stretches]),
+    }

@@ -80,6 +80,7 @@ class RewardFunctions:
         self.environment, self.opening = environment, opening
         self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
+        self._weights = dict(zip(self.names, config.weights_of_functions, strict=True))
         workers = config.workers or min(max((os.cpu_count() or 1) // 2, 1), MOST_WORKERS)
         self.pool = RewardPool(
             self.sources,
@@ -114,6 +115,7 @@ class RewardFunctions:
                 f" the column{', or set data.answer_key=answer' * (name == 'answer')}"
             )
         columns |= set(ADDED if self.environment else ADDED[:-1])
+        notes, get_messages = [], []
         for source, signature in zip(self.sources, self.pool.facts(), strict=True):
             for needed in signature.needs:
                 if needed not in columns:
@@ -123,16 +125,14 @@ class RewardFunctions:
                         f" `{needed}`{near(needed, columns)}; the data has {known} (a parameter"
                         " with a default value may be missing)"
                     )
-        notes = []
-        if begun or any(prompt.conversational for prompt in prompts):
-            pairs = zip(self.sources, self.pool.facts(), strict=True)
-            names = [s.text for s, asks in pairs if asks.kind != "each" and TEXTS not in asks.takes]
-            if names:
-                which = "the environment's prompts" if begun else "prompts of the data"
-                notes.append(
-                    f"{KEY}: {', '.join(names)}: `prompts` and `completions` are lists of messages"
-                    f" where {which} are messages; `{TEXTS}` has the completions as text"
-                )
+            if signature.kind != "each" and TEXTS not in signature.takes:
+                get_messages.append(source.text)
+        if get_messages and (begun or any(prompt.conversational for prompt in prompts)):
+            which = "the environment's prompts" if begun else "prompts of the data"
+            notes.append(
+                f"{KEY}: {', '.join(get_messages)}: `prompts` and `completions` are lists of"
+                f" messages where {which} are messages; `{TEXTS}` has the completions as text"
+            )
         # Each verifier judges an empty completion for each prompt, before hours of sampling.
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
         items = [_item(prompt, empty, self.opening) for prompt in prompts]
@@ -184,7 +184,7 @@ class RewardFunctions:
             name: np.isin(np.arange(rows), [i for i in s.failures if s.values[i] is None])
             for name, s in scores.items()
         }
-        weights = dict(zip(self.names, config.weights_of_functions, strict=True))
+        weights = dict(self._weights)
         if model_scores is not None:
             values[MODEL] = _padded(model_scores[:n], rows)
             failed[MODEL] = np.isnan(values[MODEL])
@@ -200,22 +200,18 @@ class RewardFunctions:
         task = total = combine_rewards(used, weights, rollout.group_ids, failed)
         if config.overlong_buffer:
             lengths = np.array([len(c.tokens) for c in rollout.completions])
-            penalty = soft_overlong(
-                lengths, max_tokens=self.max_new_tokens, cache_tokens=config.overlong_buffer
-            )
+            penalty = soft_overlong(lengths, self.max_new_tokens, config.overlong_buffer)
             values[OVERLONG] = _padded(penalty, rows)
             total = task + config.overlong_penalty * values[OVERLONG]
         metrics = reward_stats(total[:n], {name: v[:n] for name, v in values.items()})
-        for name, one in scores.items():
-            late = sum(failure.kind == "timeout" for failure in one.failures.values())
-            metrics[f"reward/{name}/timeouts"] = float(late)
-            metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
-            none = {i for i, value in enumerate(one.values) if value is None}
-            unjudged = len(none - one.failures.keys())
-            metrics[f"reward/{name}/unjudged"] = float(unjudged)
         metrics["time/reward_s"] = max((one.seconds for one in scores.values()), default=0.0)
         notes = []
         for name, one in scores.items():
+            late = sum(failure.kind == "timeout" for failure in one.failures.values())
+            none = {i for i, value in enumerate(one.values) if value is None}
+            metrics[f"reward/{name}/timeouts"] = float(late)
+            metrics[f"reward/{name}/failures"] = float(len(one.failures) - late)
+            metrics[f"reward/{name}/unjudged"] = float(len(none - one.failures.keys()))
             if one.failures:
                 first = next(iter(one.failures.values()))
                 notes.append(
@@ -255,11 +251,9 @@ def names_of(sources: Sequence[ItemSource]) -> tuple[str, ...]:
     for source in sources:
         seen[source.name] += 1
         names.append(source.name + (f"_{seen[source.name]}" if seen[source.name] > 1 else ""))
-    twice = [
-        name for name, count in Counter((*names, MODEL, ENVIRONMENT, OVERLONG)).items() if count > 1
-    ]
-    if twice:
-        raise UserError(f"{KEY}: two rewards would be called {twice[0]!r}: rename the function")
+    for name, count in Counter((*names, MODEL, ENVIRONMENT, OVERLONG)).items():
+        if count > 1:
+            raise UserError(f"{KEY}: two rewards would be called {name!r}: rename the function")
     return tuple(names)
 
 
@@ -275,12 +269,9 @@ def episode_rewards(completions: Sequence[Completion], discount: float) -> np.nd
 
 
 def _item(prompt: Prompt, completion: Completion, opening: str) -> Item:
-    run: dict[str, object] = {"finish_reason": completion.finish_reason}
-    run["n_tokens"] = len(completion.tokens)
-    if completion.turns:
-        run["turns"] = [asdict(turn) for turn in completion.turns]
-    columns = {**prompt.columns, **run}
-    chat = prompt.conversational
+    run = {"finish_reason": completion.finish_reason, "n_tokens": len(completion.tokens)}
+    turns = {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
+    columns, chat = {**prompt.columns, **run, **turns}, prompt.conversational
     return Item(prompt.text, completion.text, prompt.answer, columns, opening, chat)
 
 
@@ -327,7 +318,7 @@ def combine_rewards(
     rewards: Mapping[str, Rewards],
     weights: Mapping[str, float],
     group_ids: Int[np.ndarray, " B"],
-    failed: Mapping[str, Bool[np.ndarray, " B"]] | None = None,
+    failed: Mapping[str, Bool[np.ndarray, " B"]],
 ) -> Float[np.ndarray, " B"]:
     """Computes the weighted sum of several rewards; NaN where a sample has none.
 
@@ -342,11 +333,6 @@ def combine_rewards(
         failed: name -> True where a reward is missing because its function failed (exception,
             timeout); names left out never failed.
     """
-    if set(weights) != set(rewards):
-        raise UserError(
-            f"weights are given for {sorted(weights)}, rewards for {sorted(rewards)}: "
-            "each reward needs one weight"
-        )
     ids = np.asarray(group_ids)
     _, group = np.unique(ids, return_inverse=True)
     total, parts, missing = np.zeros(len(ids)), np.zeros(len(ids), int), np.zeros(len(ids), bool)
@@ -356,28 +342,20 @@ def combine_rewards(
         applies = (np.bincount(group, scored) > 0)[group]
         total += weights[name] * np.where(scored, values, 0)
         parts += applies
-        missing |= applies & ~scored
-        if failed is not None and name in failed:
-            missing |= failed[name]
+        missing |= applies & ~scored | failed.get(name, False)
     return np.where(missing | (parts == 0) | (ids < 0), np.nan, total)
 
 
 def soft_overlong(
-    lengths: Int[np.ndarray, " B"], *, max_tokens: int, cache_tokens: int
+    lengths: Int[np.ndarray, " B"], max_tokens: int, cache_tokens: int
 ) -> Float[np.ndarray, " B"]:
     """Computes the penalty of long completions, to be added to their rewards (DAPO, arXiv
-    2503.14476, Eq. 13).
-
-    0 up to max_tokens - cache_tokens, then falling in a straight line to -1 at max_tokens.
+    2503.14476, Eq. 13): 0 up to max_tokens - cache_tokens, then falling in a straight line to -1 at
+    max_tokens.
 
     Args:
         lengths: tokens of each completion.
-        max_tokens: the length from which on the penalty is -1; usually max_new_tokens.
-        cache_tokens: how long before that it begins.
+        cache_tokens: between 1 and max_tokens.
     """
-    if not 0 < cache_tokens <= max_tokens:
-        raise UserError(
-            f"cache_tokens is {cache_tokens}; it must lie between 1 and max_tokens={max_tokens}"
-        )
     free = max_tokens - cache_tokens
     return -np.clip((np.asarray(lengths, np.float64) - free) / cache_tokens, 0, 1)

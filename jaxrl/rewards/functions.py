@@ -20,12 +20,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
-from jaxrl.process.plugin import is_plugin, load_located, load_pickled, locate
+from jaxrl.process.plugin import is_plugin, load_source, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
 from jaxrl.rewards.reward_pool import Item, ItemSource, Signature
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -53,30 +53,20 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
         UserError: it names nothing.
     """
     if text in PLAIN:
-        return ItemSource(text, text, "format" if text == "format" else "verifier")
+        return ItemSource(text, text, option="format" if text == "format" else "verifier")
     scheme, _, rest = text.partition(":")
     if scheme == "regex" and rest:
         try:
             re.compile(rest)
         except re.error as error:
             raise UserError(f"{KEY}: {text}: not a regular expression: {error}") from error
-        return ItemSource(text, "regex", "regex", rest)
-    if scheme == "python" and rest:
-        name = rest.partition("@")[0]
-        if text not in given:
-            raise UserError(
-                f"{KEY}: {text} is a function of a Python program: give it from there, as in"
-                f" train(config, rewards=[{name}])"
-            )
-        return ItemSource(text, name, "python", code=given[text])
+        return ItemSource(text, "regex", rest, option="regex")
     if not is_plugin(text):
         raise UserError(
             f"unknown {KEY} {text!r}{near(text, PLAIN)}: it is path/to/file.py:function,"
             f" package.module:function, regex:PATTERN or one of {', '.join(sorted(PLAIN))}"
         )
-    place, name, digest = locate(text, KEY, "function")
-    option: Literal["file", "module"] = "file" if digest else "module"
-    return ItemSource(text, name, option, place, digest)
+    return ItemSource(**vars(locate(text, KEY, "function", given, "rewards=[{}]")))
 
 
 def think_format(completion: str) -> float:
@@ -114,18 +104,15 @@ class Function:
     def __init__(self, source: ItemSource):
         """Raises UserError where it cannot be imported, is not there, or cannot be called so."""
         self.source = source
-        if source.option not in ("file", "module", "python"):
+        if source.option != "code":
             self._call, self.signature = _judge_of(source), Signature("each")
             return
-        if source.option == "python":
-            call = load_pickled(KEY, source.text, source.code, "function")
-        else:
-            call = load_located(KEY, source.place, source.name, source.digest, "function")
-            if inspect.isclass(call) or not callable(call):
-                raise UserError(
-                    f"{KEY}: {source.text} is a {'class' if inspect.isclass(call) else type(call)},"
-                    f" it must be a function {SHAPE}"
-                )
+        call = load_source(source, KEY, "function")
+        if inspect.isclass(call) or not callable(call):
+            raise UserError(
+                f"{KEY}: {source.text} is a {'class' if inspect.isclass(call) else type(call)},"
+                f" it must be a function {SHAPE}"
+            )
         try:
             signature = inspect.signature(call)
         except (TypeError, ValueError) as error:
@@ -208,16 +195,12 @@ class Function:
 
     def _found(self, result: Any, n: int) -> JsonObject:
         """Returns the checked result of a call with `n` completions: numbers, perhaps messages."""
-        name = f"{KEY}: {self.source.text}"
-        if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+        text = isinstance(result, str | bytes | dict) or not hasattr(result, "__len__")
+        if text or len(result) != n:
             raise UserError(
-                f"{name} returned {shown(result)} for {n} completions: it must return a list with"
-                " a number or None for each"
-            )
-        if len(result) != n:
-            raise UserError(
-                f"{name} returned {len(result)} numbers for {n} completions: it must return one"
-                " number or None for each"
+                f"{KEY}: {self.source.text} returned"
+                f" {shown(result) if text else f'{len(result)} numbers'} for {n} completions: it"
+                " must return a list with a number or None for each"
             )
         values, messages = list[float | None](), list[str]()
         for value in result:
@@ -225,8 +208,8 @@ class Function:
             score, message = value if pair else (value, "")
             if score is not None and finite(score) is None:
                 raise UserError(
-                    f"{name} returned {shown(score)} for a completion: it must be a finite number,"
-                    " or None where the function cannot judge"
+                    f"{KEY}: {self.source.text} returned {shown(score)} for a completion: it must"
+                    " be a finite number, or None where the function cannot judge"
                 )
             values.append(None if score is None else finite(score))
             messages.append(message)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Unpack
 from pydantic import FiniteFloat, TypeAdapter
 
 from jaxrl.errors import RunError
+from jaxrl.process.plugin import CodeSource
 from jaxrl.process.user_code import (
     CommonAnswer,
     FailedAnswer,
@@ -52,20 +53,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class ItemSource:
-    """Where a reward function comes from."""
+class ItemSource(CodeSource):
+    """Where a reward function comes from; of a regular expression, it is the place."""
 
-    text: str
-    """As in `reward.functions`."""
-    name: str
-    """As in the metrics `reward/NAME/...`."""
-    option: Literal["verifier", "regex", "format", "file", "module", "python"]
-    place: str = ""
-    """Absolute path of a file, dotted name of a module, or regular expression."""
-    digest: str = ""
-    """sha256 of the file, in hex, when the run began: a new process must not run another one."""
-    code: bytes = b""
-    """The function itself, pickled by cloudpickle, where a Python program gave it."""
+    option: Literal["verifier", "regex", "format", "code"] = "code"
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def may_hang(name: str, prompt: Judged) -> bool:
 @cache
 def _pool(name: str) -> RewardPool:
     """Starts one process for each such verifier; it ends with this one."""
-    source = ItemSource(name, name, "verifier")
+    source = ItemSource(name, name, option="verifier")
     return RewardPool([source], workers=1, timeout=TIMEOUT_S, startup=STARTUP_S)
 
 

@@ -64,8 +64,8 @@ from jaxrl.telemetry.lines import LOG_FILE, RunLog
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
+    JsonLines,
     MetricsWriter,
-    SamplesWriter,
     held_out_reward,
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
@@ -241,7 +241,7 @@ def _attempt(run: Run) -> None:
         after = None if folder.checkpoint is None else folder.step
         metrics = MetricsWriter(path / METRICS_FILE, after, notify)
         stack.callback(metrics.close)
-        samples = SamplesWriter(path / SAMPLES_FILE, after, notify)
+        samples = JsonLines(path / SAMPLES_FILE, after, notify)
         stack.callback(samples.close)
         timeline_path = path / TIMELINE_FILE if config.logging.timeline else None
         timeline = Timeline(timeline_path, after is not None, notify)

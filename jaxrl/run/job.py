@@ -791,8 +791,8 @@ def dependencies(job: Job) -> dict[str, str]:
         if text.startswith(PYTHON):  # of a Python program: the config has its digest
             continue
         source = find_reward(text)
-        path = Path(source.place) if source.option == "file" else _module_file(source.place)
-        if source.option in ("file", "module") and path is not None:
+        path = Path(source.place) if source.digest else _module_file(source.place)
+        if source.option == "code" and path is not None:
             found[f"reward.functions={text}"] = digest_file(path)
     if config.reward.model is not None:
         folder = find_folder(config.reward.model)

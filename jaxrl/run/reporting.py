@@ -28,7 +28,7 @@ from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import Future, Stopped, Wait, WorkerGroup
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
-from jaxrl.telemetry.metrics import MetricsWriter, Sample, SamplesWriter
+from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, Sample, write_samples
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.telemetry.trackers import Trackers
 from jaxrl.types import Rollout, Row, Trained
@@ -106,7 +106,7 @@ class Reporter:
     run: Run
     worker_group: WorkerGroup
     metrics: MetricsWriter
-    samples: SamplesWriter
+    samples: JsonLines
     trackers: Trackers | None
     timeline: Timeline
     checkpoints: CheckpointWriter
@@ -207,7 +207,7 @@ class Reporter:
                 )
             )
         if samples:
-            self.samples.write(samples)
+            write_samples(self.samples, samples)
             if self.trackers is not None:
                 self.trackers.samples(samples)
             self.run.console.samples(samples)

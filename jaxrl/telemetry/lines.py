@@ -3,6 +3,7 @@ everything that a run said, each message with its time."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import threading
@@ -26,15 +27,13 @@ HELD = 10_000
 
 def move_aside(path: Path) -> Path:
     """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
-    number, aside = 1, path.with_name(f"{path.name}.damaged")
-    while os.path.lexists(aside):
-        number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (path.with_name(f"{path.name}.damaged{end}") for end in ends)
+    aside = next(name for name in names if not os.path.lexists(name))
     try:
-        path.rename(aside)
+        return path.rename(aside)
     except OSError as error:
         raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
-    return aside
 
 
 class LineFile:
@@ -110,12 +109,13 @@ class LineFile:
                 return False
             size = self.size
             try:
-                is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+                if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                    return False
             except FileNotFoundError:
-                is_there = False
+                pass
             except OSError:  # a disk that does not answer: the next write reports it
-                is_there = True
-            if is_there or not self._rewrite(
+                return False
+            if not self._rewrite(
                 lambda new: size if _copy(self._file, new, 0, size) == size else 0
             ):
                 return False
@@ -225,11 +225,7 @@ class LineFile:
 
 
 class RunLog(LineFile):
-    """Appends messages; a resumed run adds to what is there. Any thread may write.
-
-    A message is on the disk when `write` returns. A disk that refuses is reported once and raises
-    nothing; what it refused is written when there is room.
-    """
+    """Appends messages; a resumed run adds to what is there."""
 
     def __init__(self, path: str | Path, notify: Callable[[str], None] = to_stderr) -> None:
         super().__init__(path, notify, keep=lambda file: file.seek(0, os.SEEK_END))

@@ -301,19 +301,10 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
         if metric is None:
             hint = near(name, METRICS)
             raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            row[name] = value
-            continue
-        try:
-            number = float(value)
-        except TypeError as error:
-            kind = type(value).__name__
-            raise TypeError(f"metric {name} must be one number, got {kind}") from error
-        whole = metric.unit in _WHOLE and number.is_integer()
+        number = math.nan if value is None else float(value)
+        whole = isinstance(value, int) or (metric.unit in _WHOLE and number.is_integer())
         row[name] = int(number) if whole else number if math.isfinite(number) else None
-    if row["step"] != step:
-        raise ValueError(f"row of step {step} carries step={row['step']}")
-    return row
+    return row | {"step": step}
 
 
 class JsonLines(LineFile):
@@ -372,11 +363,8 @@ def held_out_reward(row: Mapping[str, Any], prefix: str = "eval/") -> float | No
 
 
 class MetricsWriter(JsonLines):
-    """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``.
-
-    A disk that takes no more is reported once and ends nothing. Of the rows only the first and the
-    last stay in memory: `read_metrics` reads all of them. One thread writes.
-    """
+    """Appends rows to ``metrics.jsonl``, each at once; steps rise, names stand in ``METRICS``. Of
+    the rows only the first and the last stay in memory. One thread writes."""
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Writes and returns the row of one step."""
@@ -391,8 +379,7 @@ class MetricsWriter(JsonLines):
     def amend(self, step: int, metrics: Mapping[str, Value]) -> Row:
         """Adds to the newest row, which must be of ``step``; returns all of it."""
         old = self.last
-        if old is None or old["step"] != step:
-            raise ValueError(f"the newest row is not of step {step}")
+        assert old is not None and old["step"] == step, f"the newest row is not of step {step}"
         self.last = old | _row(step, metrics)
         if self.first is old:
             self.first = self.last
@@ -506,19 +493,12 @@ class Sample:
         )
 
 
-class SamplesWriter(JsonLines):
-    """Appends completions to ``samples.jsonl``, one JSON object a line, each batch at once.
-
-    As in ``MetricsWriter``, a disk that takes no more ends nothing.
-    """
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        rows = [dataclasses.asdict(sample) for sample in samples]
-        for row in rows:  # null, as in metrics
-            row |= {
-                n: None for n, v in row.items() if isinstance(v, float) and not math.isfinite(v)
-            }
-        self.append([json.dumps(row, ensure_ascii=False) for row in rows])
+def write_samples(file: JsonLines, samples: Sequence[Sample]) -> None:
+    """Appends completions to ``samples.jsonl``, a line each, all of them at once."""
+    rows = [dataclasses.asdict(sample) for sample in samples]
+    for row in rows:  # null, as in metrics
+        row |= {n: None for n, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    file.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 def markdown() -> str:

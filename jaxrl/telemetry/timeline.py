@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -83,12 +83,13 @@ class Timeline:
         self._lines: list[str] = []
         self._tracks: set[str] = set()
         self._file: LineFile | None = None
-        self._spans: StateSpans | None = None
         self._ticker: Ticker | None = None
+        self._states: dict[str, tuple[WorkerState, float]] = {}
+        """The workers' states that are not over, and where the span of each begins."""
+        self._zero = self._looked = now = time.monotonic()
+        """`time.monotonic` seconds at the trace's time 0, and at the last look at the states."""
         if path is None:
             return
-        self._zero = now = time.monotonic()
-        """`time.monotonic` seconds at the trace's time 0."""
         self._file = LineFile(path, notify, self._keep if after_resume else None, tail=CLOSE)
         if not self._file.size:
             self._file.append(FIRST_LINES)
@@ -121,10 +122,33 @@ class Timeline:
         """Draws what ``states`` returns, until the file is closed, by looking every ``every_s``
         seconds: what is shorter than that may be missed, and then belongs to the state before it.
         """
-        if self._file is None:
-            return
-        spans = self._spans = StateSpans(self.span, time.monotonic())
-        self._ticker = Ticker("timeline", every_s, lambda: spans.look(states(), time.monotonic()))
+        if self._file is not None:
+            self._looked = time.monotonic()
+            self._ticker = Ticker(
+                "timeline", every_s, lambda: self.look(states(), time.monotonic())
+            )
+
+    def look(self, states: Sequence[WorkerState], now: float) -> None:
+        """Takes the workers' states at ``now``, in one thread; draws spans without gap or overlap.
+        A worker that is gone is drawn to the last look."""
+        for state in states:
+            if state.name not in self._states:
+                self._states[state.name] = state, max(state.since, self._looked)
+                continue
+            before, start = self._states[state.name]
+            if (before.phase, before.since) != (state.phase, state.since):
+                # A phase inside another one ends without a new `since`: the outer one has its own
+                # back. It ended after the last look then, at the latest now.
+                began = state.since if state.since > self._looked else now
+                self.span(f"worker {state.name}", before.phase, start, began)
+                self._states[state.name] = state, began
+        self._end_states(self._states.keys() - {state.name for state in states}, self._looked)
+        self._looked = now
+
+    def _end_states(self, names: Collection[str], end: float) -> None:
+        for name in names:
+            last, start = self._states.pop(name)
+            self.span(f"worker {name}", last.phase, start, end)
 
     def flush(self) -> None:
         """Writes what has ended; a disk that refuses is reported once and raises nothing."""
@@ -160,8 +184,8 @@ class Timeline:
 
     def close(self) -> None:
         """Draws the states that last, and writes everything that has ended."""
-        if self._ticker is not None and self._spans is not None and self._ticker.close():
-            self._spans.close(time.monotonic())
+        if self._ticker is not None and self._ticker.close():
+            self._end_states(list(self._states), time.monotonic())
         self._ticker = None
         self.flush()
         if self._file is not None:
@@ -215,45 +239,6 @@ class Ticker:
     def _run(self) -> None:
         while not self._ending.wait(self._every_s):
             self._tick()
-
-
-class StateSpans:
-    """From looks at the workers to spans without gap or overlap. One thread at a time."""
-
-    def __init__(self, draw: Callable[[str, str, float, float], None], begun: float) -> None:
-        """
-        Args:
-            draw: takes track, phase, start and end of each state that is over.
-            begun: nothing is drawn before it.
-        """
-        self._draw = draw
-        self._open: dict[str, tuple[WorkerState, float]] = {}
-        """The states that are not over, and where the span of each begins."""
-        self._looked = begun
-
-    def look(self, states: Sequence[WorkerState], now: float) -> None:
-        """Takes the states at ``now``; a worker that is gone is drawn to its last state."""
-        for state in states:
-            if state.name not in self._open:
-                self._open[state.name] = state, max(state.since, self._looked)
-                continue
-            before, start = self._open[state.name]
-            if (before.phase, before.since) != (state.phase, state.since):
-                # A phase inside another one ends without a new `since`: the outer one has its own
-                # back. It ended after the last look then, at the latest now.
-                began = state.since if state.since > self._looked else now
-                self._draw(f"worker {state.name}", before.phase, start, began)
-                self._open[state.name] = state, began
-        for name in self._open.keys() - {state.name for state in states}:
-            gone, start = self._open.pop(name)
-            self._draw(f"worker {name}", gone.phase, start, self._looked)
-        self._looked = now
-
-    def close(self, now: float) -> None:
-        """Draws the states that last."""
-        for name, (last, start) in self._open.items():
-            self._draw(f"worker {name}", last.phase, start, now)
-        self._open.clear()
 
 
 @dataclass(frozen=True)

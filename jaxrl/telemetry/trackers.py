@@ -12,6 +12,7 @@ import secrets
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Trackers:
         """Sends what waits, for at most ``timeout`` seconds in all."""
         end = time.monotonic() + timeout
         for thread in self._threads:
-            thread.finish()
+            thread.put(None)
         for thread in self._threads:
             thread.join(end)
 
@@ -133,21 +134,17 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._run, name=f"tracker:{name}", daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[Tracker], None]) -> None:
-        """Queues a call; at once, whatever the tracker is doing."""
+    def put(self, call: Callable[[Tracker], None] | None) -> None:
+        """Queues a call, or None after the last one; at once, whatever the tracker is doing."""
         if self._dropped:
             return
-        if self._waiting.qsize() >= self._capacity:
+        if call is not None and self._waiting.qsize() >= self._capacity:
             with suppress(Empty):
                 self._waiting.get_nowait()
                 self._lost += 1
                 if self._lost == 1:
                     self._notify(f"logging.{self._name} is too slow: it loses its oldest rows")
         self._waiting.put(call)
-
-    def finish(self) -> None:
-        """Says that no more calls will come."""
-        self._waiting.put(None)
 
     def join(self, end: float) -> None:
         """Waits for the tracker's end, until ``end`` (`time.monotonic` seconds) at most."""
@@ -205,22 +202,20 @@ def import_tensorboard() -> None:
             del sys.modules["torch"]
 
 
-class Tracker:
+class Tracker(ABC):
     """Made, called and closed in a thread of its own."""
 
-    def write(self, row: Row) -> None:
-        """Sends a row."""
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, row: Row) -> None: ...
 
-    def close(self) -> None:
-        """Sends what is left."""
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Sends no texts."""
+    def samples(self, samples: Sequence[Sample]) -> None:  # noqa: B027 (some show no texts)
+        pass
 
-    def flush(self) -> None:
-        """Does nothing: what was written is sent by itself."""
+    def flush(self) -> None:  # noqa: B027 (others send what was written by themselves)
+        pass
 
 
 class TensorBoard(Tracker):
@@ -232,8 +227,10 @@ class TensorBoard(Tracker):
 
     def __init__(self, run: RunFacts) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import text
 
+        self._make_event, self._text = Event, text
         folder = run.folder / "tensorboard"
         run.notify(f"tensorboard: {folder}")
         folder.mkdir(exist_ok=True)
@@ -245,7 +242,8 @@ class TensorBoard(Tracker):
         self._event(first, session_log=SessionLog(status=SessionLog.START))
         cells = {k: str(v).replace("|", "\\|") for k, v in flat(run.settings).items()}
         lines = [f"| `{key}` | {value} |".replace("\n", " ") for key, value in cells.items()]
-        self._text("config", first, "\n".join(["| key | value |", "|---|---|", *lines]))
+        table = "\n".join(["| key | value |", "|---|---|", *lines])
+        self._event(first, summary=self._text("config", table))
 
     def write(self, row: Row) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
@@ -255,7 +253,8 @@ class TensorBoard(Tracker):
 
     def samples(self, samples: Sequence[Sample]) -> None:
         if not self._has_samples or samples[0].step % SAMPLES_EVERY == 0:
-            self._text("samples", samples[0].step, "\n\n---\n\n".join(map(_sample_text, samples)))
+            texts = "\n\n---\n\n".join(map(_sample_text, samples))
+            self._event(samples[0].step, summary=self._text("samples", texts))
             self._has_samples = True
 
     def flush(self) -> None:
@@ -264,15 +263,8 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         self._file.close()
 
-    def _text(self, tag: str, step: int, markdown: str) -> None:
-        from tensorboardX.summary import text
-
-        self._event(step, summary=text(tag, markdown))
-
     def _event(self, step: object, **content: object) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
+        self._file.write_event(self._make_event(wall_time=time.time(), step=step, **content))
 
 
 class Wandb(Tracker):
@@ -336,12 +328,8 @@ class MLflow(Tracker):
 
     def write(self, row: Row) -> None:
         now, step = int(time.time() * 1000), row["step"]
-        # mlflow's names have no "@".
-        values = [
-            self._metric(name.replace("@", "_at_"), value, now, step)
-            for name, value in row.items()
-            if name != "step"
-        ]
+        named = {name.replace("@", "_at_"): row[name] for name in row if name != "step"}
+        values = [self._metric(name, value, now, step) for name, value in named.items()]
         self._client.log_batch(self._id, metrics=values)
 
     def close(self) -> None:

@@ -460,7 +460,7 @@ def test_rewards_that_are_normalised_each_by_itself():
     ],
 )
 def test_rewards_are_compared_in_one_way_only(other):
-    with pytest.raises(UserError, match="normalize_then_sum and .* both decide"):
+    with pytest.raises(UserError, match="normalize_then_sum .* both decide"):
         config("grpo", "policy.reward_combination=normalize_then_sum", *other)
 
 

@@ -375,7 +375,7 @@ BROKEN = {
     "reward.functions=[]": "set reward.functions",
     "sampling.top_p=0.9": "top_p=1",
     "distill.on_policy_fraction=0.5": "distill.on_policy_fraction=1",
-    "reward.overlong_buffer=9999": "reward.overlong_buffer=9999 exceeds",
+    "reward.overlong_buffer=9999": "reward.overlong_buffer=9999 ",
     "policy.advantages=similarity": "set grouper.model",
     "teacher.ca_file=x.pem": "teacher.ca_file=x.pem",
 }

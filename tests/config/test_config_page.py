@@ -19,7 +19,7 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, cross_rules, roles, run_config, schema, section, settings, yaml_text
+from jaxrl.config import cli, cross_rules, roles, run_config, schema, section, settings
 from jaxrl.config import key_page as config_page
 from jaxrl.config import keys as config_keys
 from jaxrl.config.roles import ActorConfig
@@ -69,7 +69,7 @@ def test_the_page_has_every_key_with_type_bounds_and_default() -> None:
 def test_defaults_shown_are_read_back_as_they_are() -> None:
     keys = [key for key in config_keys.keys(Config) if not key.required]
     required = ["student.model=a", "teacher.model=b", "data.train=c.jsonl"]
-    shown = [f"{key.path}={yaml_text.shown(key.default)}" for key in keys]
+    shown = [f"{key.path}={section.shown(key.default)}" for key in keys]
     given = [word for word in shown if not word.startswith("teacher.model=")]
     assert Config.load(None, [*given, *required]) == minimal()
 

@@ -288,15 +288,18 @@ def test_held_out_sets_in_files_and_overrides(tmp_path, data, overrides, sets):
 
 def test_bad_held_out_sets_are_refused_in_one_line():
     for override, words in (
-        ("data.eval={}", "data.eval: the mapping should not be empty"),
+        ("data.eval={}", "data.eval: it should not be empty"),
         ("data.eval={a b: x}", "'a b' may have letters, digits"),
         ("data.eval={a/b: x}", "'a/b'"),
-        ("data.eval={a: null}", "data.eval: a: a source or a list of sources is needed, got None"),
-        ("data.eval={a: []}", "a: a source or a list of sources is needed, got []"),
-        ("data.eval={a: {b: x}}", "a: a source"),
+        (
+            "data.eval={a: null}",
+            "data.eval.a: input should be a string or a list of strings, got None",
+        ),
+        ("data.eval={a: []}", "data.eval.a: it should not be empty, got []"),
+        ("data.eval={a: {b: x}}", "data.eval.a"),
         ("data.eval={1: x}", "keys are plain words"),
         ("data.eval={a: x, a: y}", "'a' is given twice"),
-        ("data.eval=[]", "data.eval: the list should not be empty"),
+        ("data.eval=[]", "data.eval: it should not be empty"),
         ("data.eval=[[x]]", "data.eval"),
         ("data.train={a: x}", "one by one"),
         ("data.eval.a=x", "data.eval is a value, not a section"),

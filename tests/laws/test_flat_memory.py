@@ -20,7 +20,7 @@ from jaxrl.run.loop import Calls, Loop
 from jaxrl.run.reporting import Reporter
 from jaxrl.runtime.worker import LocalWorker
 from jaxrl.telemetry.console import Console
-from jaxrl.telemetry.metrics import MetricsWriter, SamplesWriter, read_metrics
+from jaxrl.telemetry.metrics import JsonLines, MetricsWriter, read_metrics
 from jaxrl.telemetry.timeline import Timeline
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
@@ -107,7 +107,7 @@ def pretended_loop(folder, on_row):
     files = [
         Console(config.logging, steps=700, out=Nowhere()),
         MetricsWriter(folder / "metrics.jsonl"),
-        SamplesWriter(folder / "samples.jsonl"),
+        JsonLines(folder / "samples.jsonl"),
         timeline,
     ]
     console, metrics, samples, _ = files

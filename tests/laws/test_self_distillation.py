@@ -174,9 +174,12 @@ def test_the_teachers_rows_keep_completions_and_masks():
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (["teacher.model=x", "teacher.ema=0.5"], "ema=0.5 averages the weights of the policy"),
+        (["teacher.model=x", "teacher.ema=0.5"], "ema=0.5: it averages the weights of the policy"),
         ([POLICY, "teacher.max_prompt_tokens=9"], "set prompt, or max_prompt_tokens=null"),
-        (["teacher.address=h:1", "teacher.prompt={prompt}"], "prompt needs a teacher of the run"),
+        (
+            ["teacher.address=h:1", "teacher.prompt={prompt}"],
+            "the teacher there reads the student's prompts",
+        ),
         ([POLICY, "teacher.prompt={prompt"], "expected '}' before end of string"),
         ([POLICY, r"teacher.prompt=\boxed{}"], "names no field: write {NAME}"),
         (
@@ -185,7 +188,7 @@ def test_the_teachers_rows_keep_completions_and_masks():
         ),
         (
             ["teacher.model=null", "teacher.prompt={prompt}", "algorithm=sft"],
-            "algorithm=sft has no teacher: set teacher.prompt=null",
+            "it has no teacher: set teacher.prompt=null",
         ),
     ],
 )

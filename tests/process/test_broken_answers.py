@@ -173,13 +173,13 @@ def test_what_an_environment_returns_is_shown_cut_or_named() -> None:
         for text, expected in {
             "breaks": "KeyError: 'no more'",
             "odd": "OSError: odd",
-            "no json": "`step` returned the message .*, which is no JSON",
+            "no json": "`step` returned the message .*: it must be JSON",
             "none": "`step` returned the message .* the texts `role` and `content`",
             "parts": "`step` returned the message .* the texts `role` and `content`",
-            "dict": "`step` returned the messages .* must be a list",
+            "dict": "`step` returned the messages .*: it must be a list",
             "big field": "what `step` returned is 2.9 MB, longer than 1 MB",
             "big error": "ValueError: invalid literal",
-            "half": "which is no JSON: .*surrogates not allowed",
+            "half": "it must be JSON .*surrogates not allowed",
         }.items():
             failure = said(text)
             assert isinstance(failure, Failure) and failure.kind == "exception", text

@@ -87,7 +87,10 @@ def named_events(folder):
         ("3:", "'3:' is not a range of steps"),
         ("0:2", "'0:2' begins with step 0: the first step is 1"),
         ("3:3", "'3:3' holds no step: stop must exceed first"),
-        ("2:5", "profile.steps=2:5 reaches beyond steps=2: stop is at most 3"),
+        (
+            "2:5",
+            "profile.steps=2:5 steps=2: it reaches beyond the last step: set a stop of at most 3",
+        ),
     ],
 )
 def test_steps_that_cannot_be_are_refused(given, told):

@@ -25,7 +25,13 @@ from jaxrl.report import __main__ as report
 from jaxrl.run.run_dir import Lock, RunDir, meshes, sessions
 from jaxrl.telemetry import plot
 from jaxrl.telemetry.lines import LOG_FILE, RunLog
-from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, MetricsWriter, SamplesWriter
+from jaxrl.telemetry.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    JsonLines,
+    MetricsWriter,
+    write_samples,
+)
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.train import main as train
 
@@ -246,8 +252,8 @@ def test_a_resumed_run_goes_on_after_damage(made: Path, tmp_path: Path, damage: 
         with MetricsWriter(run / METRICS_FILE, 20, said.append) as metrics:
             metrics.write(21, {"distill/divergence": 1.0})
             metrics.amend(21, {"time/step_s": 1.0})
-        with SamplesWriter(run / SAMPLES_FILE, 20, said.append) as samples:
-            samples.write([])
+        with JsonLines(run / SAMPLES_FILE, 20, said.append) as samples:
+            write_samples(samples, [])
         with Timeline(run / TIMELINE_FILE, True, said.append) as timeline:
             timeline.span("actor", "update", 0.0, 1.0)
         with RunLog(run / LOG_FILE, said.append) as log:

@@ -155,7 +155,7 @@ def test_a_completion_that_begins_in_thoughts_answers_behind_them(name):
 def test_a_completion_that_is_not_judged_in_time_is_wrong() -> None:
     """It cannot escape its 0; the failure is counted all the same."""
     pytest.importorskip("math_verify")
-    source = ItemSource("math", "math", "verifier")
+    source = ItemSource("math", "math", option="verifier")
     with RewardPool([source], workers=1, timeout=2, startup=120) as pool:
         items = [
             Item("", r"\boxed{\prod_{k=1}^{10^7} k}", "5", {}),

@@ -16,9 +16,10 @@ from jaxrl.run.run_dir import SESSIONS_FILE
 from jaxrl.telemetry.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
+    JsonLines,
     MetricsWriter,
     Sample,
-    SamplesWriter,
+    write_samples,
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 
@@ -44,7 +45,7 @@ def make_run(path: Path, *overrides: str) -> Path:
     plan = make_plan(config, needed_roles(config), limit_gb=2.0)
     (path / PLAN_DATA_FILE).write_text(plan_json(plan), encoding="utf-8")
     write_metrics(path / METRICS_FILE)
-    write_samples(path / SAMPLES_FILE)
+    write_made_samples(path / SAMPLES_FILE)
     write_timeline(path / TIMELINE_FILE)
     about = {"at": "2026-01-02T03:04:05+00:00", "host": "host", "version": "1.2"}
     sessions = [
@@ -88,10 +89,10 @@ def evaluation(step: int) -> dict[str, float]:
     return {"eval/accuracy": at, **ends, "eval/unjudged": 0}
 
 
-def write_samples(path: Path) -> None:
-    with SamplesWriter(path) as writer:
+def write_made_samples(path: Path) -> None:
+    with JsonLines(path) as file:
         for step in range(1, STEPS + 1):
-            writer.write([sample(step, number) for number in range(2)])
+            write_samples(file, [sample(step, number) for number in range(2)])
 
 
 def sample(step: int, number: int) -> Sample:

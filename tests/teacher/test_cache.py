@@ -524,7 +524,7 @@ def test_another_teacher_beside_the_cache_is_refused(desk: Path, caches: dict[st
     ("changed", "words"),
     [
         (["distill.on_policy_fraction=1"], "no scores of the student's samples"),
-        (["distill.on_policy_fraction=0.5"], "set it to 0, or teacher.model"),
+        (["distill.on_policy_fraction=0.5"], "on_policy_fraction=0, or teacher.model"),
         (["teacher.address=localhost:1"], "a cache is used alone"),
         (["algorithm=sft"], "set teacher.cache=null"),
         (

@@ -275,7 +275,10 @@ def test_hidden_states_of_several_dtypes_do_not_mix(server: TeacherServer) -> No
     [
         (["distill.signal=topk"], "arithmetic mixture of served teachers.*signal=hidden"),
         (["distill.signal=sampled", "distill.mixture=geometric"], "geometric mixture of served"),
-        (["distill.signal=student_topk", "distill.entropy_aware=true"], "with entropy_aware"),
+        (
+            ["distill.signal=student_topk", "distill.entropy_aware=true"],
+            "entropy_aware=true: the arithmetic mixture",
+        ),
         ([{"b": {"model": "x"}}], "partly served .a.*all of them an address"),
         (["teacher.prompt={prompt}!"], "read the student's prompts"),
         ([{"b": {"weight": 1}}], "set model, or address"),
@@ -366,8 +369,14 @@ def test_a_certificate_of_another_host_is_refused_with_what_to_write(
 @pytest.mark.parametrize(
     ("addresses", "word"),
     [
-        (["https://h:1/a", "h:1/b"], r"ca_file=x.pem .*teachers.b.address=h:1/b has no TLS"),
-        (["http://h:1/a", "https://h:1/b"], r"teachers.a.address=http://h:1/a has no TLS"),
+        (
+            ["https://h:1/a", "h:1/b"],
+            r"ca_file=x.pem .*teachers.b.address=h:1/b: the address has no TLS",
+        ),
+        (
+            ["http://h:1/a", "https://h:1/b"],
+            r"teachers.a.address=http://h:1/a: the address has no TLS",
+        ),
         ([], "certificate of a served teacher: set teacher.address"),
     ],
 )
@@ -377,7 +386,7 @@ def test_trusted_certificates_are_for_https_alone(addresses: list[str], word: st
     with pytest.raises(UserError, match=word):
         Config.load("builtin:quickstart", [*words, "teacher.ca_file=x.pem"])
     alone = ["teacher.model=null", "teacher.ca_file=x.pem", "teacher.address="]
-    with pytest.raises(UserError, match="teacher.address=h:1 has no TLS"):
+    with pytest.raises(UserError, match="teacher.address=h:1: the address has no TLS"):
         Config.load("builtin:quickstart", [*alone[:2], alone[2] + "h:1"])
     assert Config.load("builtin:quickstart", [*alone[:2], alone[2] + "https://h:1"]).served
 

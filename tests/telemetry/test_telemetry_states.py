@@ -27,7 +27,7 @@ from jaxrl.telemetry import console as console_module
 from jaxrl.telemetry import timeline as timeline_module
 from jaxrl.telemetry.console import Console
 from jaxrl.telemetry.lines import RunLog
-from jaxrl.telemetry.timeline import StateSpans, Timeline
+from jaxrl.telemetry.timeline import Timeline
 
 ACTOR = WorkerState(
     "actor", socket.gethostname(), os.getpid(), ("actor",), ("cpu:0",), "idle", "", 0.0, 0.0, 0
@@ -239,14 +239,17 @@ def read(path: Path, kind: str = "X") -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text()) if event["ph"] == kind]
 
 
-class Drawn(list[tuple[str, str, float, float]]):
-    def __call__(self, track: str, phase: str, start: float, end: float) -> None:
-        self.append((track.removeprefix("worker "), phase, start, end))
+class Drawing(Timeline):
+    def __init__(self, begun: float) -> None:
+        super().__init__(None)
+        self._looked, self.drawn = begun, list[tuple[str, str, float, float]]()
+
+    def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
+        self.drawn.append((track.removeprefix("worker "), name, start, end))
 
 
 def test_states_become_spans_without_gap_or_overlap() -> None:
-    drawn = Drawn()
-    spans = StateSpans(drawn, begun=10.0)
+    timeline = Drawing(begun=10.0)
     seen = [  # phase, since, and when it was looked at
         ("idle", 3.0, 11.0),
         ("idle", 3.0, 12.0),
@@ -258,29 +261,29 @@ def test_states_become_spans_without_gap_or_overlap() -> None:
         ("idle", 17.5, 18.0),  # something short was in between
     ]
     for phase, since, now in seen:
-        spans.look([replace(ACTOR, phase=phase, since=since)], now)
-    spans.close(20.0)
-    assert drawn == [
+        timeline.look([replace(ACTOR, phase=phase, since=since)], now)
+    timeline.look([], 20.0)
+    assert timeline.drawn == [
         ("actor", "idle", 10.0, 12.5),
         ("actor", "a: waiting for arguments", 12.5, 13.5),
         ("actor", "a", 13.5, 14.2),
         ("actor", "a: inner", 14.2, 16.0),
         ("actor", "a", 16.0, 16.5),
         ("actor", "idle", 16.5, 17.5),
-        ("actor", "idle", 17.5, 20.0),
+        ("actor", "idle", 17.5, 18.0),
     ]
 
 
 def test_a_worker_that_is_gone_is_drawn_to_when_it_was_seen_last() -> None:
-    drawn = Drawn()
-    spans = StateSpans(drawn, begun=0.0)
-    spans.look([replace(ACTOR, since=1.0), replace(TEACHER, since=1.0)], 2.0)
-    spans.look([replace(ACTOR, since=1.0)], 3.0)
-    spans.look([replace(ACTOR, since=1.0), replace(TEACHER, since=3.5)], 4.0)
-    spans.close(5.0)
-    teacher = [(start, end) for name, _, start, end in drawn if name == "teacher"]
-    assert teacher == [(1.0, 2.0), (3.5, 5.0)]
-    assert [(start, end) for name, _, start, end in drawn if name == "actor"] == [(1.0, 5.0)]
+    timeline = Drawing(begun=0.0)
+    timeline.look([replace(ACTOR, since=1.0), replace(TEACHER, since=1.0)], 2.0)
+    timeline.look([replace(ACTOR, since=1.0)], 3.0)
+    timeline.look([replace(ACTOR, since=1.0), replace(TEACHER, since=3.5)], 4.0)
+    timeline.look([], 5.0)
+    teacher = [(start, end) for name, _, start, end in timeline.drawn if name == "teacher"]
+    assert teacher == [(1.0, 2.0), (3.5, 4.0)]
+    actor = [(start, end) for name, _, start, end in timeline.drawn if name == "actor"]
+    assert actor == [(1.0, 4.0)]
 
 
 def test_a_worker_s_idle_and_waits_are_in_the_file(tmp_path: Path) -> None:
