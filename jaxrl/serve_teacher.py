@@ -120,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         fsdp = options.fsdp or max(n // tensor, 1)
         if n % (fsdp * tensor):
             raise UserError(f"{n} devices are not a multiple of --fsdp {fsdp} x --tensor {tensor}")
-        mesh = role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
+        axes = Axes(n // (fsdp * tensor), fsdp, tensor)
+        mesh = role_mesh(visible.devices[:n], axes)
         turns, services = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices"), {}
         stack.callback(turns.shutdown, wait=False, cancel_futures=True)
         for name, source in sources.items():
@@ -144,7 +145,12 @@ def main(argv: Sequence[str]) -> int:
         try:
             server.start(services)
             for name, service in services.items():
-                _log(f"serving {service}\nat {server.url}{'/' * bool(name)}{name}")
+                info = service.info
+                _log(
+                    f"serving {info.model} ({info.n_params:,} parameters, {info.dtype}) on"
+                    f" {mesh.devices.flat[0].platform}, {axes}, sequences of at most"
+                    f" {info.max_tokens} tokens\nat {server.url}{'/' * bool(name)}{name}"
+                )
             _log("the token is asked for" if server.token else "no token: everyone here may ask")
             while True:
                 time.sleep(60)
@@ -193,12 +199,8 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
             if isinstance(value := file.get(key), str):
                 beside, alone = folder / Path(value).expanduser(), Path(value).expanduser()
                 file[key] = str(beside if beside.exists() else alone)
-        if "teacher" in file and not isinstance(file["teacher"], dict):
+        if not isinstance(file.get("teacher", {}), dict):
             raise UserError(f"{place}: teacher must be `NAME: MODEL` lines")
-    values = {
-        name: yaml_text.parse_value(value) if isinstance(value, str) else value
-        for name, value in words.items()
-    }
     if "model" in words:
         file.pop("teacher", None)
     if "teacher" in words:
@@ -206,14 +208,15 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         models: dict[str, str] = {}
         for word in words["teacher"]:
             name, _, model = word.partition("=")
-            if not model:
-                raise UserError(f"--teacher {word}: write NAME=MODEL")
-            if name in models:
-                raise UserError(f"--teacher {word}: {name} is {models[name]} already")
+            if not model or name in models:
+                raise UserError(f"--teacher {word}: write NAME=MODEL, each NAME once")
             models[name] = model
-        values["teacher"] = file.get("teacher", {}) | models
+        file["teacher"] = file.get("teacher", {}) | models
+    for name, value in words.items():
+        if name != "teacher":
+            file[name] = yaml_text.parse_value(value) if isinstance(value, str) else value
     try:
-        return ServeOptions.model_validate(file | values)
+        return ServeOptions.model_validate(file)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where, message = [str(part) for part in first["loc"]], first["msg"]
