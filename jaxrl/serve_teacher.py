@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from jaxrl.config import cli, paths, yaml_text
 from jaxrl.config.schema import Config
@@ -24,6 +24,7 @@ from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.streams import Output
 
 FILES = ("certificate", "private_key", "token_file")
+Models = Annotated[dict[str, Name], AfterValidator(lambda models: check_names(models) or models)]
 
 
 class ServeOptions(Section):
@@ -31,7 +32,9 @@ class ServeOptions(Section):
 
     model: Name | None = None
     """the only teacher: HF folder, hub id, .gguf file, run directory, ..."""
-    teacher: dict[str, Name] = {}
+    teacher: Annotated[
+        dict[str, Name], AfterValidator(lambda names: check_names(names) or names)
+    ] = {}
     """one of several teachers, at HOST:PORT/NAME; give the option once for each"""
     host: Name = "localhost"
     """address to listen at"""
@@ -67,12 +70,6 @@ class ServeOptions(Section):
     """to finish them at the end"""
     log_requests: Flag = False
     """a line for each request"""
-
-    @field_validator("teacher")
-    @classmethod
-    def _check_teachers(cls, teachers: dict[str, str]) -> dict[str, str]:
-        check_names(teachers)
-        return teachers
 
     def _rules(self) -> Iterator[str]:
         if (self.model is None) == (not self.teacher):
@@ -221,12 +218,11 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         first = error.errors(include_url=False, include_input=False)[0]
         where, message = [str(part) for part in first["loc"]], first["msg"]
         message = message.removeprefix("Value error, ")
-        if first["type"] == "missing":
-            message = "give --port PORT; 0 takes a free one"
-        elif where and where[0] in words:
-            message = f"--{where[0].replace('_', '-')} {words[where[0]]}: {message}"
-        elif where:
+        if where and where[0] in file.keys() - words:
             message = f"{path}: {'.'.join(where)}: {message}"
+        elif where:
+            option = where[0].replace("_", "-"), str(words.get(where[0], ""))
+            message = f"--{' '.join(filter(None, option))}: {message}"
         raise UserError(message) from None
 
 

@@ -40,13 +40,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.protocol import (
-    Options,
-    ProtocolMessage,
-    Shapes,
-    first_mistake,
-    present,
-)
+from jaxrl.teacher.protocol import Options, ProtocolMessage, Shapes, first_mistake, present
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1

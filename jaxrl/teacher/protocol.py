@@ -52,7 +52,8 @@ _DTYPES = STORED | {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> name of its dtype, and its dims after those of the tokens."""
+"""Name of a tensor -> name of its dtype, and its dims after the first ones: those of the rows or,
+where each token has an entry, of the tokens."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -171,9 +172,13 @@ class Options(ProtocolMessage):
         """Returns the largest number of most probable tokens that is asked for; 0: none."""
         return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
 
-    def request_row_bytes(self, t: int, c: int) -> int:
-        """Computes the bytes in a request of one sequence of T tokens, C of the completion."""
-        return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
+    def asked(self, t: int, c: int) -> Shapes:
+        """Lists the tensors of a request of T tokens a row, C of the completion."""
+        shapes: Shapes = {"tokens": ("int32", (t,)), "mask": ("bool", (t,))}
+        shapes["loss_mask"] = "bool", (c,)
+        if self.signal == "student_topk":
+            shapes["ids"] = "int32", (c, self.top_k)
+        return shapes
 
     def tensors(self, dtype: str, width: int) -> Shapes:
         """Lists the tensors of an answer, for hidden states of that dtype and width."""
@@ -187,10 +192,10 @@ class Options(ProtocolMessage):
             tensors["entropy"] = ("float32", ())
         return tensors
 
-    def answer_row_bytes(self, c: int, info: Info) -> int:
-        """Computes the bytes in an answer of one sequence with a completion of C tokens."""
-        tensors = self.tensors(info.dtype, info.d_model).values()
-        return c * sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in tensors)
+
+def row_bytes(shapes: Shapes) -> int:
+    """Computes the bytes of one row, or token, of all tensors."""
+    return sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in shapes.values())
 
 
 def _best(ids: str, logprobs: str, tail: str, k: int) -> Shapes:
@@ -226,13 +231,11 @@ def vocab_hash(tokenizer: Tokenizer) -> str:
 def write_request(
     options: Options, fingerprint: str, sequences: Sequences, ids: np.ndarray | None
 ) -> bytes:
+    arrays = vars(sequences) | {"ids": ids}
     tensors = {
-        "tokens": np.ascontiguousarray(sequences.tokens, np.int32),
-        "mask": np.ascontiguousarray(sequences.mask, bool),
-        "loss_mask": np.ascontiguousarray(sequences.loss_mask, bool),
+        name: np.ascontiguousarray(arrays[name], dtype)
+        for name, (dtype, _) in options.asked(0, 0).items()
     }
-    if ids is not None:
-        tensors["ids"] = np.ascontiguousarray(ids, np.int32)
     words = Asked(options=options, fingerprint=fingerprint).model_dump_json()
     return save(tensors, {REQUEST: words})
 
@@ -253,15 +256,8 @@ def read_request(body: bytes, info: Info) -> Request:
     _require(best <= v, f"the best {best} of {v} tokens: ask for fewer")
     sizes = (tensors[name].shape if name in tensors else () for name in ("tokens", "loss_mask"))
     (b, t), (_, c) = ((*size, 0, 0)[:2] for size in sizes)
-    shapes: Shapes = {
-        "tokens": ("int32", (t,)),
-        "mask": ("bool", (t,)),
-        "loss_mask": ("bool", (c,)),
-    }
-    if options.signal == "student_topk":
-        shapes["ids"] = "int32", (c, options.top_k)
     try:
-        check_shapes(tensors, shapes, (b,))
+        check_shapes(tensors, options.asked(t, c), (b,))
         if not (b >= 1 and 1 <= c < t):
             raise ValueError(f"tokens are {[b, t]} and loss_mask is {[b, c]}")
     except ValueError as error:
@@ -276,7 +272,7 @@ def read_request(body: bytes, info: Info) -> Request:
         f" {info.max_tokens}, and {MOST_PADDING} of padding",
         413,
     )
-    answer = b * options.answer_row_bytes(c, info)
+    answer = b * c * row_bytes(options.tensors(info.dtype, info.d_model))
     _require(
         answer <= info.max_answer_bytes,
         f"the answer would have {answer:,} bytes: at most {info.max_answer_bytes:,}; ask for fewer"

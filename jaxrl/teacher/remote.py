@@ -36,7 +36,6 @@ from urllib.parse import urlencode, urlsplit
 
 import jax
 import numpy as np
-from pydantic import ValidationError
 
 from jaxrl.algorithms.signals import teacher_weights
 from jaxrl.config.schema import Config
@@ -51,14 +50,8 @@ from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
 from jaxrl.teacher import protocol
-from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal, first_mistake
-from jaxrl.types import (
-    Prompt,
-    Rollout,
-    Sequences,
-    TeacherSignal,
-    signal_of,
-)
+from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal, row_bytes
+from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 OVERHEAD = 1 << 14
 """Bytes of a request, or an answer, beside its tensors, at most."""
@@ -81,8 +74,6 @@ LEAST_LOGPROB = -1e4
 TAIL_FLOOR = float(np.log(2.0**-24))
 """Least log-prob of the tail, -16.6 nats: the k log-probs arrive in float32, so what they leave
 over is not known better than that."""
-NAMED = "token_id:"
-
 Answer = TypeVar("Answer")
 Said = tuple[float, tuple[tuple[int, float], ...], str | None]
 """Of one token of a prompt: its log-prob, nats; (id, log-prob) of the most probable tokens, those
@@ -169,8 +160,7 @@ class Endpoint:
             except (OSError, http.client.HTTPException) as error:
                 problem, again = self._explain(error)
             except UNREADABLE as error:
-                why = first_mistake(error) if isinstance(error, ValidationError) else str(error)
-                why = short(" ".join(why.split()), 400)
+                why = short(" ".join(str(error).split()), 400)
                 problem = f"its answer cannot be used: {type(error).__name__}: {why}"
                 again, wrong = True, wrong + 1
             if not again:
@@ -312,25 +302,26 @@ class TeacherClient:
     def _score(
         self, options: Options, sequences: Sequences, ids: np.ndarray | None
     ) -> TeacherSignal:
+        mask = np.asarray(sequences.loss_mask)
+        shapes = options.tensors(self.info.dtype, self.info.d_model)
+
         def read(body: bytes) -> TeacherSignal:
-            tensors, mask = protocol.decode(body)[0], np.asarray(sequences.loss_mask)
-            shapes = options.tensors(self.info.dtype, self.info.d_model)
+            tensors = protocol.decode(body)[0]
             protocol.check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
             return signal_of(tensors)
 
         body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
-        b, c = sequences.loss_mask.shape
-        most = b * options.answer_row_bytes(c, self.info) + OVERHEAD
+        most = mask.size * row_bytes(shapes) + OVERHEAD
         return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
     """Returns how many sequences of T tokens, C of them in the completion, one request may hold;
     0: not one."""
-    asked = (info.max_request_bytes - OVERHEAD) // options.request_row_bytes(t, c)
-    answered = info.max_answer_bytes // options.answer_row_bytes(c, info)
+    asked = (info.max_request_bytes - OVERHEAD) // row_bytes(options.asked(t, c))
+    answered = info.max_answer_bytes // (c * row_bytes(options.tensors(info.dtype, info.d_model)))
     return max(min(asked, answered), 0)
 
 
@@ -547,9 +538,9 @@ def _some(tokens: Sequence[int]) -> str:
 
 
 def _token_id(name: str) -> int:
-    if not name.startswith(NAMED):
-        raise ValueError(f"token {name!r} is not named {NAMED}N: return_tokens_as_token_ids")
-    return int(name.removeprefix(NAMED))
+    if not name.startswith("token_id:"):
+        raise ValueError(f"token {name!r} is not named token_id:N: return_tokens_as_token_ids")
+    return int(name.removeprefix("token_id:"))
 
 
 def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
