@@ -80,10 +80,6 @@ class Refused(ValueError):
         self.status = status
 
 
-class Gone(Exception):
-    """The client no longer waits for its answer."""
-
-
 class ProtocolMessage(BaseModel):
     """Frozen; a field too many is an error."""
 

@@ -58,7 +58,7 @@ from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
 from jaxrl.sharding.reshard import checksums
 from jaxrl.teacher import protocol
-from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, Gone, Info, Options, Refused
+from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, Info, Options, Refused
 from jaxrl.types import Array, Sequences, TeacherSignal, Tree
 
 MB = 10**6
@@ -83,8 +83,8 @@ least recently used goes first."""
 Wanted = Callable[[], bool]
 """Says whether a client still waits for its answer."""
 Answer = Callable[[Wanted], Mapping[str, np.ndarray]]
-"""Computes the tensors of an answer on the thread of the devices, or raises `Gone` because it is no
-longer wanted."""
+"""Computes the tensors of an answer on the thread of the devices, or raises
+`ClientDisconnect` because it is no longer wanted."""
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 ProgramKey = tuple[Options, str]
 """The options that a program depends on, and the shapes of its inputs."""
@@ -322,7 +322,7 @@ class TeacherServer:
                 return Refused(error.status_code, text)
             case TimeoutError():
                 return Refused(408, "the request, or the reading of its answer, took too long")
-            case Gone() | ClientDisconnect():
+            case ClientDisconnect():
                 return Refused(499, "the client is gone")
         self.log("".join(traceback.format_exception(error)).rstrip())
         return Refused(500, f"{type(error).__name__}: {error}"[:600])
@@ -468,13 +468,13 @@ class TeacherServer:
 
 @asynccontextmanager
 async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
-    """Cancels the block when the client disconnects, and raises `Gone`. The block gets a function
-    that says, in any thread, whether the client is still there."""
+    """Cancels the block when the client disconnects, and raises ClientDisconnect. The block gets
+    a function that says, in any thread, whether the client is still there."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        raise Gone
+        raise ClientDisconnect
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -542,14 +542,15 @@ class ScoringService:
             UserError: no tokenizer, or more tokens than the model has positions.
         """
         positions = source.config.max_positions
-        if max_tokens is not None and max_tokens > positions:
+        max_tokens = max_tokens or positions
+        if max_tokens > positions:
             raise UserError(f"--max-tokens {max_tokens}: the model has {positions} positions")
         if tokenizer is None:
             raise UserError(
                 f"--model {source.name} has no tokenizer, so that no run can compare its tokens:"
                 " put tokenizer.json and tokenizer_config.json into its folder"
             )
-        source = source.for_length(max_tokens or positions)
+        source = source.for_length(max_tokens)
         self.model, self.mesh = source.config, mesh
         self.turns = turns or ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
         self._stage, self._max_batch_tokens = f"{source.name} {id(self)}", max_batch_tokens
@@ -575,7 +576,7 @@ class ScoringService:
             model_eos=self.model.eos_ids,
             chat_template=tokenizer.chat_template or None,
             dtype=dtype,
-            max_tokens=max_tokens or positions,
+            max_tokens=max_tokens,
             max_request_bytes=max_request_bytes,
             max_answer_bytes=max_answer_bytes,
             signals=protocol.SIGNALS,
@@ -632,7 +633,7 @@ class ScoringService:
             scalar, signals = jax.device_put(temperature, self._everywhere), []
             for program, inputs, n in work:
                 if not wanted():
-                    raise Gone
+                    raise ClientDisconnect
                 signal = program(self.params, *jax.device_put(inputs, self._rows), scalar)
                 signals.append({k: np.asarray(x)[:n] for k, x in protocol.present(signal).items()})
             if len(signals) == 1:

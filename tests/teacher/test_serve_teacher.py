@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from starlette.requests import ClientDisconnect
 from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 from tiny_tokenizer import tiny_tokenizer
 
@@ -43,7 +44,6 @@ from jaxrl.models import decoder, parameters
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import (
     TOKEN,
-    Gone,
     Info,
     Options,
     decode,
@@ -584,7 +584,7 @@ class Failing(Ready):
             raise self.error
         assert self.go.wait(10)
         if not wanted():
-            raise Gone
+            raise ClientDisconnect
         self.computed += 1
         b, c = request.sequences.loss_mask.shape
         return SampledSignal(token_logprobs=np.zeros((b, c), np.float32))
