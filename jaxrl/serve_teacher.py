@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from jaxrl.config import cli, paths, yaml_text
 from jaxrl.config.schema import Config
@@ -24,6 +24,7 @@ from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.streams import Output
 
 FILES = ("certificate", "private_key", "token_file")
+Models = Annotated[dict[str, Name], AfterValidator(lambda models: check_names(models) or models)]
 
 
 class ServeOptions(Section):
@@ -31,7 +32,9 @@ class ServeOptions(Section):
 
     model: Name | None = None
     """the only teacher: HF folder, hub id, .gguf file, run directory, ..."""
-    teacher: dict[str, Name] = {}
+    teacher: Annotated[
+        dict[str, Name], AfterValidator(lambda names: check_names(names) or names)
+    ] = {}
     """one of several teachers, at HOST:PORT/NAME; give the option once for each"""
     host: Name = "localhost"
     """address to listen at"""
@@ -67,12 +70,6 @@ class ServeOptions(Section):
     """to finish them at the end"""
     log_requests: Flag = False
     """a line for each request"""
-
-    @field_validator("teacher")
-    @classmethod
-    def _check_teachers(cls, teachers: dict[str, str]) -> dict[str, str]:
-        check_names(teachers)
-        return teachers
 
     def _rules(self) -> Iterator[str]:
         if (self.model is None) == (not self.teacher):
@@ -120,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
         fsdp = options.fsdp or max(n // tensor, 1)
         if n % (fsdp * tensor):
             raise UserError(f"{n} devices are not a multiple of --fsdp {fsdp} x --tensor {tensor}")
-        mesh = role_mesh(visible.devices[:n], Axes(n // (fsdp * tensor), fsdp, tensor))
+        axes = Axes(n // (fsdp * tensor), fsdp, tensor)
+        mesh = role_mesh(visible.devices[:n], axes)
         turns, services = ThreadPoolExecutor(1, thread_name_prefix="teacher-devices"), {}
         stack.callback(turns.shutdown, wait=False, cancel_futures=True)
         for name, source in sources.items():
@@ -144,7 +142,12 @@ def main(argv: Sequence[str]) -> int:
         try:
             server.start(services)
             for name, service in services.items():
-                _log(f"serving {service}\nat {server.url}{'/' * bool(name)}{name}")
+                info = service.info
+                _log(
+                    f"serving {info.model} ({info.n_params:,} parameters, {info.dtype}) on"
+                    f" {mesh.devices.flat[0].platform}, {axes}, sequences of at most"
+                    f" {info.max_tokens} tokens\nat {server.url}{'/' * bool(name)}{name}"
+                )
             _log("the token is asked for" if server.token else "no token: everyone here may ask")
             while True:
                 time.sleep(60)
@@ -193,12 +196,8 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
             if isinstance(value := file.get(key), str):
                 beside, alone = folder / Path(value).expanduser(), Path(value).expanduser()
                 file[key] = str(beside if beside.exists() else alone)
-        if "teacher" in file and not isinstance(file["teacher"], dict):
+        if not isinstance(file.get("teacher", {}), dict):
             raise UserError(f"{place}: teacher must be `NAME: MODEL` lines")
-    values = {
-        name: yaml_text.parse_value(value) if isinstance(value, str) else value
-        for name, value in words.items()
-    }
     if "model" in words:
         file.pop("teacher", None)
     if "teacher" in words:
@@ -206,24 +205,24 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         models: dict[str, str] = {}
         for word in words["teacher"]:
             name, _, model = word.partition("=")
-            if not model:
-                raise UserError(f"--teacher {word}: write NAME=MODEL")
-            if name in models:
-                raise UserError(f"--teacher {word}: {name} is {models[name]} already")
+            if not model or name in models:
+                raise UserError(f"--teacher {word}: write NAME=MODEL, each NAME once")
             models[name] = model
-        values["teacher"] = file.get("teacher", {}) | models
+        file["teacher"] = file.get("teacher", {}) | models
+    for name, value in words.items():
+        if name != "teacher":
+            file[name] = yaml_text.parse_value(value) if isinstance(value, str) else value
     try:
-        return ServeOptions.model_validate(file | values)
+        return ServeOptions.model_validate(file)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where, message = [str(part) for part in first["loc"]], first["msg"]
         message = message.removeprefix("Value error, ")
-        if first["type"] == "missing":
-            message = "give --port PORT; 0 takes a free one"
-        elif where and where[0] in words:
-            message = f"--{where[0].replace('_', '-')} {words[where[0]]}: {message}"
-        elif where:
+        if where and where[0] in file.keys() - words:
             message = f"{path}: {'.'.join(where)}: {message}"
+        elif where:
+            option = where[0].replace("_", "-"), str(words.get(where[0], ""))
+            message = f"--{' '.join(filter(None, option))}: {message}"
         raise UserError(message) from None
 
 

@@ -223,21 +223,19 @@ def mixture_signal(
 def merged_signal(
     so_far: TeacherSignal | None, signal: TeacherSignal, rows: Bool[Array, " B"], width: int
 ) -> TeacherSignal:
-    """Puts the signal of one of several teachers in its rows of the signal so far. For jax arrays
-    and for numpy ones.
+    """Puts the signal of one of several teachers in its rows of the signal so far.
 
     Args:
         width: of the widest teacher's hidden states; narrower ones get zeros at their end.
     """
-    xp: Any = np if isinstance(rows, np.ndarray) else jnp
     if isinstance(signal, HiddenSignal):
         more = [(0, 0), (0, 0), (0, width - signal.hidden.shape[-1])]
-        signal = HiddenSignal(xp.pad(signal.hidden, more))
+        signal = HiddenSignal(jnp.pad(signal.hidden, more))
     if so_far is None:
         return signal
 
     def choose(old: Array, new: Array) -> Array:
-        return xp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     merged: TeacherSignal = jax.tree.map(choose, so_far, signal)
     return merged

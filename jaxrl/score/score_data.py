@@ -11,10 +11,9 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -22,8 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.fingerprint import digest_model
@@ -41,7 +38,6 @@ from jaxrl.run.job import Job, Setup, longest_sequence, make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.run.run_dir import LOCK, Lock
-from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import ensure_devices, role_meshes
 from jaxrl.sharding.placement import check_visible, parse, place
 from jaxrl.sharding.reshard import join_parts
@@ -49,6 +45,7 @@ from jaxrl.teacher.cache import (
     FORMAT,
     HEAD,
     MANIFEST,
+    SAMPLED,
     TEACHER,
     ScoreCache,
     ScoredRow,
@@ -67,11 +64,10 @@ from jaxrl.telemetry.console import format_seconds
 from jaxrl.types import Array, HiddenSignal, Rollout, TeacherSignal
 
 EVERY_S = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress."""
 MEASURED, MEASURED_TOKENS = 4, 4096
 """Most batches, and most tokens of them, on which the error of storage is measured."""
 GB = 1e9
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -80,39 +76,16 @@ class Scoring:
 
     config: Config
     job: Job
+    setup: Setup
+    """What the teacher is made from."""
     source: ModelSource
     mesh: Mesh
-    axes: Axes
-    folder: Path
-    stored: Stored
-
-    @property
-    def samples(self) -> int:
-        """Returns how many samples the teacher writes for each prompt; 0 means that the completions
-        are the data's."""
-        return self.config.group_size if self.config.distill.seq_kd else 0
-
-    @cached_property
-    def manifest(self) -> ScoreManifest:
-        return ScoreManifest(
-            format=FORMAT,
-            model=self.source.name,
-            digest=digest_model(self.source.path),
-            dtype=self.config.teacher.compute_dtype,
-            stored=self.stored,
-            options=Options.of(self.config.distill, self.job.vocab_size),
-            samples=self.samples,
-        )
-
-    @cached_property
-    def setup(self) -> Setup:
-        """Returns what the teacher is made from."""
-        return self.job.for_workers({"teacher": self.axes}, self.folder)
+    manifest: ScoreManifest
 
     def scored(self, teacher: SamplingTeacherRole, index: int) -> tuple[Rollout, TeacherSignal]:
         """Scores a batch; returns its completions, and their scores on the host."""
         config, prompts = self.config, self.job.train.batch(index)
-        if self.samples:
+        if self.manifest.samples:
             rollout = teacher.generate([prompt.to_sample for prompt in prompts], index)
         else:
             packing = self.setup.packing(target_of(self.mesh.devices.flat))
@@ -121,19 +94,20 @@ class Scoring:
         parts = [jax.device_get(teacher.score(rollout, part, n)) for part in range(n)]
         return rollout, join_parts(parts)
 
-    def rows(self, rollout: Rollout, signal: TeacherSignal) -> Iterator[list[ScoredRow]]:
-        """Yields the rows of a batch, those of a prompt together."""
-        arrays, each = in_storage(signal, self.stored), self.samples or 1
-        for first in range(0, len(rollout.completions), each):
-            group = []
-            for i in range(first, first + each):
-                one, prompt = rollout.completions[i], rollout.prompts[i].tokens
-                tensors = {name: x[i, : len(one.tokens)].copy() for name, x in arrays.items()}
-                if self.samples:
-                    tensors |= {"logprobs": one.logprobs, "sampler_logprobs": one.sampler_logprobs}
-                    tensors["tokens"] = np.array(one.tokens, np.int32)
-                group.append(ScoredRow(prompt, one.tokens, tensors, one.finish_reason == "stop"))
-            yield group
+    def rows(self, rollout: Rollout, signal: TeacherSignal) -> list[list[ScoredRow]]:
+        """Returns the rows of a batch, those of a prompt together."""
+        arrays, samples = in_storage(signal, self.manifest.stored), self.manifest.samples
+        rows = []
+        for i, completion in enumerate(rollout.completions):
+            tokens = completion.tokens
+            tensors = {name: x[i, : len(tokens)].copy() for name, x in arrays.items()}
+            if samples:
+                tensors |= {name: getattr(completion, name) for name in SAMPLED}
+                tensors["tokens"] = np.array(tokens, np.int32)
+            stopped = completion.finish_reason == "stop"
+            rows.append(ScoredRow(rollout.prompts[i].tokens, tokens, tensors, stopped))
+        together = samples or 1
+        return [rows[i : i + together] for i in range(0, len(rows), together)]
 
 
 def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring, list[str]]:
@@ -161,10 +135,18 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     axes = inputs.axes(config)
     mesh = role_meshes(seen.devices, placement, axes)["teacher"]
     config = config.with_dtypes(default_dtype(target_of(mesh.devices.flat)))
-    own = config.teacher.compute_dtype
-    stored = dtype or own if config.distill.signal == "hidden" else "float32"
-    scoring = Scoring(config, make_job(config), source, mesh, axes["teacher"], folder, stored)
-    uses = [(dim, own, config.distill.seq_kd) for dim in source.config.head_dims]
+    own, distill, job = config.teacher.compute_dtype, config.distill, make_job(config)
+    manifest = ScoreManifest(
+        format=FORMAT,
+        model=source.name,
+        digest=digest_model(source.path),
+        dtype=own,
+        stored=dtype or own if distill.signal == "hidden" else "float32",
+        options=Options.of(distill, job.vocab_size),
+        samples=config.group_size if distill.seq_kd else 0,
+    )
+    scoring = Scoring(config, job, job.for_workers(axes, folder), source, mesh, manifest)
+    uses = [(dim, own, distill.seq_kd) for dim in source.config.head_dims]
     failed = try_kernels(mesh.devices.flat, uses)
     about = f"{source.name}: {source.config.n_params:,} parameters, {own}, on {axes['teacher']}"
     return scoring, [*on_hub, about, *filter(None, [seen.note]), *failed]
@@ -217,9 +199,9 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
         UserError: bad input, or a folder that holds something else; nothing is scored then.
         RunError: the disk refuses; what was stored stays, and the same call resumes.
     """
-    log, began = Output(sys.stdout).line, time.monotonic()
-    scoring, notes = prepare(config, user_path(out), dtype)
-    folder, manifest = scoring.folder, scoring.manifest
+    log, began, folder = Output(sys.stdout).line, time.monotonic(), user_path(out)
+    scoring, notes = prepare(config, folder, dtype)
+    manifest, train = scoring.manifest, scoring.job.train
     for note in (*notes, *scoring.job.data_notes()):
         log(note)
     open_folder(folder, manifest)
@@ -230,21 +212,21 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
     with closing(lock):
         cache = ScoreCache(folder) if (folder / MANIFEST).exists() else None
         # What has no scores in the folder, of an epoch; where a task makes the rows, of the run.
-        train, each = scoring.job.train, scoring.samples or 1
+        each = manifest.samples or 1
         indices = range(scoring.config.steps) if train.procedural else itertools.count()
         batches, left, stored, tokens = dict[int, None](), set[bytes](), set[bytes](), 0
         for index, prompt in train.rows(indices):
-            prompt = prompt.to_sample if scoring.samples else prompt
+            prompt = prompt.to_sample if manifest.samples else prompt
             key = manifest.key(prompt.tokens, prompt.completion)
             if key in left or key in stored:
                 continue
-            if cache is not None and cache.has([key])[0]:
+            if cache is not None and cache.has(key):
                 stored.add(key)
                 continue
             left.add(key)
             batches[index] = None
             longest = scoring.config.max_new_tokens
-            tokens += each * longest if scoring.samples else len(prompt.completion or ())
+            tokens += each * longest if manifest.samples else len(prompt.completion or ())
 
         d, model = scoring.config.distill, scoring.source.config
         free = shutil.disk_usage(folder).free
@@ -253,13 +235,13 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
         size = tokens * token_bytes
         if cache is None and d.signal == "hidden":
             size += model.vocab_size * model.d_model * jnp.dtype(manifest.dtype).itemsize
-        most = "at most " if scoring.samples else ""
+        most = "at most " if manifest.samples else ""
         text = (
             f"{each * len(left)} rows to score, {each * len(stored)} stored already;"
             f" {most}{tokens:,} tokens of {token_bytes:,} bytes, {most}{size / GB:.3g} GB to write,"
             f" {free / GB:.3g} GB free"
         )
-        if size > free and not scoring.samples:
+        if size > free and not manifest.samples:
             smaller = "--dtype int8 or --signal topk" if d.signal == "hidden" else "a smaller top_k"
             raise UserError(
                 f"--out {folder}: {text}: make room, name a folder on another disk, or take"
@@ -268,7 +250,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
         log(text)
         if left:
             try:
-                _score_all(scoring, [*batches], left, each * len(stored), cache is None, log)
+                _score_all(scoring, folder, [*batches], left, each * len(stored), cache is None)
             except OSError as error:
                 free = shutil.disk_usage(folder).free
                 raise RunError(
@@ -282,16 +264,16 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
 
 
 def _score_all(
-    scoring: Scoring, batches: Sequence[int], left: set[bytes], stored: int, first: bool, log: Log
+    scoring: Scoring, folder: Path, batches: Sequence[int], left: set[bytes], stored: int, new: bool
 ) -> None:
-    """Scores what is `left` of the batches, by its keys; `first`: the folder is empty yet."""
+    """Scores what is `left` of the batches, by its keys; `new`: the folder is empty yet."""
     teacher = cast(SamplingTeacherRole, make_teacher(scoring.setup, {"teacher": scoring.mesh}))
-    config, manifest, each = scoring.config, scoring.manifest, scoring.samples or 1
-    if first:
+    config, manifest, log = scoring.config, scoring.manifest, Output(sys.stdout).line
+    if new:
         head = None
         if config.distill.signal == "hidden":
             head = np.asarray(scoring.source.load_head(None, jnp.dtype(manifest.dtype)))
-        if head is not None and scoring.stored not in (manifest.dtype, "float32"):
+        if head is not None and manifest.stored not in (manifest.dtype, "float32"):
             parts = []
             for index in batches[:MEASURED]:
                 rollout, signal = scoring.scored(teacher, index)
@@ -300,54 +282,32 @@ def _score_all(
             hidden = np.concatenate(parts)[:MEASURED_TOKENS]
             shared = head[: scoring.job.vocab_size]
             cap = scoring.source.config.final_softcap
-            error = storage_error(hidden, scoring.stored, shared, config.distill, cap)
-            log(f"hidden states in {scoring.stored}: {error}")
+            error = storage_error(hidden, manifest.stored, shared, config.distill, cap)
+            log(f"hidden states in {manifest.stored}: {error}")
             manifest = manifest.model_copy(update={"error": error})
         tokenizer = scoring.source.tokenizer_path
         assert tokenizer is not None, "make_job has compared its tokens"
-        write_manifest(scoring.folder, manifest, scoring.source.config, tokenizer, head)
-    writer, rows = ScoreWriter(scoring.folder), each * len(left)
+        write_manifest(folder, manifest, scoring.source.config, tokenizer, head)
+    writer, rows, done = ScoreWriter(folder), (manifest.samples or 1) * len(left), 0
+    began = last = time.monotonic()
     try:
-        with _progress(rows, log) as advance:
-            for index in batches:
-                for group in scoring.rows(*scoring.scored(teacher, index)):
-                    key = manifest.key(group[0].prompt, group[0].completion)
-                    if key in left:
-                        writer.add(group)
-                        left.remove(key)
-                        advance(len(group))
+        for index in batches:
+            for group in scoring.rows(*scoring.scored(teacher, index)):
+                key = manifest.key(group[0].prompt, group[0].completion)
+                if key in left:
+                    writer.add(group)
+                    left.remove(key)
+                    done += len(group)
+            if (now := time.monotonic()) - last >= EVERY_S and done:
+                last, seconds = now, (now - began) / done * (rows - done)
+                log(f"{done}/{rows} rows ({done / rows:.0%}), {format_seconds(seconds)} left")
         writer.flush()
     except KeyboardInterrupt:
         writer.flush()
         raise KeyboardInterrupt(
-            f"interrupted: {stored + rows - each * len(left)} of {stored + rows} rows are stored in"
-            f" {scoring.folder}; the same command resumes"
+            f"interrupted: {stored + done} of {stored + rows} rows are stored in {folder}; the same"
+            " command resumes"
         ) from None
-
-
-@contextmanager
-def _progress(rows: int, log: Log) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, else a line every few seconds; yields a function to be called with
-    the number of rows scored."""
-    terminal = Console(stderr=True, force_jupyter=False, force_terminal=sys.stderr.isatty())
-    if terminal.is_terminal:
-        columns = TextColumn("{task.completed}/{task.total} rows"), BarColumn()
-        with Progress(*columns, TimeRemainingColumn(), console=terminal) as bar:
-            task = bar.add_task("", total=rows)
-            yield partial(bar.advance, task)
-        return
-    done, began = 0, time.monotonic()
-    last = began
-
-    def advance(n: int) -> None:
-        nonlocal done, last
-        done, now = done + n, time.monotonic()
-        if now - last >= EVERY_S:
-            last = now
-            left = (now - began) / done * (rows - done)
-            log(f"{done}/{rows} rows ({done / rows:.0%}), {format_seconds(left)} left")
-
-    yield advance
 
 
 def open_folder(folder: Path, manifest: ScoreManifest) -> None:
@@ -366,12 +326,9 @@ def open_folder(folder: Path, manifest: ScoreManifest) -> None:
         }
         before, asked = there.options.decisive, manifest.options.decisive
         pairs |= {f"distill.{key}": (before[key], asked.get(key)) for key in before}
+        if "distill.vocab_size" in pairs:
+            pairs["tokens of student and teacher"] = pairs.pop("distill.vocab_size")
         for key, (old, new) in pairs.items():
-            if old != new and key == "distill.vocab_size":
-                raise UserError(
-                    f"{holds} over {old} tokens, and student and teacher share {new}: name another"
-                    " folder"
-                )
             if old != new:
                 raise UserError(f"{holds} with {key}={old}, not {new}: name another folder")
         return

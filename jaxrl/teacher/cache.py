@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -34,20 +33,14 @@ from safetensors.numpy import save
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.store import put_file
 from jaxrl.config.schema import Config
+from jaxrl.config.section import DType
 from jaxrl.errors import UserError, user_path
 from jaxrl.formats import hf
 from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.protocol import (
-    DType,
-    Options,
-    ProtocolMessage,
-    Shapes,
-    first_mistake,
-    present,
-)
+from jaxrl.teacher.protocol import Options, ProtocolMessage, Shapes, first_mistake, present
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1
@@ -58,8 +51,6 @@ SHARD_S = 120.0
 """Seconds after which a shard is written although it is small: what a kill can lose."""
 KEY_BYTES = 16
 OPEN_SHARDS = 64
-AT_ONCE = 4096
-"""Rows that are looked up together."""
 INT8_MOST = 127.0
 OF_ROWS = ("keys", "prompts", "lengths", "stopped")
 """Tensors of a shard that have an entry for each row."""
@@ -263,28 +254,14 @@ def _shard(rows: Sequence[ScoredRow]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _finder(keys: np.ndarray) -> Callable[[Sequence[bytes]], np.ndarray]:
-    """Returns what finds the first of the rows [n, KEY_BYTES] uint8 with each digest, -1 where
-    there is none."""
-    flat = np.ascontiguousarray(keys).view(f"S{KEY_BYTES}").reshape(-1)
-    digests, first = np.unique(flat, return_index=True)
-
-    def find(wanted: Sequence[bytes]) -> np.ndarray:
-        asked = np.array(wanted, f"S{KEY_BYTES}")
-        if not len(digests):
-            return np.full(len(asked), -1)
-        at = np.minimum(np.searchsorted(digests, asked), len(digests) - 1)
-        return np.where(digests[at] == asked, first[at], -1)
-
-    return find
-
-
 @dataclass(frozen=True)
 class _Index:
     """Where every row is; the arrays have an entry for each row, in the order of the shards."""
 
-    find_row: Callable[[Sequence[bytes]], np.ndarray]
-    find_prompt: Callable[[Sequence[bytes]], np.ndarray]
+    rows: dict[bytes, int]
+    """Digest of prompt and completion -> the first such row."""
+    prompts: dict[bytes, int]
+    """Digest of a prompt -> the first of its rows."""
     shard: np.ndarray
     start: np.ndarray
     """Tokens of the shard before the row."""
@@ -311,11 +288,9 @@ class ScoreCache:
     def __len__(self) -> int:
         return len(self._index.length)
 
-    def has(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Returns [n] bool: whether there are scores of what has these keys
-        (`ScoreManifest.key`)."""
-        index = self._index
-        return (index.find_prompt if self.manifest.samples else index.find_row)(keys) >= 0
+    def has(self, key: bytes) -> bool:
+        """Returns whether there are scores of what has this key (`ScoreManifest.key`)."""
+        return key in (self._index.prompts if self.manifest.samples else self._index.rows)
 
     def head(self, rows: int) -> np.ndarray:
         """Returns the teacher's LM head [V, D], cut after `rows`."""
@@ -343,11 +318,11 @@ class ScoreCache:
             for row, real in zip(tokens, mask, strict=True)
         ]
         real_rows = [i for i in range(b) if mask[i].any()]
-        found = self._index.find_row([key_of(*rows[i]) for i in real_rows])
-        if (found < 0).any():
+        found = [self._index.rows.get(key_of(*rows[i]), -1) for i in real_rows]
+        if -1 in found:
             raise UserError(
-                f"teacher.cache={self.name} has no scores of {int((found < 0).sum())} of the"
-                f" {len(found)} completions of a batch"
+                f"teacher.cache={self.name} has no scores of {found.count(-1)} of the {len(found)}"
+                " completions of a batch"
             )
         out, shapes = {}, shapes_of(self.manifest, self.config.d_model)
         for name in fields:
@@ -366,11 +341,11 @@ class ScoreCache:
         Raises:
             UserError: a prompt has none.
         """
-        first = self._index.find_prompt([key_of(prompt.tokens) for prompt in prompts])
-        if (first < 0).any():
+        first = [self._index.prompts.get(key_of(prompt.tokens), -1) for prompt in prompts]
+        if -1 in first:
             raise UserError(
-                f"teacher.cache={self.name} has no samples of {int((first < 0).sum())} of the"
-                f" {len(first)} prompts of a batch"
+                f"teacher.cache={self.name} has no samples of {first.count(-1)} of the {len(first)}"
+                " prompts of a batch"
             )
 
         def sample(at: int) -> Completion:
@@ -399,8 +374,12 @@ class ScoreCache:
         keys, prompts, length, stopped = (
             np.concatenate([part[name] for part in parts]) for name in OF_ROWS
         )
-        find = _finder(keys), _finder(prompts)
-        return _Index(*find, shard, np.concatenate(start), length, stopped)
+        index = _Index({}, {}, shard, np.concatenate(start), length, stopped)
+        digests = (x.view(f"V{KEY_BYTES}")[:, 0].tolist() for x in (keys, prompts))
+        for i, (row, prompt) in enumerate(zip(*digests, strict=True)):
+            index.rows.setdefault(row, i)
+            index.prompts.setdefault(prompt, i)
+        return index
 
 
 def read_manifest(folder: Path, name: str) -> ScoreManifest:
@@ -492,20 +471,12 @@ def check_cache(
         theirs = getattr(manifest.options, key)
         if theirs == ours or (key == "entropy_top_k" and ours is None):
             continue
+        what = f"with distill.{key}={theirs}, and this run has distill.{key}={ours}: set it so"
         if key == "vocab_size":
-            raise UserError(
-                f"{name} has log-probs over {theirs} tokens, and student and teacher share"
-                f" {ours}: score again with student.model={config.student.model}"
-            )
-        if theirs is None:
-            raise UserError(
-                f"{name} was scored without distill.entropy_aware=true: set it to false, or score"
-                " again with it"
-            )
-        raise UserError(
-            f"{name} was scored with distill.{key}={theirs}, and this run has {ours}: set"
-            f" distill.{key}={theirs}, or score again with distill.{key}={ours}"
-        )
+            what = f"with a student.model that shares {theirs} tokens, not {ours}: set it so"
+        elif theirs is None:
+            what = "without distill.entropy_aware=true: set it to false"
+        raise UserError(f"{name} was scored {what}, or score again with this run's keys")
     if digest is not None and digest != manifest.digest:
         raise UserError(
             f"{name} has scores of {manifest.model}, whose files are not those of"
@@ -522,12 +493,11 @@ def check_cache(
         )
     missing = total = 0
     first: Prompt | None = None
-    prompts = (prompt.to_sample if d.seq_kd else prompt for _, prompt in rows)
-    while some := list(islice(prompts, AT_ONCE)):
-        there = cache.has([manifest.key(p.tokens, p.completion) for p in some])
-        without = [prompt for prompt, known in zip(some, there, strict=True) if not known]
-        first = first or next(iter(without), None)
-        missing, total = missing + len(without), total + len(some)
+    for _, row in rows:
+        prompt = row.to_sample if d.seq_kd else row
+        total += 1
+        if not cache.has(manifest.key(prompt.tokens, prompt.completion)):
+            first, missing = first or prompt, missing + 1
     if first is not None:
         kind = "samples" if d.seq_kd else "scores"
         raise UserError(

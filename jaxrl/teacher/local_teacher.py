@@ -391,13 +391,8 @@ def merge_program(projection: Projection, width: int) -> Wrapped:
         width: of the widest teacher's hidden states; narrower ones get zeros at their end.
     """
 
-    def merge(
-        so_far: TeacherSignal | None, signal: TeacherSignal, mine: jax.Array
-    ) -> TeacherSignal:
-        return merged_signal(so_far, signal, mine, width)
-
     rows = NamedSharding(projection.mesh, PartitionSpec(ROWS))
-    return jax.jit(merge, out_shardings=rows)
+    return jax.jit(partial(merged_signal, width=width), out_shardings=rows)
 
 
 def teacher_metrics(

@@ -16,12 +16,13 @@ from typing import Annotated, Literal, Self, get_args
 
 import numpy as np
 import safetensors
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.numpy import save
 
+from jaxrl.config.section import DType, PositiveNumber
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, shown
 from jaxrl.formats.hf import STORED, safetensors_header
 from jaxrl.types import Sequences, TeacherSignal
 
@@ -30,7 +31,6 @@ PROTOCOL = 2
 TOKEN = "JAXRL_TEACHER_TOKEN"
 """Environment variable; its value is never logged or shown."""
 Signal = Literal["hidden", "topk", "student_topk", "sampled"]
-DType = Literal["bfloat16", "float32"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 JSON, SAFETENSORS = "application/json", "application/octet-stream"
 REQUEST = "request"
@@ -52,7 +52,8 @@ _DTYPES = STORED | {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> name of its dtype, and its dims after those of the tokens."""
+"""Name of a tensor -> name of its dtype, and its dims after the first ones: those of the rows or,
+where each token has an entry, of the tokens."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -79,10 +80,6 @@ class Refused(ValueError):
         self.status = status
 
 
-class Gone(Exception):
-    """The client no longer waits for its answer."""
-
-
 class ProtocolMessage(BaseModel):
     """Frozen; a field too many is an error."""
 
@@ -100,7 +97,7 @@ class Info(ProtocolMessage):
     """Width of the hidden states and of the head."""
     vocab_size: Positive
     """Rows of the head."""
-    final_softcap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    final_softcap: PositiveNumber | None
     """c of logits c tanh(z / c), z being hidden states @ head.T; None: the logits are z."""
     vocab_hash: str
     """`vocab_hash` of the tokenizer."""
@@ -126,7 +123,7 @@ class Options(ProtocolMessage):
     top_k: Annotated[Positive, Field(le=1024)]
     entropy_top_k: Positive | None
     """None: no entropy-aware term."""
-    distill_temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    distill_temperature: PositiveNumber
     vocab_size: Positive
     """Probabilities are normalised over the first so many tokens."""
     chunk_tokens: Positive
@@ -144,17 +141,18 @@ class Options(ProtocolMessage):
             chunk_tokens=distill.loss_chunk,
         )
 
-    def distill(self, most_chunk: int) -> DistillConfig:
-        """Returns the config that makes a teacher answer so, `chunk_tokens` at most `most_chunk`.
-
-        Raises:
-            ValueError: options that do not go together.
-        """
+    @property
+    def distill(self) -> DistillConfig:
+        """Returns the config that makes a teacher answer so."""
         keys = self.model_dump(exclude={"vocab_size"}, exclude_none=True)
-        keys["chunk_tokens"] = min(self.chunk_tokens, most_chunk)
         if self.signal == "sampled":
             keys["jsd_beta"] = 1.0  # what this signal needs; a teacher does not read it
         return DistillConfig(entropy_aware=self.entropy_top_k is not None, **keys)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        _ = self.distill  # refuses options that do not go together
+        return self
 
     @property
     def decisive(self) -> dict[str, object]:
@@ -170,9 +168,13 @@ class Options(ProtocolMessage):
         """Returns the largest number of most probable tokens that is asked for; 0: none."""
         return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
 
-    def request_row_bytes(self, t: int, c: int) -> int:
-        """Computes the bytes in a request of one sequence of T tokens, C of the completion."""
-        return 5 * t + c + (4 * c * self.top_k if self.signal == "student_topk" else 0)
+    def asked(self, t: int, c: int) -> Shapes:
+        """Lists the tensors of a request of T tokens a row, C of the completion."""
+        shapes: Shapes = {"tokens": ("int32", (t,)), "mask": ("bool", (t,))}
+        shapes["loss_mask"] = "bool", (c,)
+        if self.signal == "student_topk":
+            shapes["ids"] = "int32", (c, self.top_k)
+        return shapes
 
     def tensors(self, dtype: str, width: int) -> Shapes:
         """Lists the tensors of an answer, for hidden states of that dtype and width."""
@@ -186,10 +188,10 @@ class Options(ProtocolMessage):
             tensors["entropy"] = ("float32", ())
         return tensors
 
-    def answer_row_bytes(self, c: int, info: Info) -> int:
-        """Computes the bytes in an answer of one sequence with a completion of C tokens."""
-        tensors = self.tensors(info.dtype, info.d_model).values()
-        return c * sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in tensors)
+
+def row_bytes(shapes: Shapes) -> int:
+    """Computes the bytes of one row, or token, of all tensors."""
+    return sum(np.dtype(dtype).itemsize * prod(dims) for dtype, dims in shapes.values())
 
 
 def _best(ids: str, logprobs: str, tail: str, k: int) -> Shapes:
@@ -225,13 +227,11 @@ def vocab_hash(tokenizer: Tokenizer) -> str:
 def write_request(
     options: Options, fingerprint: str, sequences: Sequences, ids: np.ndarray | None
 ) -> bytes:
+    arrays = vars(sequences) | {"ids": ids}
     tensors = {
-        "tokens": np.ascontiguousarray(sequences.tokens, np.int32),
-        "mask": np.ascontiguousarray(sequences.mask, bool),
-        "loss_mask": np.ascontiguousarray(sequences.loss_mask, bool),
+        name: np.ascontiguousarray(arrays[name], dtype)
+        for name, (dtype, _) in options.asked(0, 0).items()
     }
-    if ids is not None:
-        tensors["ids"] = np.ascontiguousarray(ids, np.int32)
     words = Asked(options=options, fingerprint=fingerprint).model_dump_json()
     return save(tensors, {REQUEST: words})
 
@@ -245,22 +245,22 @@ def read_request(body: bytes, info: Info) -> Request:
     except ValidationError as error:
         raise Refused(400, f"metadata {REQUEST!r}: {first_mistake(error)}") from error
     except ValueError as error:
-        raise Refused(400, f"the body cannot be read: {error}") from error
-    options = asked.options
+        raise Refused(400, str(error)) from error
     check_meant(asked.fingerprint, info)
-    offered, known = ", ".join(info.signals), f"this teacher has {info.vocab_size} tokens"
-    _require(options.signal in info.signals, f"signal {options.signal!r} is not offered: {offered}")
-    v, best = options.vocab_size, options.most_best
-    _require(v <= info.vocab_size, f"vocab_size {v}: {known}")
+    options, v, best = asked.options, asked.options.vocab_size, asked.options.most_best
+    _require(v <= info.vocab_size, f"vocab_size {v}: this teacher has {info.vocab_size} tokens")
     _require(best <= v, f"the best {best} of {v} tokens: ask for fewer")
-    tokens, mask = _tensor(tensors, "tokens", np.int32, 2), _tensor(tensors, "mask", bool, 2)
-    loss_mask = _tensor(tensors, "loss_mask", bool, 2)
-    (b, t), c = tokens.shape, loss_mask.shape[1]
-    _require(
-        mask.shape == (b, t) and loss_mask.shape[0] == b and b >= 1 and 1 <= c < t,
-        f"tokens {[b, t]}, mask {[*mask.shape]} and loss_mask {[*loss_mask.shape]} do not fit"
-        " together: [B, T], [B, T] and [B, C] with B >= 1 and 1 <= C < T",
-    )
+    sizes = (tensors[name].shape if name in tensors else () for name in ("tokens", "loss_mask"))
+    (b, t), (_, c) = ((*size, 0, 0)[:2] for size in sizes)
+    try:
+        check_shapes(tensors, options.asked(t, c), (b,))
+        if not (b >= 1 and 1 <= c < t):
+            raise ValueError(f"tokens are {[b, t]} and loss_mask is {[b, c]}")
+    except ValueError as error:
+        form = "tokens [B, T] int32, mask [B, T] and loss_mask [B, C] bool, B >= 1, 1 <= C < T, and"
+        form += " for student_topk ids [B, C, K] int32"
+        raise Refused(400, f"{error}: a request has {form}") from error
+    tokens, mask, loss_mask = (tensors[name] for name in ("tokens", "mask", "loss_mask"))
     used = int(mask.any(0).sum())  # the client rounds its widths up to what suits its devices
     _require(
         used <= info.max_tokens and t <= info.max_tokens + MOST_PADDING,
@@ -268,33 +268,23 @@ def read_request(body: bytes, info: Info) -> Request:
         f" {info.max_tokens}, and {MOST_PADDING} of padding",
         413,
     )
-    least, most = int(tokens.min()), int(tokens.max())
-    _require(
-        least >= 0 and most < info.vocab_size,
-        f"token {least if least < 0 else most}: this teacher has tokens 0 to {info.vocab_size - 1}",
-    )
-    prompts, completions = mask[:, : t - c], mask[:, t - c :]
-    gap = (prompts[:, :-1] & ~prompts[:, 1:]).any() or (
-        ~completions[:, :-1] & completions[:, 1:]
-    ).any()
-    _require(
-        not gap, "mask has a gap: prompts are padded on the left only, completions on the right"
-    )
-    _require(not (loss_mask & ~completions).any(), "loss_mask is True where mask is False")
-    answer = b * options.answer_row_bytes(c, info)
+    answer = b * c * row_bytes(options.tensors(info.dtype, info.d_model))
     _require(
         answer <= info.max_answer_bytes,
         f"the answer would have {answer:,} bytes: at most {info.max_answer_bytes:,}; ask for fewer"
         " sequences at once",
         413,
     )
-    sequences = Sequences(tokens, mask, loss_mask)
-    if options.signal != "student_topk":
-        return Request(options, sequences, None)
-    ids, shape = _tensor(tensors, "ids", np.int32, 3), [*sequences.loss_mask.shape, options.top_k]
-    _require([*ids.shape] == shape, f"ids {[*ids.shape]}: [B, C, K] = {shape} was announced")
-    _require(ids.min() >= 0 and ids.max() < v, f"ids name tokens beyond 0 to {v - 1}")
-    return Request(options, sequences, ids)
+    for name, n in (("tokens", info.vocab_size), ("ids", v)):
+        ids = tensors.get(name, tokens[:0])
+        beyond = ids[(ids < 0) | (ids >= n)]
+        _require(not beyond.size, f"{name} has the token {beyond[:1]}: there are 0 to {n - 1}")
+    prompts, completions = mask[:, : t - c], mask[:, t - c :]
+    gaps = prompts[:, :-1] & ~prompts[:, 1:], ~completions[:, :-1] & completions[:, 1:]
+    sides = "prompts are padded on the left only, completions on the right"
+    _require(not any(gap.any() for gap in gaps), f"mask has a gap: {sides}")
+    _require(not (loss_mask & ~completions).any(), "loss_mask is True where mask is False")
+    return Request(options, Sequences(tokens, mask, loss_mask), tensors.get("ids"))
 
 
 def check_meant(fingerprint: str, info: Info) -> None:
@@ -303,26 +293,16 @@ def check_meant(fingerprint: str, info: Info) -> None:
     _require(fingerprint == info.fingerprint, other, 409)
 
 
-def _tensor(tensors: Mapping[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
-    _require(name in tensors, f"tensor {name!r} is missing: there are {sorted(tensors)}")
-    tensor, expected = tensors[name], np.dtype(dtype)
-    _require(
-        tensor.dtype == expected and tensor.ndim == rank,
-        f"tensor {name!r} is {tensor.dtype} {[*tensor.shape]}: {expected} of {rank} dims is"
-        " expected",
-    )
-    return tensor
-
-
 def _require(condition: bool, message: str, status: int = 400) -> None:
     if not condition:
         raise Refused(status, message)
 
 
 def first_mistake(error: ValidationError) -> str:
-    """Describes the first error by the name of its field, without the input."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+    """Describes the first error by the name of its field and the value there."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "it"
+    return f"{where}: {first['msg']}, not {shown(first['input'])}"
 
 
 def present(signal: TeacherSignal) -> dict[str, np.ndarray]:
@@ -355,6 +335,16 @@ def decode(body: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return tensors, header.get("__metadata__") or {}
 
 
+def check_shapes(tensors: Mapping[str, np.ndarray], shapes: Shapes, first: tuple[int, ...]) -> None:
+    """Raises ValueError for tensors that are not those of `shapes`, with these `first` dims."""
+    if tensors.keys() != shapes.keys():
+        raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
+    for name, (dtype, dims) in shapes.items():
+        x, shape = tensors[name], [*first, *dims]
+        if x.dtype.name != dtype or [*x.shape] != shape:
+            raise ValueError(f"{name} is {x.dtype} {[*x.shape]}, {dtype} {shape} was asked for")
+
+
 def check_answer(
     tensors: Mapping[str, np.ndarray], shapes: Shapes, mask: np.ndarray, v: int
 ) -> None:
@@ -368,57 +358,35 @@ def check_answer(
 
     Raises:
         ValueError: with the tensor's name, where its first wrong value is, the value, and what is
-            allowed. The checks below raise the same.
+            allowed.
     """
-    if tensors.keys() != shapes.keys():
-        raise ValueError(f"it has the tensors {sorted(tensors)}, {sorted(shapes)} were asked for")
-    for name, (dtype, dims) in shapes.items():
+    check_shapes(tensors, shapes, mask.shape)
+    for name, (_, dims) in shapes.items():
         x = tensors[name]
-        shape = [*mask.shape, *dims]
-        if x.dtype.name != dtype or [*x.shape] != shape:
-            raise ValueError(
-                f"{name} is {x.dtype.name} {[*x.shape]}, {dtype} {shape} was asked for"
-            )
         if name.endswith("ids"):
-            check_ids(name, x, v)
+            allowed = f"the tokens that student and teacher share are 0 to {v - 1}"
+            _refuse(name, x, (x < 0) | (x >= v), allowed)
             again = np.zeros(x.shape, bool)  # among the best of a position it would count twice
             order = np.argsort(x, -1, kind="stable")
             ranked = np.take_along_axis(x, order, -1)
             np.put_along_axis(again, order[..., 1:], ranked[..., 1:] == ranked[..., :-1], -1)
-            _refuse(name, x, again & mask[..., None], "each of the best tokens is there once")
+            wrong, allowed = again, "each of the best tokens is there once"
         elif name in ("hidden", HEAD):
-            _refuse(name, x, ~np.isfinite(x) & mask[..., None], "a finite number is expected")
+            wrong, allowed = ~np.isfinite(x), "a finite number is expected"
         elif name == "entropy":
             most = float(np.log(v)) + ROUNDING
-            possible = (x >= -ROUNDING) & (x <= most)
-            _refuse(name, x, ~possible & mask, f"it is 0 to log({v}) = {most:.2f} nats")
+            wrong = ~((x >= -ROUNDING) & (x <= most))
+            allowed = f"it is 0 to log({v}) = {most:.2f} nats"
         else:
-            check_logprobs(name, x, mask)
+            wrong = ~np.isfinite(x) | (x > ROUNDING)
+            allowed = "a log-prob is a finite number of at most 0"
+        _refuse(name, x, wrong & mask.reshape(mask.shape + (1,) * len(dims)), allowed)
     for best, tail in (("topk_logprobs", "tail_logprob"), ("best_logprobs", "best_tail")):
         if best in tensors:
-            check_sum(best, tensors[best], tensors[tail], mask)
-
-
-def check_ids(name: str, ids: np.ndarray, v: int) -> None:
-    allowed = f"the tokens that student and teacher share are 0 to {v - 1}"
-    _refuse(name, ids, (ids < 0) | (ids >= v), allowed)
-
-
-def check_logprobs(name: str, x: np.ndarray, mask: np.ndarray) -> None:
-    """
-    Args:
-        x: as mask [B, C], or with another dim; nats.
-    """
-    mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
-    wrong = ~np.isfinite(x) | (x > ROUNDING)
-    _refuse(name, x, wrong & mask, "a log-prob is a finite number of at most 0")
-
-
-def check_sum(name: str, best: np.ndarray, tail: np.ndarray, mask: np.ndarray) -> None:
-    """Checks that K probabilities and what they leave over make one distribution."""
-    total = np.exp(best.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
-    wrong = mask & (np.abs(total - 1) > ROUNDING)
-    _refuse(f"the sum of {name}", total, wrong, "probabilities and their tail add up to 1")
+            top, rest = (np.exp(tensors[name].astype(np.float64)) for name in (best, tail))
+            total = top.sum(-1) + rest
+            wrong, allowed = np.abs(total - 1) > ROUNDING, "they and their tail add up to 1"
+            _refuse(f"the sum of {best}", total, wrong & mask, allowed)
 
 
 def _refuse(name: str, x: np.ndarray, wrong: np.ndarray, allowed: str) -> None:

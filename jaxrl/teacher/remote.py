@@ -28,38 +28,30 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType, SimpleNamespace
+from typing import TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import jax
 import numpy as np
-from pydantic import ValidationError
 
-from jaxrl.algorithms.signals import merged_signal, teacher_weights
+from jaxrl.algorithms.signals import teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
-from jaxrl.data.tokenizer import Tokenizer, check_eos, check_same_prompts
+from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary
 from jaxrl.errors import RunError, UserError, short, shown
+from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import RewardReport
+from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
 from jaxrl.teacher import protocol
-from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal
-from jaxrl.types import (
-    HiddenSignal,
-    Prompt,
-    Rollout,
-    SampledSignal,
-    Sequences,
-    TeacherSignal,
-    TopKSignal,
-    signal_of,
-)
+from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal, row_bytes
+from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 OVERHEAD = 1 << 14
 """Bytes of a request, or an answer, beside its tensors, at most."""
@@ -76,20 +68,19 @@ TEMPORARY = (408, 502, 503, 504)
 """Statuses that say nothing about the request: the network stalled, or the server is busy."""
 MOST_WRONG = 3
 """Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
-OTHER_HOST = (62, 64)
-"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""
 TAIL_FLOOR = float(np.log(2.0**-24))
 """Least log-prob of the tail, -16.6 nats: the k log-probs arrive in float32, so what they leave
 over is not known better than that."""
-NAMED = "token_id:"
-
 Answer = TypeVar("Answer")
 Said = tuple[float, tuple[tuple[int, float], ...], str | None]
 """Of one token of a prompt: its log-prob, nats; (id, log-prob) of the most probable tokens, those
 first; its text, where the server gives it."""
+PromptScores = tuple[dict[str, np.ndarray], list[str | None]]
+"""Of a prompt of n tokens: tensors [n, ...] by their names in a signal (nothing predicts the first,
+of which they mean nothing); the texts [n - 1] of the others, where the server gives them."""
 ONLY = "teacher"
 """Name in `Config.served` of a teacher that is the only one."""
 MEET_S = 30.0
@@ -189,22 +180,17 @@ class Endpoint:
         """Says what is wrong with a connection, and whether it may be right the next time."""
         match error:
             case ssl.SSLCertVerificationError():
-                hint = "set teacher.ca_file to its issuer's"
-                if error.verify_code in OTHER_HOST:
-                    hint = "write the address with a host that the certificate names"
+                hint = "write the address with a host that the certificate names, or set"
+                hint += " teacher.ca_file to its issuer's"
                 return f"its certificate is not trusted: {error.verify_message}; {hint}", False
             case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
                 return "it speaks no TLS: write http://", False
-            case ssl.SSLError():
-                return f"TLS: {error.reason or error}", True
             case TimeoutError():
                 return "no answer in time", True
-            case http.client.RemoteDisconnected():
-                hint = " (if it speaks TLS, write https://)" * self.url.startswith("http:")
-                return f"{error}{hint}", True
-            case http.client.HTTPException():
-                return f"half an answer: {type(error).__name__}: {error}", True
-        return error.strerror or f"{type(error).__name__}: {error}", True
+            case http.client.RemoteDisconnected() if self.url.startswith("http:"):
+                return f"{error} (if it speaks TLS, write https://)", True
+        why = error.strerror if isinstance(error, OSError) else None
+        return why or f"{type(error).__name__}: {error}", True
 
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
@@ -246,16 +232,14 @@ class Endpoint:
 
 
 def _message(body: bytes) -> str:
-    """Returns what an error's JSON says; completions servers nest it, or do not."""
-    text = body.decode(errors="replace").strip()
-    try:
-        message = json.loads(text)
-    except (ValueError, RecursionError):
-        return short(" ".join(text.split()), 300) or "(no message)"
-    for key in ("error", "message"):
-        message = message.get(key, message) if isinstance(message, dict) else message
-    words = message if isinstance(message, str) else json.dumps(message)
-    return short(" ".join(words.split()), 600)
+    """Returns the message in an error's JSON, which completions servers nest or do not; else its
+    text."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(*UNREADABLE):
+        error = json.loads(text)
+        error = error.get("error", error)
+        text = error if isinstance(error, str) else str(error["message"])
+    return short(" ".join(text.split()), 600) or "(no message)"
 
 
 @dataclass
@@ -270,17 +254,12 @@ class TeacherClient:
 
         def read(body: bytes) -> Info:
             version = json.loads(body)["protocol"]
-            if type(version) is not int:
-                raise ValueError(f"protocol is {shown(version)}, not the number of a version")
             if version != protocol.PROTOCOL:
                 raise UserError(
-                    f"{self.endpoint} speaks version {short(str(version))} of the protocol,"
-                    f" this jaxrl version {protocol.PROTOCOL}: install the same jaxrl on both sides"
+                    f"{self.endpoint} speaks version {shown(version)} of the protocol, this jaxrl"
+                    f" version {protocol.PROTOCOL}: install the same jaxrl on both sides"
                 )
-            try:
-                return Info.model_validate_json(body)
-            except ValidationError as error:
-                raise ValueError(protocol.first_mistake(error)) from error
+            return Info.model_validate_json(body)
 
         return self.endpoint.ask("GET", "/v1/info", read)
 
@@ -323,42 +302,27 @@ class TeacherClient:
     def _score(
         self, options: Options, sequences: Sequences, ids: np.ndarray | None
     ) -> TeacherSignal:
+        mask = np.asarray(sequences.loss_mask)
+        shapes = options.tensors(self.info.dtype, self.info.d_model)
+
         def read(body: bytes) -> TeacherSignal:
-            tensors, mask = protocol.decode(body)[0], np.asarray(sequences.loss_mask)
-            shapes = options.tensors(self.info.dtype, self.info.d_model)
+            tensors = protocol.decode(body)[0]
             protocol.check_answer(tensors, shapes, mask, options.vocab_size)
             if ids is not None and not np.array_equal(tensors["topk_ids"], ids):
                 raise ValueError("topk_ids are others than the student's, which were asked for")
             return signal_of(tensors)
 
         body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
-        b, c = sequences.loss_mask.shape
-        most = b * options.answer_row_bytes(c, self.info) + OVERHEAD
+        most = mask.size * row_bytes(shapes) + OVERHEAD
         return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
     """Returns how many sequences of T tokens, C of them in the completion, one request may hold;
     0: not one."""
-    asked = (info.max_request_bytes - OVERHEAD) // options.request_row_bytes(t, c)
-    answered = info.max_answer_bytes // options.answer_row_bytes(c, info)
+    asked = (info.max_request_bytes - OVERHEAD) // row_bytes(options.asked(t, c))
+    answered = info.max_answer_bytes // (c * row_bytes(options.tensors(info.dtype, info.d_model)))
     return max(min(asked, answered), 0)
-
-
-class PromptScores(NamedTuple):
-    """What a server says about a prompt of n tokens; nothing predicts the first, of which it means
-    nothing."""
-
-    token: np.ndarray
-    """[n] log-prob of each token, nats."""
-    ids: np.ndarray
-    """[n, K] the most probable tokens of each position, the most probable first."""
-    best: np.ndarray
-    """[n, K] their log-probs."""
-    tail: np.ndarray
-    """[n] log-prob of all others."""
-    decoded: Sequence[str | None]
-    """[n - 1] the texts of the tokens, where the server gives them."""
 
 
 @dataclass(frozen=True)
@@ -385,7 +349,7 @@ class CompletionsClient:
             at_once: requests in hand at once, over all calls of `score`.
         """
         self.endpoint, self._model = endpoint, model
-        self._at_once, self._free = at_once, threading.Semaphore(at_once)
+        self._pool = ThreadPoolExecutor(at_once)
 
     @cached_property
     def info(self) -> CompletionsInfo:
@@ -396,10 +360,8 @@ class CompletionsClient:
             models: dict[str, int | None] = {}
             for model in json.loads(body)["data"]:
                 name, longest = model["id"], model.get("max_model_len")
-                if not isinstance(name, str):
-                    raise ValueError(f"the id of a model is {shown(name)}: a text is expected")
-                if longest is not None and (type(longest) is not int or longest < 1):
-                    raise ValueError(f"max_model_len of {short(name)} is {shown(longest)}")
+                if not isinstance(name, str) or not isinstance(longest, int | None):
+                    raise ValueError(f"a model is {shown(model)}: an id and a length are expected")
                 models[name] = longest
             return models
 
@@ -411,12 +373,13 @@ class CompletionsClient:
         if models and model not in models:
             raise UserError(f"teacher.api_model={model}: the server at {url} has {has}")
         longest = models.get(model)
-        most = None if longest is None else longest - 1  # it must generate one more
+        most = longest and longest - 1  # it must generate one more
         problems = []
         for style in _STYLES:
             try:
-                self._ask(model, style, (1, 2), 1, None)  # tokens that every vocabulary has
-                return CompletionsInfo(model, most, style)
+                info = CompletionsInfo(model, most, style)
+                self.scores((1, 2), 1, 2**31, info)  # tokens that every vocabulary has
+                return info
             except TeacherError as error:
                 problems.append(f"{style}: {error}")
         raise UserError(
@@ -439,41 +402,36 @@ class CompletionsClient:
         (b, t), c = tokens.shape, loss_mask.shape[1]
         rows = np.flatnonzero(loss_mask.any(1))
         asked = [tokens[row][mask[row]].tolist() for row in rows]
-        with ThreadPoolExecutor(self._at_once) as pool:
-            answers = list(pool.map(partial(self.scores, k=k, vocab_size=vocab_size), asked))
-        token_logprobs = np.zeros((b, c), np.float32)
-        best_ids = np.broadcast_to(np.arange(k, dtype=np.int32), (b, c, k)).copy()
-        best = np.full((b, c, k), -np.log(k + 1.0), np.float32)
-        tail = np.full((b, c), -np.log(k + 1.0), np.float32)
-        for row, scores in zip(rows, answers, strict=True):
+        answers = self._pool.map(partial(self.scores, k=k, vocab_size=vocab_size), asked)
+        out: dict[str, np.ndarray] = {"token_logprobs": np.zeros((b, c), np.float32)}
+        if k:
+            ids, even = np.arange(k, dtype=np.int32), np.float32(-np.log(k + 1.0))
+            out = {"topk_ids": np.broadcast_to(ids, (b, c, k)).copy()}
+            out["topk_logprobs"] = np.full((b, c, k), even)
+            out["tail_logprob"] = np.full((b, c), even)
+        for row, (tensors, _) in zip(rows, answers, strict=True):
             trained = loss_mask[row]
             # In the sequence without padding.
             index = (np.cumsum(mask[row])[t - c :] - 1)[trained]
             assert index.min() > 0, "a completion token stands after a prompt"
-            token_logprobs[row, trained] = scores.token[index]
-            best_ids[row, trained], best[row, trained] = scores.ids[index], scores.best[index]
-            tail[row, trained] = scores.tail[index]
-        if not k:
-            return SampledSignal(token_logprobs)
-        return TopKSignal(best_ids, best, tail)
+            for name, x in tensors.items():
+                out[name][row, trained] = x[index]
+        return signal_of(out)
 
-    def scores(self, tokens: Sequence[int], k: int, vocab_size: int) -> PromptScores:
+    def scores(
+        self, tokens: Sequence[int], k: int, vocab_size: int, info: CompletionsInfo | None = None
+    ) -> PromptScores:
         """Asks about each token of a sequence.
 
         Args:
-            k: most probable tokens to name for each, at least; 0: none.
+            k: most probable tokens to name for each, at least; 0: none, but the token's log-prob.
             vocab_size: the student's tokens.
+            info: of the handshake, while it is made.
         """
-        info = self.info
-        with self._free:
-            return self._ask(info.model, info.style, tokens, k, vocab_size)
-
-    def _ask(
-        self, model: str, style: str, tokens: Sequence[int], k: int, vocab_size: int | None
-    ) -> PromptScores:
-        keys, read_positions = _STYLES[style]
+        info = info or self.info
+        keys, read_positions = _STYLES[info.style]
         body = {
-            "model": model,
+            "model": info.model,
             "prompt": list(tokens),
             "max_tokens": 1,  # some servers refuse 0
             "temperature": 0,
@@ -493,11 +451,6 @@ class CompletionsClient:
                 raise ValueError(f"it read {count} tokens, {sent}")
             positions = read_positions(choice, tokens)
 
-            # No value may be one that no teacher can give. The arrays have an entry for the first
-            # token too, so that an error names the position in the sequence.
-            token = np.array([0.0, *(logprob for logprob, _, _ in positions)])
-            mask = np.arange(len(token)) > 0
-            protocol.check_logprobs("the log-prob of the token sent", token, mask)
             fewest = min((len(named) for _, named, _ in positions), default=k)
             if fewest < k:
                 raise TeacherError(
@@ -505,25 +458,29 @@ class CompletionsClient:
                     f" distill.top_k={k} needs more: set distill.top_k={fewest}, or raise the"
                     " server's limit (vLLM: --max-logprobs)"
                 )
-            pairs = [((0, 0.0),) * k, *(named[:k] for _, named, _ in positions)]
-            ids = np.array([[i for i, _ in row] for row in pairs])
-            best = np.array([[value for _, value in row] for row in pairs])
-            tail = np.zeros(len(token))
+            # The arrays have an entry for the first token too, so that an error names the position.
+            logprobs = [0.0, *(logprob for logprob, _, _ in positions)]
+            tensors = {"token_logprobs": np.array(logprobs, np.float32)}
             if k:
-                if vocab_size is not None:
-                    protocol.check_ids("the id of one of the best tokens", ids, vocab_size)
-                protocol.check_logprobs("the log-prob of one of the best tokens", best, mask)
-                tail[1:] = [tail_logprob(row) for row in best[1:]]
-                protocol.check_sum("the best tokens' probabilities", best, tail, mask)
-            return PromptScores(token, ids, best, tail, [decoded for *_, decoded in positions])
+                pairs = [((0, 0.0),) * k, *(named[:k] for _, named, _ in positions)]
+                best = np.array([[value for _, value in row] for row in pairs])
+                tensors = {
+                    "topk_ids": np.array([[i for i, _ in row] for row in pairs], np.int32),
+                    "topk_logprobs": best.astype(np.float32),
+                    "tail_logprob": tail_logprob(best),
+                }
+            shapes = {name: (x.dtype.name, x.shape[1:]) for name, x in tensors.items()}
+            protocol.check_answer(tensors, shapes, np.arange(len(tokens)) > 0, vocab_size)
+            return tensors, [decoded for *_, decoded in positions]
 
         return self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
 
 
-def tail_logprob(logprobs: Sequence[float] | np.ndarray) -> float:
-    """Computes log(1 - sum of exp(logprobs)), nats, at least `TAIL_FLOOR`."""
-    rest = -float(np.sum(np.exp(np.asarray(logprobs, np.float64))))
-    return max(float(np.log1p(rest)), TAIL_FLOOR) if rest > -1 else TAIL_FLOOR
+def tail_logprob(logprobs: np.ndarray) -> np.ndarray:
+    """Computes log(1 - sum of exp(logprobs)) over the last dim, nats, at least `TAIL_FLOOR`."""
+    with np.errstate(all="ignore"):  # of log-probs that are refused later
+        rest = 1 - np.exp(np.asarray(logprobs, np.float64)).sum(-1)
+    return np.log(np.maximum(rest, np.exp(TAIL_FLOOR))).astype(np.float32)
 
 
 def _read_prompt_logprobs(choice: JsonObject, tokens: Sequence[int]) -> list[Said]:
@@ -581,9 +538,9 @@ def _some(tokens: Sequence[int]) -> str:
 
 
 def _token_id(name: str) -> int:
-    if not name.startswith(NAMED):
-        raise ValueError(f"token {name!r} is not named {NAMED}N: return_tokens_as_token_ids")
-    return int(name.removeprefix(NAMED))
+    if not name.startswith("token_id:"):
+        raise ValueError(f"token {name!r} is not named token_id:N: return_tokens_as_token_ids")
+    return int(name.removeprefix("token_id:"))
 
 
 def _sorted(values: dict[int, float]) -> tuple[tuple[int, float], ...]:
@@ -630,13 +587,11 @@ class RemoteTeachers:
         has no teacher, as padding.
 
         Args:
-            part, parts: which of how many slices of rows, as even as possible; None where it is
-                empty.
+            part, parts: which of how many slices of rows; None where it is empty.
         """
-        assert 0 <= part < parts, (part, parts)
         n = rollout.sequences.tokens.shape[0]
-        rows = slice(n * part // parts, n * (part + 1) // parts)
-        if rows.start == rows.stop:
+        rows = part_rows(n, part, parts, 1)
+        if rows is None:
             return None
         weights = teacher_weights(self._config, rollout)
         inputs: RowInputs = rollout.sequences, rollout.student_topk
@@ -649,52 +604,39 @@ class RemoteTeachers:
 
     def _combined(self, inputs: RowInputs, weights: np.ndarray) -> TeacherSignal:
         """Asks several teachers about rows with these weights [n, K], side by side."""
-        asked = weights > 0
+        mixture, asked = self._config.mixture, weights > 0
         asked[:, 0] |= not asked.any()  # an answer for padding alone has its shapes too
 
-        def spread(x: np.ndarray, mine: np.ndarray) -> np.ndarray:
-            full = np.zeros((len(mine), *x.shape[1:]), x.dtype)
-            full[mine] = x
-            return full
-
-        def ask(client: AnyClient, mine: np.ndarray) -> TeacherSignal | None:
+        def ask(client: AnyClient, mine: np.ndarray) -> dict[str, np.ndarray]:
             if not mine.any():
-                return None
+                return {}
             sequences, ids = jax.tree.map(lambda x: x[mine], inputs)
-            signal = client.score(sequences, ids, self._config.distill, self._vocab_size)
-            return jax.tree.map(lambda x: spread(x, mine), signal)
+            scores = client.score(sequences, ids, self._config.distill, self._vocab_size)
+            return protocol.present(scores)
 
         with ThreadPoolExecutor(len(self._clients)) as pool:
             answers = list(pool.map(ask, self._clients, asked.T))
+        # Hidden states of a mixture stand one after the other, those of one of several at 0.
         infos = [client.info for client in self._clients]
-        widths = [info.d_model if isinstance(info, Info) else 0 for info in infos]
-        signal: TeacherSignal | None = None
-        if self._config.mixture is None:
-            for answer, mine in zip(answers, asked.T, strict=True):
-                if answer is not None:
-                    signal = merged_signal(signal, answer, mine, max(widths))
-            assert signal is not None, "one teacher is asked at least"
-            return signal
-        some = next(answer for answer in answers if answer is not None)
-        if isinstance(some, HiddenSignal):  # of all teachers, one after the other
-            states = [
-                answer.hidden
-                if isinstance(answer, HiddenSignal)
-                else np.zeros((*some.hidden.shape[:2], width), some.hidden.dtype)
-                for answer, width in zip(answers, widths, strict=True)
-            ]
-            return HiddenSignal(np.concatenate(states, -1))
-        shares = [weights[:, k] for k, answer in enumerate(answers) if answer is not None]
-
-        def mixed(*logprobs: np.ndarray) -> np.ndarray:
-            if not np.issubdtype(logprobs[0].dtype, np.floating):
-                return logprobs[0]  # ids, of the same tokens for all
-            each = [share.reshape(-1, *[1] * (logprobs[0].ndim - 1)) for share in shares]
-            rows = np.any(shares, 0).reshape(each[0].shape)  # 0 in rows without a teacher
-            return np.where(rows, log_mixture(logprobs, each), 0).astype(np.float32)
-
-        signal = jax.tree.map(mixed, *filter(None, answers))
-        return replace(signal, topk_ids=inputs[1]) if isinstance(signal, TopKSignal) else signal
+        widths = np.array([info.d_model if isinstance(info, Info) else 0 for info in infos])
+        ends = widths if mixture is None else np.cumsum(widths)
+        out: dict[str, np.ndarray] = {}
+        parts = zip(answers, asked.T, weights.T, ends - widths, strict=True)
+        for answer, mine, share, start in parts:
+            for name, x in answer.items():
+                mixed = mixture is not None and name.endswith(("logprobs", "logprob"))
+                width, at = (ends.max(), start) if name == "hidden" else (x.shape[-1], 0)
+                empty = np.full((len(weights), *x.shape[1:-1], width), MIN if mixed else 0, x.dtype)
+                so_far = out.setdefault(name, empty)
+                if mixed:
+                    weight = share[mine].reshape(-1, *[1] * (x.ndim - 1))
+                    x = log_mixture([so_far[mine], x], [np.ones_like(weight), weight])
+                so_far[mine, ..., at : at + x.shape[-1]] = x
+        for x in out.values():
+            x[~(weights > 0).any(1)] = 0
+        if mixture is not None and "topk_ids" in out and inputs[1] is not None:
+            out["topk_ids"] = inputs[1]  # the same tokens for all
+        return signal_of(out)
 
 
 def remote_info(config: Config, name: str = ONLY) -> AnyInfo:
@@ -763,30 +705,17 @@ def check_remote(
                 " completions server are those at temperature 1; set it to 1"
             )
         return student.vocab_size
-    if tokenizer is None:
-        raise UserError(
-            "student.model has no tokenizer, so that its tokens cannot be compared: put"
-            " tokenizer.json and tokenizer_config.json into its folder"
-        )
-    ours = protocol.vocab_hash(tokenizer)
-    if ours != info.vocab_hash:
+    if tokenizer is not None and (ours := protocol.vocab_hash(tokenizer)) != info.vocab_hash:
         raise UserError(
             f"student and teacher have different vocabularies: {where} serves {info.model} with"
             f" the vocabulary {info.vocab_hash[:12]}, the student has {ours[:12]};"
             " distillation needs a teacher with the student's tokenizer"
         )
-    eos = set(student.eos_ids), set(info.model_eos)
-    check_eos(tokenizer.eos_token_id, info.tokenizer_eos, *eos)
-    v = min(student.vocab_size, info.vocab_size)
-    beyond = [i for i in tokenizer.get_vocab().values() if i >= v]
-    if beyond:
-        raise UserError(
-            f"student and teacher share {v} embedding rows, which {len(beyond)} tokens lie beyond"
-            f" (the first is {min(beyond)}); the two models do not belong together"
-        )
+    names = getattr(tokenizer, "get_vocab", None)
+    theirs = names and SimpleNamespace(get_vocab=names, eos_token_id=info.tokenizer_eos)
+    eos = student.eos_ids, info.model_eos
+    v = check_same_vocabulary(tokenizer, theirs, student.vocab_size, info.vocab_size, *eos)
     options = Options.of(d, v)
-    if (most := options.most_best) > v:
-        raise UserError(f"distill asks for the best {most} of the {v} tokens that both models have")
     if rows_at_once(info, options, width, config.max_new_tokens) == 0:
         raise UserError(
             f"one sequence of {width} tokens does not fit the limits of {where}: its"
@@ -824,7 +753,7 @@ def check_remote_prompts(
     tokens = first.tokens[:PROBE_TOKENS]
     k = config.distill.top_k if config.distill.signal == "topk" else 0
     try:
-        words = client.scores(tokens, k, vocab_size).decoded
+        _, words = client.scores(tokens, k, vocab_size)
     except TeacherError as error:
         raise UserError(f"{_key(config, name)}: {error}") from error
     if not words or None in words or tokenizer is None:

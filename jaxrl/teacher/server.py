@@ -4,8 +4,8 @@
 The story of a request: its connection is accepted, and takes the place of an older, incomplete one
 if there are too many (`_accept`); header and body arrive, each within its deadline and size
 (`_answer`, `_body`); the body is checked before it waits for the devices, so that an invalid or
-slow request delays no other (`_score`); its programs are compiled (`_compiled`); in its turn it is
-computed and its answer sent (`_turn`, `_send_tensors`). Every connection carries one request.
+slow request delays no other; its programs are compiled (`_compiled`); in its turn it is computed
+and its answer sent (`_tensors`). Every connection carries one request.
 
 All this runs in the event loop of one thread, to which all state belongs. Computation and
 compilation have threads of their own.
@@ -22,13 +22,12 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import jax
@@ -46,6 +45,7 @@ from uvicorn.server import ServerState
 
 from jaxrl.algorithms.signals import Projection, score
 from jaxrl.checkpoint.model_source import ModelSource
+from jaxrl.config.section import DType
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import parameters
@@ -53,11 +53,12 @@ from jaxrl.models.batching import bucket
 from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params
 from jaxrl.process.json_types import JsonObject, Keywords
-from jaxrl.sharding.axes import ROWS, row_shards
+from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
+from jaxrl.sharding.reshard import checksums
 from jaxrl.teacher import protocol
-from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, DType, Gone, Info, Options, Refused
+from jaxrl.teacher.protocol import FINGERPRINT, HEAD, TOKEN, Info, Options, Refused
 from jaxrl.types import Array, Sequences, TeacherSignal, Tree
 
 MB = 10**6
@@ -73,7 +74,6 @@ PIECE = 1 << 20
 LINGER_S = 1.0
 """How long the rest of a refused body is read: a connection closed with unread bytes loses its
 answer."""
-ROUTES = "/health, /v1/models, /v1/info, /v1/head, /v1/score"
 STOPPING = "this teacher is being stopped"
 MOST_CHUNK = 4096
 """Tokens whose logits exist at once, at most, whatever a client asks for."""
@@ -82,9 +82,10 @@ MOST_PROGRAMS, PROGRAMS_OF_ONE = 64, 16
 least recently used goes first."""
 Wanted = Callable[[], bool]
 """Says whether a client still waits for its answer."""
-Answer = Callable[[Wanted], TeacherSignal]
-"""Computes the answer to a request on the thread of the devices, as numpy arrays [B, C, ...], or
-raises `Gone` because it is no longer wanted."""
+Answer = Callable[[Wanted], Mapping[str, np.ndarray]]
+"""Computes the tensors of an answer on the thread of the devices, or raises
+`ClientDisconnect` because it is no longer wanted."""
+Handler = Callable[[Request], Awaitable[ASGIApp]]
 ProgramKey = tuple[Options, str]
 """The options that a program depends on, and the shapes of its inputs."""
 
@@ -114,15 +115,15 @@ class Connection:
 
     wire: socket.socket
     host: str
-    late: asyncio.TimerHandle | None = None
-    """Hangs up if the header does not come in time."""
-    opening: asyncio.Future[Any] | None = None
-    whole: bool = False
-    """The request has arrived; the connection is no longer closed to make room."""
+    stage: Literal["arriving", "waiting", "in hand", "over"] = "arriving"
+    """Of the request. While it arrives, the connection may be closed to make room."""
     held: int = 0
     """Bytes of the body in memory."""
     status: int = 0
     """Of the answer; 0: it has not begun."""
+    late: asyncio.TimerHandle | None = None
+    """Hangs up if the header does not come in time."""
+    opening: asyncio.Future[Any] | None = None
 
     def hang_up(self) -> None:
         with suppress(OSError):  # closed already
@@ -161,31 +162,25 @@ class TeacherServer:
         self.counts = Counter(served=0, refused=0, failed=0)
         """Number of requests so far, by outcome."""
         self._turns = asyncio.Semaphore(limits.threads)
-        self._waiting, self._in_hand, self._draining, self._closing = 0, 0, False, False
+        self._draining, self._closing = False, False
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="teacher-compiler")
         self._compiling = WeakValueDictionary[str, asyncio.Lock]()
         """Address -> held while a program is compiled for it."""
-        self._bodies = Counter[str]()
-        """Address -> bytes of its requests in memory."""
         self._open: list[Connection] = []
         """The oldest first."""
         self._tls = tls
-        self._routes = Router(
-            [
-                Route("/health", self._health),
-                Route("/v1/models", self._models),
-                *(
-                    Route(teacher + path, handler, methods=[method])
-                    for teacher in ("", "/{teacher}")
-                    for method, path, handler in (
-                        ("GET", "/v1/info", self._info),
-                        ("GET", "/v1/head", self._head),
-                        ("POST", "/v1/score", self._score),
-                    )
-                ),
-            ],
-            redirect_slashes=False,
-        )
+        own: dict[str, Handler] = {
+            "GET /v1/info": self._info,
+            "GET /v1/head": self._tensors,
+            "POST /v1/score": self._tensors,
+        }
+        self._handlers = {"GET /health": self._health, "GET /v1/models": self._models} | own
+        named = {route.replace("/", "/{teacher}/", 1): handler for route, handler in own.items()}
+        routes = [
+            Route(route.partition(" ")[2], handler, methods=[route.partition(" ")[0]])
+            for route, handler in (self._handlers | named).items()
+        ]
+        self._routes = Router(routes, redirect_slashes=False)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._accept()), daemon=True)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -214,9 +209,13 @@ class TeacherServer:
         """Accepts no more requests, and waits for the current ones for at most `seconds`. Returns
         whether all were answered."""
         self._draining, end = True, time.monotonic() + seconds
-        while self._in_hand and time.monotonic() < end:
+        while self.count("in hand") and time.monotonic() < end:
             time.sleep(0.02)
-        return not self._in_hand
+        return not self.count("in hand")
+
+    def count(self, stage: str) -> int:
+        """Counts the requests of open connections that are at a stage."""
+        return sum(connection.stage == stage for connection in self._open)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -234,16 +233,8 @@ class TeacherServer:
         """Accepts connections until the server closes, and hands them to uvicorn's protocol.
         `uvicorn.Server` has no deadline for a header or a TLS handshake, and makes no room."""
         self._loop = asyncio.get_running_loop()
-        config = uvicorn.Config(
-            self._answer,
-            interface="asgi3",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            proxy_headers=False,
-            log_config=None,
-            log_level="critical",
-        )
+        quiet: Keywords = {"log_config": None, "log_level": "critical"}
+        config = uvicorn.Config(self._answer, interface="asgi3", http="h11", ws="none", **quiet)
         config.load()
         http_protocol: Callable[..., Any] = config.http_protocol_class
         state = ServerState()
@@ -270,16 +261,14 @@ class TeacherServer:
     def _make_room(self, host: str) -> bool:
         """Returns whether one more connection may open; may close an older, incomplete one."""
         self._open = [one for one in self._open if one.wire.fileno() >= 0]
-        rivals = [one for one in self._open if one.host == host]
-        if len(rivals) < MOST_OF_ONE:
-            if len(self._open) < MOST_CONNECTIONS:
-                return True
-            rivals = self._open
-        oldest = next((one for one in rivals if not one.whole), None)
-        if oldest is None:
-            return False
-        self._open.remove(oldest)
-        oldest.hang_up()
+        of_host = [one for one in self._open if one.host == host]
+        for rivals, most in ((of_host, MOST_OF_ONE), (self._open, MOST_CONNECTIONS)):
+            if len(rivals) >= most:
+                oldest = next((one for one in rivals if one.stage == "arriving"), None)
+                if oldest is None:
+                    return False
+                self._open.remove(oldest)
+                oldest.hang_up()
         return True
 
     # Requests.
@@ -307,14 +296,14 @@ class TeacherServer:
             response = JSONResponse(content, headers=headers)
             await send(_start(refused.status, response))
             await send(_part(bytes(response.body)))
-            if not connection.whole:  # reads the rest of the request first
+            if connection.stage == "arriving":  # reads the rest of the request first
                 with suppress(TimeoutError, ClientDisconnect):
                     async with asyncio.timeout(LINGER_S):
                         async for _ in Request(scope, receive).stream():
                             pass
             await send(_part(b"", last=True))
         finally:
-            self._hold(connection, -connection.held)
+            connection.stage, connection.held = "over", 0
             self._loop.call_later(self.limits.idle_s, connection.hang_up)  # the end is not taken
             status, host = connection.status or 503, connection.host  # cut off: the server closes
             self.counts["served" if status < 400 else "refused" if status < 500 else "failed"] += 1
@@ -328,14 +317,12 @@ class TeacherServer:
         match error:
             case Refused():
                 return error
-            case HTTPException(status_code=405):
-                takes = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-                return Refused(405, f"{path} takes {takes}, not {method}")
-            case HTTPException():
-                return Refused(error.status_code, f"no such route {path!r}: there are {ROUTES}")
+            case HTTPException():  # of the router
+                text = f"{method} {path!r}: {error.detail}; there are {', '.join(self._handlers)}"
+                return Refused(error.status_code, text)
             case TimeoutError():
                 return Refused(408, "the request, or the reading of its answer, took too long")
-            case Gone() | ClientDisconnect():
+            case ClientDisconnect():
                 return Refused(499, "the client is gone")
         self.log("".join(traceback.format_exception(error)).rstrip())
         return Refused(500, f"{type(error).__name__}: {error}"[:600])
@@ -347,8 +334,8 @@ class TeacherServer:
             status |= {
                 **({"model": names[""]} if "" in names else {"teachers": names}),
                 **self.counts,
-                "in_hand": self._in_hand,
-                "waiting": self._waiting,
+                "in_hand": self.count("in hand"),
+                "waiting": self.count("waiting"),
                 "seconds_up": round(time.monotonic() - self._began, 1),
             }
         return JSONResponse(status)
@@ -356,45 +343,48 @@ class TeacherServer:
     async def _models(self, request: Request) -> Response:
         """Lists the teachers, in the form in which completions servers list their models."""
         self._check_token(request)
-        infos = ((name, service.info) for name, service in self.services.items())
-        models = [
-            {
-                "id": name or i.model,
-                "object": "model",
-                "root": i.model,
-                "max_model_len": i.max_tokens,
-            }
-            for name, i in infos
-        ]
+        models: list[JsonObject] = []
+        for name, service in self.services.items():
+            model, longest = service.info.model, service.info.max_tokens
+            words = {"object": "model", "root": model, "max_model_len": longest}
+            models.append({"id": name or model} | words)
         return JSONResponse({"object": "list", "data": models})
 
     async def _info(self, request: Request) -> Response:
         return Response(self._teacher(request).info.model_dump_json(), media_type=protocol.JSON)
 
-    async def _head(self, request: Request) -> ASGIApp:
-        service = self._teacher(request)
-        if FINGERPRINT in request.query_params:
+    async def _tensors(self, request: Request) -> ASGIApp:
+        """Answers with the scores that a POST asks for, or with the head."""
+        service, connection = self._teacher(request), request.state.connection
+        asked: protocol.Request | None = None
+        if request.method == "POST":
+            body = await self._body(request, service.info.max_request_bytes)
+            connection.stage = "waiting"
+            asked = await asyncio.to_thread(protocol.read_request, body, service.info)
+        elif FINGERPRINT in request.query_params:
             protocol.check_meant(request.query_params[FINGERPRINT], service.info)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            request.state.connection.whole = True
-            async with _while_connected(receive), self._turn():
-                head = await self._loop.run_in_executor(service.turns, service.head)
-                await self._send_tensors({HEAD: head}, send)
-
-        return answer
-
-    async def _score(self, request: Request) -> ASGIApp:
-        service = self._teacher(request)
-        body = await self._body(request, service.info.max_request_bytes)
-        score = await asyncio.to_thread(protocol.read_request, body, service.info)
-
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            connection.stage = "waiting"
             async with _while_connected(receive) as wanted:
-                compute = await self._compiled(service, score, request.state.connection.host)
-                async with self._turn():
-                    signal = await self._loop.run_in_executor(service.turns, compute, wanted)
-                    await self._send_tensors(protocol.present(signal), send)
+                if asked is None:
+                    compute: Answer = service.head
+                else:
+                    compute = await self._compiled(service, asked, connection.host)
+                try:  # in order of arrival
+                    async with asyncio.timeout(self.limits.wait_s):
+                        await self._turns.acquire()
+                except TimeoutError:
+                    text = f"busy: {self.count('in hand')} requests in hand"
+                    raise Refused(503, text) from None
+                connection.stage = "in hand"
+                try:
+                    if self._draining:
+                        raise Refused(503, STOPPING)
+                    tensors = await self._loop.run_in_executor(service.turns, compute, wanted)
+                    await self._send_tensors(tensors, send)
+                finally:
+                    self._turns.release()
 
         return answer
 
@@ -432,66 +422,35 @@ class TeacherServer:
         end = now() + self.limits.body_s
         async with asyncio.timeout(self.limits.idle_s) as deadline:
             async for piece in request.stream():
-                self._hold(connection, len(piece))
+                of_host = [one for one in self._open if one.host == connection.host]
+                for rivals, most in ((of_host, BODIES_OF_ONE), (self._open, MOST_BODIES)):
+                    held = sum(one.held for one in rivals)
+                    if held + len(piece) > most * self._most_bytes:
+                        raise Refused(503, f"busy: {held:,} bytes of requests in memory")
+                connection.held += len(piece)
                 body += piece
                 deadline.reschedule(min(now() + self.limits.idle_s, end))
-        connection.whole = True
         return bytes(body)
 
-    def _hold(self, connection: Connection, n: int) -> None:
-        """Adds n (which may be negative) to the bytes of requests in memory. Raises `Refused` over
-        the limit."""
-        held, of_one = self._bodies.total(), self._bodies[connection.host]
-        budget, budget_of_one = MOST_BODIES * self._most_bytes, BODIES_OF_ONE * self._most_bytes
-        if n > 0 and (held + n > budget or of_one + n > budget_of_one):
-            raise Refused(503, f"busy: {held:,} bytes of requests in memory")
-        connection.held += n
-        self._bodies[connection.host] += n
-        self._bodies += Counter()  # removes the addresses with 0 bytes
-
     async def _compiled(
-        self, service: ScoringService, score: protocol.Request, host: str
+        self, service: ScoringService, asked: protocol.Request, host: str
     ) -> Answer:
         """Has the programs of a request compiled, which may take minutes, without holding a turn:
         on one thread, and for one request of an address at a time."""
-        answer = await asyncio.to_thread(service.ready, score)
+        answer = await asyncio.to_thread(service.ready, asked)
         if answer is not None:
             return answer
         lock = self._compiling.setdefault(host, asyncio.Lock())
+        await lock.acquire()
 
-        def release(_: object) -> None:
-            with suppress(RuntimeError):  # the server has closed
-                self._loop.call_soon_threadsafe(lock.release)
+        async def compiled() -> Answer:
+            try:
+                compiler = self._compiler
+                return await self._loop.run_in_executor(compiler, service.compile, asked, host)
+            finally:
+                lock.release()
 
-        self._waiting += 1
-        try:
-            await lock.acquire()
-            compiling = self._compiler.submit(service.compile, score, host)
-            compiling.add_done_callback(release)  # not before its end, though the client may leave
-            return await asyncio.wrap_future(compiling)
-        finally:
-            self._waiting -= 1
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Waits in the queue; inside the block the request is one of at most `limits.threads`
-        current ones. Requests are admitted in order of arrival."""
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(self.limits.wait_s):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise Refused(503, f"busy: {self._in_hand} requests in hand") from None
-        finally:
-            self._waiting -= 1
-        self._in_hand += 1
-        try:
-            if self._draining:
-                raise Refused(503, STOPPING)
-            yield
-        finally:
-            self._in_hand -= 1
-            self._turns.release()
+        return await asyncio.shield(compiled())  # holds the lock to its end, though the client left
 
     async def _send_tensors(self, tensors: Mapping[str, np.ndarray], send: Send) -> None:
         pieces, now = protocol.frame(tensors), self._loop.time
@@ -509,13 +468,13 @@ class TeacherServer:
 
 @asynccontextmanager
 async def _while_connected(receive: Receive) -> AsyncIterator[Wanted]:
-    """Cancels the block when the client disconnects, and raises `Gone`. The block gets a function
-    that says, in any thread, whether the client is still there."""
+    """Cancels the block when the client disconnects, and raises ClientDisconnect. The block gets
+    a function that says, in any thread, whether the client is still there."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        raise Gone
+        raise ClientDisconnect
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -583,14 +542,15 @@ class ScoringService:
             UserError: no tokenizer, or more tokens than the model has positions.
         """
         positions = source.config.max_positions
-        if max_tokens is not None and max_tokens > positions:
+        max_tokens = max_tokens or positions
+        if max_tokens > positions:
             raise UserError(f"--max-tokens {max_tokens}: the model has {positions} positions")
         if tokenizer is None:
             raise UserError(
                 f"--model {source.name} has no tokenizer, so that no run can compare its tokens:"
                 " put tokenizer.json and tokenizer_config.json into its folder"
             )
-        source = source.for_length(max_tokens or positions)
+        source = source.for_length(max_tokens)
         self.model, self.mesh = source.config, mesh
         self.turns = turns or ThreadPoolExecutor(1, thread_name_prefix="teacher-devices")
         self._stage, self._max_batch_tokens = f"{source.name} {id(self)}", max_batch_tokens
@@ -599,10 +559,10 @@ class ScoringService:
         self._programs: dict[ProgramKey, tuple[str, Compiled]] = {}
         """With the address of the client that each was compiled for; the last used is last."""
         self._lock = threading.Lock()
-        weights_hash = self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()
+        weights = self.turns.submit(self._load, source, jnp.dtype(dtype), offload).result()
         self._abstract = jax.tree.map(_abstract, self.params)
         vocabulary = protocol.vocab_hash(tokenizer)
-        known_by = (self.model, dtype, vocabulary, tokenizer.eos_token_id)
+        known_by = self.model, dtype, vocabulary, tokenizer.eos_token_id, weights
         self.info = Info(
             protocol=protocol.PROTOCOL,
             model=source.name,
@@ -616,41 +576,27 @@ class ScoringService:
             model_eos=self.model.eos_ids,
             chat_template=tokenizer.chat_template or None,
             dtype=dtype,
-            max_tokens=max_tokens or positions,
+            max_tokens=max_tokens,
             max_request_bytes=max_request_bytes,
             max_answer_bytes=max_answer_bytes,
             signals=protocol.SIGNALS,
-            fingerprint=hashlib.sha256(repr(known_by).encode() + weights_hash).hexdigest(),
+            fingerprint=hashlib.sha256(repr(known_by).encode()).hexdigest(),
         )
 
-    def __str__(self) -> str:
-        devices, info = self.mesh.devices.flat, self.info
-        axes = ", ".join(f"{name} {n}" for name, n in self.mesh.shape.items() if n > 1)
-        where = f"{len(devices)} {devices[0].platform} device(s)" + (f" ({axes})" if axes else "")
-        return (
-            f"{info.model} ({info.n_params:,} parameters, {info.dtype}) on {where}, sequences of"
-            f" at most {info.max_tokens} tokens"
-        )
-
-    def _load(self, source: ModelSource, dtype: np.dtype, offload: bool) -> bytes:
-        """Loads the weights and returns SHA-256 over all of them. It is the same on every mesh,
-        because what the devices add up are integers."""
+    def _load(self, source: ModelSource, dtype: np.dtype, offload: bool) -> dict[str, int]:
+        """Loads the weights and returns their checksums, which are the same on every mesh."""
         current().enter(self._stage)
         self.params = source.load(self.mesh, dtype, "stacked")
         verify_arrays("teacher", self.params, self.mesh)
-        digest = hashlib.sha256()
-        for path, x in jax.tree_util.tree_leaves_with_path(self.params):
-            parts = range(x.shape[0]) if x.ndim > 2 else [None]  # layers, if they are stacked
-            sums = np.asarray([_sum(x, part) for part in parts], np.uint32)
-            digest.update(jax.tree_util.keystr(path).encode() + sums.tobytes())
         params = attribute(self, "params")
         current().resident(self._stage, *params, stages=[self._stage], offload=offload)
-        return digest.digest()
+        paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(self.params), strict=True)
+        return dict(zip(map(jax.tree_util.keystr, paths), checksums(arrays), strict=True))
 
-    def head(self) -> np.ndarray:
-        """Returns the LM head [V, D]; call it on the thread `turns`."""
+    def head(self, wanted: Wanted) -> Mapping[str, np.ndarray]:
+        """Returns the LM head [V, D]; an `Answer`."""
         current().enter(self._stage)
-        return np.asarray(parameters.head(self.params))
+        return {HEAD: np.asarray(parameters.head(self.params))}
 
     def ready(self, request: protocol.Request) -> Answer | None:
         """Returns what `compile` returns if all programs of the request are there, else None."""
@@ -665,84 +611,68 @@ class ScoringService:
 
         Args:
             address: of the client, whose programs may not take the place of all others.
-
-        Raises:
-            Refused: its options do not go together.
         """
-        try:
-            request.options.distill(MOST_CHUNK)
-        except ValueError as error:
-            raise Refused(400, f"options: {error}") from error
-        work = [
-            (self._program(key, inputs, address), inputs, n)
-            for key, inputs, n in self._slices(request)
-        ]
+        work = []
+        for key, inputs, n in self._slices(request):
+            with self._lock:
+                known = self._programs.pop(key, None)
+            # Outside of the lock: a request whose programs are there waits for no compilation.
+            known = known or (address, self._compile(key[0], inputs))
+            with self._lock:
+                self._programs[key] = known  # the last used is last
+                of_address = [k for k, (client, _) in self._programs.items() if client == address]
+                if len(of_address) > PROGRAMS_OF_ONE:
+                    del self._programs[of_address[0]]
+                elif len(self._programs) > MOST_PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
+            work.append((known[1], inputs, n))
         temperature = np.float32(request.options.distill_temperature)
 
-        def answer(wanted: Wanted) -> TeacherSignal:
+        def answer(wanted: Wanted) -> Mapping[str, np.ndarray]:
             current().enter(self._stage)
             scalar, signals = jax.device_put(temperature, self._everywhere), []
             for program, inputs, n in work:
                 if not wanted():
-                    raise Gone
+                    raise ClientDisconnect
                 signal = program(self.params, *jax.device_put(inputs, self._rows), scalar)
-                signals.append(jax.tree.map(lambda x, n=n: np.asarray(x)[:n], signal))
-            return jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else np.concatenate(xs), *signals)
+                signals.append({k: np.asarray(x)[:n] for k, x in protocol.present(signal).items()})
+            if len(signals) == 1:
+                return signals[0]
+            return {name: np.concatenate([x[name] for x in signals]) for name in signals[0]}
 
         return answer
 
     def _slices(self, request: protocol.Request) -> list[tuple[ProgramKey, Tree, int]]:
         """Cuts a request into slices that fit the devices: the key of the program, its inputs, and
         how many of their rows are real."""
-        options = request.options
-        chunk = 1 << min(options.chunk_tokens, MOST_CHUNK).bit_length() - 1
+        options, chunk = request.options, 1
+        if options.signal != "hidden":
+            chunk = 1 << min(options.chunk_tokens, MOST_CHUNK).bit_length() - 1
         # Options that change no program have the same value in all keys.
-        same: Keywords = {"distill_temperature": 1.0, "chunk_tokens": chunk}
-        if "topk" not in options.signal:
-            same["top_k"] = 1
-        if options.signal == "hidden":
-            same |= {"chunk_tokens": 1, "vocab_size": self.info.vocab_size, "entropy_top_k": None}
-        options = options.model_copy(update=same)
-        b, t = request.sequences.tokens.shape
-        shards = row_shards(self.mesh.shape)
-        most = max(self._max_batch_tokens // t // shards, 1) * shards
-        n_slices = -(-b // most)
-        ends = [b * i // n_slices for i in range(n_slices + 1)]
-        parts, slices = [], []
-        for start, stop in pairwise(ends):
-            size = rows_of(stop - start, shards, most)
-
-            def cut(x: np.ndarray, at: slice = slice(start, stop), size: int = size) -> np.ndarray:
-                rows = x[at]  # below them rows of zeros, which have no real token
-                return np.pad(rows, [(0, size - len(rows))] + [(0, 0)] * (x.ndim - 1))
-
-            inputs = jax.tree.map(cut, (request.sequences, request.ids))
-            parts.append((stop - start, *inputs))
-        rooms = [room_of(sequences, row_devices(self.mesh)) for _, sequences, _ in parts]
-        room = max(n for n, _ in rooms), max(m for _, m in rooms)
-        for n, sequences, ids in parts:
-            inputs = replace(sequences, room=room), ids
+        same: Keywords = {"top_k": 1, "entropy_top_k": None, "vocab_size": self.info.vocab_size}
+        same |= options.decisive | {"distill_temperature": 1.0, "chunk_tokens": chunk}
+        options = Options(**same)
+        # Of 1, 2, 3, 4, 6, 8, 12, ... rows for each shard, so that requests share programs. Rows of
+        # zeros at the end have no real token.
+        devices, (b, t) = row_devices(self.mesh), request.sequences.tokens.shape
+        most = max(self._max_batch_tokens // t // devices.count, 1)
+        n = -(-b // (most * devices.count))
+        size = bucket(-(-b // n // devices.count), steps=2, most=most) * devices.count
+        sequences, ids = jax.tree.map(
+            lambda x: np.pad(x, [(0, n * size - b)] + [(0, 0)] * (x.ndim - 1)),
+            (request.sequences, request.ids),
+        )
+        room = room_of(sequences, devices, np.arange(n * size).reshape(n, size))
+        slices = []
+        for start in range(0, b, size):
+            inputs = jax.tree.map(lambda x, at=start: x[at : at + size], (sequences, ids))
+            inputs = replace(inputs[0], room=room), inputs[1]
             shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype.name), inputs))
-            slices.append(((options, shapes), inputs, n))
+            slices.append(((options, shapes), inputs, min(b - start, size)))
         return slices
 
-    def _program(self, key: ProgramKey, inputs: Tree, address: str) -> Compiled:
-        with self._lock:
-            if (known := self._programs.pop(key, None)) is not None:
-                self._programs[key] = known
-                return known[1]
-        compiled = self._compile(key[0], inputs)
-        with self._lock:
-            self._programs[key] = address, compiled
-            of_address = [k for k, (client, _) in self._programs.items() if client == address]
-            if len(of_address) > PROGRAMS_OF_ONE:
-                del self._programs[of_address[0]]
-            elif len(self._programs) > MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-        return compiled
-
     def _compile(self, options: Options, inputs: Tree) -> Compiled:
-        projection = Projection(options.distill(MOST_CHUNK), self.mesh, options.vocab_size)
+        projection = Projection(options.distill, self.mesh, options.vocab_size)
 
         def signal(
             params: Params, sequences: Sequences, ids: Array, temperature: Array
@@ -756,27 +686,5 @@ class ScoringService:
         return program.lower(self._abstract, *rows, scalar).compile()
 
 
-def rows_of(n: int, multiple: int, most: int) -> int:
-    """Returns the smallest of 1, 2, 3, 4, 6, 8, 12, ... times `multiple` that holds n rows, or
-    `most`."""
-    return min(bucket(-(-n // multiple), steps=2) * multiple, most)
-
-
 def _abstract(x: Array, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
-
-
-@jax.jit
-def _sum(x: Array, part: int | None) -> Array:
-    """Adds up the bits of an array's numbers, mixed with their positions, modulo 2^32."""
-    x = x if part is None else x[part]
-    position, stride = jnp.zeros((), jnp.uint32), 0x9E3779B1
-    for axis in reversed(range(x.ndim)):
-        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= x.shape[axis]
-    mixed = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    # The finalizer of MurmurHash3 is a bijection: a number that changes changes its term.
-    mixed ^= position
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)

@@ -180,8 +180,8 @@ def test_rows_are_found_whatever_batch_they_are_in_and_no_others(
     # A prompt's last token is no completion's first.
     moved = pairs[0][0][:-1], (pairs[0][0][-1], *pairs[0][1])
     others = [(changed.tokens, pairs[0][1]), moved]
-    found = cache.has([cache.manifest.key(*pair) for pair in (*pairs, *others)])
-    assert found.tolist() == [True] * 7 + [False] * 2
+    found = [cache.has(cache.manifest.key(*pair)) for pair in (*pairs, *others)]
+    assert found == [True] * 7 + [False] * 2
     with pytest.raises(UserError, match="no scores of 1 of the 1 completions"):
         teacher.score(
             make_rollout(
@@ -297,6 +297,19 @@ def run(desk: Path, folder: Path, *overrides: str) -> bytes:
     return weights(trained.run_dir)
 
 
+@pytest.fixture(scope="module")
+def caches(desk: Path) -> dict[str, Path]:
+    made: dict[str, tuple[str, ...]] = {
+        "hidden": (),
+        "topk": ("--signal", "topk", "distill.top_k=8"),
+        "int8": ("--dtype", "int8"),
+        "samples": ("--samples", "2"),
+    }
+    for name, words in made.items():
+        scored(desk, desk / name, *words)
+    return {name: desk / name for name in made}
+
+
 def live(desk: Path) -> str:
     return f"teacher.model={desk / 'teacher'}"
 
@@ -337,13 +350,12 @@ def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
 
 
 def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
-    desk: Path, tmp_path: Path, asked: list[Rollout]
+    desk: Path, caches: dict[str, Path], tmp_path: Path, asked: list[Rollout]
 ) -> None:
-    scored(desk, tmp_path / "c")
     mixed = ["distill.on_policy_fraction=0.5", MESH, live(desk)]
     expected = run(desk, tmp_path / "live", *mixed)
     asked.clear()
-    assert run(desk, tmp_path / "read", *mixed, f"teacher.cache={tmp_path / 'c'}") == expected
+    assert run(desk, tmp_path / "read", *mixed, f"teacher.cache={caches['hidden']}") == expected
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
@@ -384,9 +396,9 @@ class Killed(BaseException):
 
 
 def test_what_is_interrupted_or_killed_resumes_and_scores_no_row_twice(
-    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Path, caches: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, out = scored(desk, tmp_path / "whole"), tmp_path / "c"
+    whole, out = ScoreCache(caches["hidden"]), tmp_path / "c"
     asked: list[int] = []
     scores = Scoring.scored
 
@@ -447,19 +459,6 @@ def test_the_size_is_told_before_and_compared_with_the_disk(
 
 
 # What is refused.
-
-
-@pytest.fixture(scope="module")
-def caches(desk: Path) -> dict[str, Path]:
-    made: dict[str, tuple[str, ...]] = {
-        "hidden": (),
-        "topk": ("--signal", "topk", "distill.top_k=8"),
-        "int8": ("--dtype", "int8"),
-        "samples": ("--samples", "2"),
-    }
-    for name, words in made.items():
-        scored(desk, desk / name, *words)
-    return {name: desk / name for name in made}
 
 
 TOPK = ("distill.signal=topk", "distill.top_k=8")

@@ -22,7 +22,7 @@ from jaxrl.data.batch import pack
 from jaxrl.teacher import server as server_module
 from jaxrl.teacher.protocol import Options, Request, read_request, write_request
 from jaxrl.teacher.server import Limits, ScoringService, TeacherServer
-from jaxrl.types import Sequences, TeacherSignal
+from jaxrl.types import Sequences, TeacherSignal, signal_of
 
 V = 64
 OTHER = "127.0.0.2"
@@ -69,18 +69,21 @@ def request(service: ScoringService, sequences: Sequences, **changed: Any) -> Re
 
 
 def scored(service: ScoringService, asked: Request) -> TeacherSignal:
-    return service.turns.submit(service.compile(asked, ""), lambda: True).result(60)
+    return signal_of(service.turns.submit(service.compile(asked, ""), lambda: True).result(60))
 
 
-def counted(service: ScoringService, seconds: float = 0.0) -> list[Options]:
-    """What is compiled from now on; each takes so long, and none is really."""
+def counted(service: ScoringService, seconds: float | None = None) -> list[Options]:
+    """What is compiled from now on. With `seconds` each takes so long, and is the program that the
+    service has, which is as good where nobody reads the answer."""
     compiled: list[Options] = []
-    compile_one = service._compile
+    compile_one, there = service._compile, [program for _, program in service._programs.values()]
 
     def compiling(asked: Options, inputs: Any) -> Any:
         compiled.append(asked)
+        if seconds is None:
+            return compile_one(asked, inputs)
         time.sleep(seconds)
-        return compile_one(asked, inputs)
+        return there[0]
 
     service.__dict__["_compile"] = compiling
     return compiled
@@ -197,17 +200,16 @@ def test_who_has_many_programs_compiled_stops_nobody(
 def test_what_an_address_waits_for_is_compiled_once_and_one_at_a_time(
     server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
 ) -> None:
-    running, most = threading.Semaphore(0), []
-    compile_one = fresh._compile
-    now: list[Options] = []
+    assert post(server, bodies(top_k=9))[0] == 200
+    ((_, program),) = fresh._programs.values()
+    now, most = list[Options](), list[int]()
 
     def compiling(asked: Options, inputs: Any) -> Any:
         now.append(asked)
         most.append(len(now))
-        running.release()
         time.sleep(0.1)
         now.remove(asked)
-        return compile_one(asked, inputs)
+        return program
 
     fresh.__dict__["_compile"] = compiling
     with ThreadPoolExecutor(12) as pool:
@@ -219,6 +221,7 @@ def test_what_an_address_waits_for_is_compiled_once_and_one_at_a_time(
 def test_a_client_that_leaves_has_nothing_compiled(
     server: TeacherServer, fresh: ScoringService, bodies: Callable[..., bytes]
 ) -> None:
+    assert post(server, bodies(top_k=1))[0] == 200
     compiled = counted(fresh, 1.0)
     host, port = server.address.split(":")
     first = threading.Thread(target=post, args=(server, bodies(top_k=2)))
@@ -228,12 +231,12 @@ def test_a_client_that_leaves_has_nothing_compiled(
     leaving = [http.client.HTTPConnection(host, int(port)) for _ in range(5)]
     for k, connection in enumerate(leaving):
         connection.request("POST", "/v1/score", bodies(top_k=10 + k))
-    while server._waiting < 6:
+    while server.count("waiting") < 6:
         time.sleep(0.01)
     for connection in leaving:
         connection.close()
     first.join()
-    while server._waiting:
+    while server.count("waiting"):
         time.sleep(0.01)
     assert [each.top_k for each in compiled] == [2]
 

@@ -34,7 +34,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.run.job import tokenizer_of
 from jaxrl.sharding.reshard import to_host
 from jaxrl.teacher.local_teacher import RoutedTeachers, Scorer
-from jaxrl.teacher.protocol import TOKEN
+from jaxrl.teacher.protocol import TOKEN, present
 from jaxrl.teacher.remote import RemoteTeachers, TeacherError, check_together, remote_info
 from jaxrl.teacher.server import Limits, ScoringService, TeacherServer, server_tls
 from jaxrl.train import train
@@ -225,7 +225,7 @@ class Lying:
         self.info, self.turns, self._signal = service.info, service.turns, signal
 
     def ready(self, request: Any) -> Any:
-        return lambda wanted: self._signal
+        return lambda wanted: present(self._signal)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def trained(models: dict[str, str], run_dir: Path, teachers: Any, *overrides: st
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def both(models: dict[str, str]) -> dict[str, ScoringService]:
     mesh, turns = make_mesh(1, 1, 1), ThreadPoolExecutor(1)
     sources = {name: resolve_model(models[name]) for name in ("math", "code")}
@@ -487,7 +487,10 @@ def test_a_run_with_two_teachers_on_one_port_is_that_with_its_own(
 
 
 def test_a_teacher_that_dies_ends_the_run_by_its_name(
-    models: dict[str, str], both: dict[str, ScoringService], tmp_path: Path
+    models: dict[str, str],
+    both: dict[str, ScoringService],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving({"math": both["math"]}) as stays, serving({"code": both["code"]}) as dies:
         asked, compile_request = [], both["code"].compile
@@ -499,7 +502,7 @@ def test_a_teacher_that_dies_ends_the_run_by_its_name(
                 time.sleep(1)
             return compile_request(*given)
 
-        both["code"].compile = once  # type: ignore[method-assign]
+        monkeypatch.setattr(both["code"], "compile", once)
         there = served(stays, ["math"]) | served(dies, ["code"])
         with pytest.raises(RunError, match=f"teacher code at {dies.url}/code: POST "):
             trained(models, tmp_path / "run", there, "steps=4", "deadlines.score=8")
@@ -519,11 +522,11 @@ TEACHERS = ["--teacher", "a=builtin:teacher"]
         ([*TEACHERS, "--model", "builtin:teacher", "--port", "0"], "--model MODEL, or --teacher"),
         (
             [*TEACHERS, "--teacher", "a=builtin:student", "--port", "0"],
-            "a is builtin:teacher already",
+            "write NAME=MODEL, each NAME once",
         ),
         (["--teacher", "builtin:teacher", "--port", "0"], "write NAME=MODEL"),
         (["--teacher", "a/b=builtin:teacher", "--port", "0"], "the name 'a/b' may have letters"),
-        (TEACHERS, "--port PORT"),
+        (TEACHERS, "--port: Field required"),
         ([*TEACHERS, "--port", "0", "--private-key", "k"], "give --certificate too"),
         ([*TEACHERS, "--port", "0", "--certificate", "{pem}"], "--certificate"),
         (
