@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 import reward_functions
+from cases import and_slow
 from runs import SHORT, numbers, save_model
 
 import jaxrl
@@ -41,8 +42,11 @@ assert callable(jaxrl.models.encoder.embed) and callable(jaxrl.models.reward.sco
 
 @pytest.mark.parametrize(
     "before",
-    ["", "import jaxrl.train, jaxrl.generate", f"{HOMES}from jaxrl.train import main"],
-    ids=["nothing", "modules", "public homes, a name"],
+    and_slow(
+        ["import jaxrl.train, jaxrl.generate", f"{HOMES}from jaxrl.train import main"],
+        [""],  # as the wheel's test and a page's Python begin
+    ),
+    ids=["modules", "public homes, a name", "nothing"],
 )
 def test_public_names_are_callable_in_any_order(before):
     code = f"{before}\nfrom jaxrl import Config, dry_run, train, load_model, generate\n"

@@ -79,10 +79,8 @@ MORE_MESHES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    and_slow([QUICKSTARTS], MORE_MESHES),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MORE_MESHES)
 def test_the_mesh_changes_no_loss(reference, models, tmp_path, mesh):
     spec, *axes = mesh.split(" ")
     result = run(tmp_path, models, f"mesh={spec}", "data.eval=null", *axes)
@@ -98,7 +96,7 @@ def test_off_policy_schedules_lag_by_their_bound(reference, models, tmp_path, sc
     assert result.metrics[1]["distill/divergence"] == losses(reference)[0]
 
 
-@pytest.mark.parametrize("signal", and_slow(["student_topk", "sampled"], ["topk"]))
+@pytest.mark.parametrize("signal", and_slow(["student_topk"], ["topk", "sampled"]))
 def test_every_signal_trains(models, tmp_path, signal):
     extra = ["distill.jsd_beta=1"] if signal == "sampled" else ["distill.top_k=16"]
     extra += ["distill.entropy_aware=true", "distill.entropy_top_k=16", "data.eval=null"]
@@ -133,11 +131,14 @@ def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
     assert result.metrics[1]["distill/divergence"] > 0
 
 
-def test_through_the_command_line(models, tmp_path, capsys):
+def test_through_the_command_line(reference, models, tmp_path, capsys):
+    """On other devices than the reference, which changes no loss."""
     arguments = [*models, *SHORT, *CONSTANT, f"run_dir={tmp_path / 'run'}"]
     assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
     told = capsys.readouterr().out
     assert "actor: ready" in told and "accuracy on held-out prompts" in told and "step 2/2" in told
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert [row["distill/divergence"] for row in rows] == pytest.approx(losses(reference), rel=2e-4)
     assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
 

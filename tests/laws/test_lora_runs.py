@@ -26,7 +26,7 @@ ALONE = ["mesh=actor+rollout+teacher=1", "data.eval=null"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("models"))
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
 
 
 def run(models, run_dir, *overrides):
@@ -64,7 +64,7 @@ def test_what_was_trained_is_a_model_by_every_name(models, whole):
     run_dir, student = whole.run_dir, resolve_model(models[0].partition("=")[2])
     final, saved = resolve_model(run_dir), resolve_model(run_dir / "checkpoints" / "4")
     assert final.path == run_dir / "final" and final.base_name == str(student.path)
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = "model.layers.0.mlp.down_proj.weight"
     every = tuple(slice(0, n) for n in student.tensors.shape(name))
     ours = final.tensors.read(name, every)
     assert (ours == saved.tensors.read(name, every)).all()
@@ -162,7 +162,7 @@ def test_what_was_trained_over_a_quantised_base_is_read_over_it(models, quantise
     assert settings["jaxrl_base_dtype"] == "nf4"
     assert settings["base_model_name_or_path"] == str(student.path)
     final, saved = resolve_model(run_dir), resolve_model(run_dir / "checkpoints" / "2")
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = "model.layers.0.mlp.down_proj.weight"
     every = tuple(slice(0, n) for n in student.tensors.shape(name))
     plain = student.tensors.read(name, every)
     under = dequantise(*quantise("nf4", plain.T, 64), np.float32).T

@@ -62,21 +62,37 @@ def run(student, run_dir, *overrides):
     return result, load_file(run_dir / "final" / "model.safetensors")
 
 
+SAMPLED = ("distill.seq_kd=true", "eval.teacher=true", "distill.jsd_beta=0.5")
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """The run whose teacher is read in the student's tokens, and its weights, by how it learns."""
+    folder, done = tmp_path_factory.mktemp("plain"), {}
+
+    def get(*how):
+        if how not in done:
+            done[how] = run("builtin:student", folder / str(len(done)), *how)
+        return done[how]
+
+    return get
+
+
 @pytest.mark.parametrize(
     "how",
     and_slow(
-        [["distill.seq_kd=true", "eval.teacher=true", "distill.jsd_beta=0.5"]],
+        [SAMPLED],
         [
-            ["data.eval=null", "distill.jsd_beta=0.5"],
-            ["data.eval=null", "distill.signal=topk", "distill.top_k=24"],
+            (("data.eval=null", "distill.jsd_beta=0.5"),),
+            (("data.eval=null", "distill.signal=topk", "distill.top_k=24"),),
         ],
     ),
     ids=["the teacher's samples", "hidden", "topk"],
 )
-def test_other_ids_for_the_same_tokens_change_nothing(reordered, tmp_path, how):
+def test_other_ids_for_the_same_tokens_change_nothing(reordered, plain_run, tmp_path, how):
     """The losses, the metrics and the weights after two updates; the teacher's samples too."""
     how = ["distill.on_policy_fraction=0", *how]
-    plain, wanted = run("builtin:student", tmp_path / "plain", *how)
+    plain, wanted = plain_run(*how)
     own, found = run(reordered, tmp_path / "own", *how, "teacher.tokenizer=own")
     for row, same in zip(own.metrics[1:], plain.metrics[1:], strict=True):
         for name in ("loss", "distill/divergence", "distill/top1_agreement", "actor/tokens"):
@@ -88,20 +104,16 @@ def test_other_ids_for_the_same_tokens_change_nothing(reordered, tmp_path, how):
         np.testing.assert_allclose(found[name], value, atol=5e-5, err_msg=name)
 
 
-def test_the_same_tokenizer_gives_the_same_bits(tmp_path):
-    plain, wanted = run("builtin:student", tmp_path / "plain", "data.eval=null")
-    own, found = run("builtin:student", tmp_path / "own", "data.eval=null", "teacher.tokenizer=own")
+def test_the_same_tokenizer_gives_the_same_bits(plain_run, tmp_path):
+    """Also of the teacher's samples, which are not longer than the student's, as they would be in
+    other tokens."""
+    how = ["distill.on_policy_fraction=0", *SAMPLED]
+    plain, wanted = plain_run(*how)
+    own, found = run("builtin:student", tmp_path / "own", *how, "teacher.tokenizer=own")
+    assert own.metrics[1]["actor/tokens"] > 0
     assert [row["loss"] for row in own.metrics[1:]] == [row["loss"] for row in plain.metrics[1:]]
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
-def test_the_same_tokens_and_the_teacher_s_samples_fit(tmp_path):
-    """Which are not longer than the student's, as they would be in other tokens."""
-    how = ["distill.on_policy_fraction=0", "distill.seq_kd=true", "sampling.temperature=1"]
-    how += ["teacher.tokenizer=own", "steps=1", "data.eval=null"]
-    own, _ = run("builtin:student", tmp_path / "own", *how)
-    assert own.metrics[1]["actor/tokens"] > 0
 
 
 @pytest.fixture(scope="module")

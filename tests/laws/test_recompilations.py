@@ -13,9 +13,9 @@ from jaxrl import Config, train
 from jaxrl.process.compilations import EVENT
 from jaxrl.sampling.engine import Engine
 
-PROFILES = ([2, 2, 3, 40], [9, 10, 12, 11], [40, 40, 38, 40])
-"""Tokens of the completions of a batch, one after another and then again: the streams of the first
-two have sizes of their own, and the second one's rows are narrower."""
+PROFILES = ([2, 2, 3, 40], [9, 10, 12, 11])
+"""Tokens of the completions of a batch, one after another and then again: their streams have sizes
+of their own, and the second one's rows are narrower."""
 ROUNDS = 2
 
 

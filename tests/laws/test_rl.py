@@ -7,7 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import (
+    CONSTANT,
     FUNCTIONS,
     GSPO,
     HERE,
@@ -36,7 +38,10 @@ GSPO = [
     "data.eval=null",
     "reference.dtype=float32",
     "optimizer.learning_rate=1e-3",
+    *CONSTANT,
 ]
+PENALISED = ["policy.kl_coef=0.1", "policy.entropy_coef=0.01", "policy.correction=tis_token"]
+"""Of runs that share their programs."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +78,7 @@ def samples(result):
 @pytest.fixture(scope="module")
 def plain(student, tmp_path_factory):
     """Two steps of gspo with a penalty towards the reference."""
-    asked = ["policy.kl_coef=0.1", "policy.entropy_coef=0.01"]
-    return run(student, tmp_path_factory.mktemp("plain") / "run", *asked)
+    return run(student, tmp_path_factory.mktemp("plain") / "run", *PENALISED)
 
 
 def test_a_run_tells_its_rewards(plain):
@@ -100,8 +104,7 @@ def test_rewards_of_samples_are_what_the_function_said(plain):
     assert all(sample["reward"] == len(sample["completion"]) for sample in shown)
 
 
-OFF_POLICY = ["schedule=one_step_off", "steps=5", "policy.correction=tis_token"]
-OFF_POLICY.append("policy.kl_coef=0.1")
+OFF_POLICY = ["schedule=one_step_off", "steps=5", *PENALISED]
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +152,15 @@ def weighed(reward_model):
 
 @pytest.mark.parametrize(
     "mesh",
-    [
-        ["mesh=actor+rollout=2,reference+reward=1"],
+    and_slow(
         [
-            *("mesh=actor+rollout+reference+reward=2", "reference.devices=1:2"),
-            "reward.devices=1:2",
+            [
+                *("mesh=actor+rollout+reference+reward=2", "reference.devices=1:2"),
+                "reward.devices=1:2",
+            ]
         ],
-    ],
+        [["mesh=actor+rollout=2,reference+reward=1"]],
+    ),
 )
 def test_functions_and_a_reward_model_are_weighed(student, reward_model, tmp_path, mesh):
     """On a pool of their own, or on a slice of the actor's."""
@@ -175,7 +180,7 @@ def test_similar_completions_are_compared(student, reward_model, tmp_path):
     """All roles share the devices; the encoder is loaded at its first use, and that is told."""
     asked = ["policy.advantages=similarity", f"grouper.model={HERE / 'references' / 'tiny_bge'}"]
     asked += ["grouper.dtype=float32", "grouper.use=blend"]
-    asked += ["mesh=actor+rollout+reward+grouper=2"]
+    asked += ["mesh=actor+rollout+reward+grouper=1"]
     asked += [f"reward.model={reward_model}", "reward.functions=[]", "reward.dtype=float32"]
     result = run(student, tmp_path / "run", *asked, "steps=1")
     (row,) = result.metrics[1:]
@@ -286,7 +291,7 @@ return [float(len(completion)) for completion in completions]"""
 
 def test_what_a_function_fails_on_has_no_reward(student, tmp_path):
     """Told with the first traceback, and trained without."""
-    asked = [function(tmp_path, SOMETIMES), "reward.max_failures=1", "steps=1"]
+    asked = [function(tmp_path, SOMETIMES), "reward.max_failures=1", "steps=1", *PENALISED]
     result = run(student, tmp_path / "run", *asked)
     (row,) = result.metrics[1:]
     assert row["reward/judge/failures"] == row["reward/none"] > 0
@@ -296,7 +301,7 @@ def test_what_a_function_fails_on_has_no_reward(student, tmp_path):
 
 
 def test_a_function_that_always_fails_ends_the_run(student, tmp_path, capsys):
-    asked = [function(tmp_path, 'raise RuntimeError("the judge is out")'), "steps=2"]
+    asked = [function(tmp_path, 'raise RuntimeError("the judge is out")'), "steps=2", *PENALISED]
     assert cli.run(main, [*QUICK, *arguments(student, tmp_path / "run", *asked)]) == 1
     told = capsys.readouterr().err
     assert "reward.max_failures allows" in told and "the judge is out" in told

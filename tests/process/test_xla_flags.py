@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jaxlib
 import pytest
+from cases import and_slow
 from jax._src import cache_key, compiler
 from runs import SHORT
 
@@ -44,7 +45,7 @@ print(os.environ["XLA_FLAGS"])
 """
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", and_slow([True], [False]))
 def test_a_run_of_threads_sets_the_flag_before_jax_starts(asked, tmp_path):
     keys = [*SHORT, f"run_dir={tmp_path}", f"deterministic={str(asked).lower()}"]
     command = [sys.executable, "-c", PROGRAM, *keys]
@@ -149,7 +150,9 @@ def keys_of_jax(monkeypatch):
         monkeypatch.setattr(cache_key, name, list(now) if isinstance(now, list) else now)
 
 
-@pytest.mark.parametrize(("process", "gpus"), [("driver", "0"), ("actor.1", "0"), ("actor.1", "")])
+@pytest.mark.parametrize(
+    ("process", "gpus"), and_slow([("driver", "0"), ("actor.1", "")], [("actor.1", "0")])
+)
 def test_a_process_that_starts_again_on_gpus_takes_the_kernels_that_it_chose(
     process, gpus, tmp_path
 ):

@@ -1,9 +1,14 @@
 """Which host gets which pool: by hand, on clusters that are only described."""
 
 import itertools
+import queue
+import signal
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import jax
+import psutil
 import pytest
 
 from jaxrl.errors import UserError
@@ -18,6 +23,7 @@ from jaxrl.runtime.cluster import (
     process_slots,
     worker_variables,
 )
+from jaxrl.runtime.ray import local_cluster
 from jaxrl.sharding import mesh
 from jaxrl.sharding.placement import ROLES, parse
 from jaxrl.sharding.targets import ridge
@@ -258,3 +264,33 @@ def test_a_plan_knows_the_kind_of_the_gpus_of_a_cluster(monkeypatch):
         target = target_of(devices_of(placement, slots, "GPU"))
         assert (target.capability, target.kind) == (capability, kind)
         assert 50 < ridge(target.kind) < 1000
+
+
+@pytest.mark.parametrize("name", local_cluster.DAEMONS)
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "has ended")]
+)
+def test_the_guard_of_a_run_tells_which_daemon_of_its_cluster_is_lost(
+    monkeypatch, name, number, told
+):
+    monkeypatch.setattr(local_cluster, "POLL_S", 0.01)
+    processes = {daemon: subprocess.Popen(["sleep", "60"]) for daemon in local_cluster.DAEMONS}
+    daemons = {daemon: psutil.Process(process.pid) for daemon, process in processes.items()}
+    cluster = local_cluster.LocalCluster(processes["raylet"], daemons, Path())
+    monkeypatch.setattr(local_cluster, "_cluster", cluster)
+    lost: queue.Queue[str] = queue.Queue()
+    guard = local_cluster.Guard(lost.put)
+    guard.start()
+    try:
+        with pytest.raises(queue.Empty):
+            lost.get(timeout=0.1)
+        assert local_cluster.usable()
+        pid = processes[name].pid
+        processes[name].send_signal(number)
+        line = f"the {name} (pid {pid}) of the run's own Ray cluster {told}"
+        assert lost.get(timeout=60) == line and not local_cluster.usable()
+    finally:
+        guard.stop()
+        for process in processes.values():
+            process.kill()
+            process.wait()

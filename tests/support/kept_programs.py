@@ -24,14 +24,16 @@ from jaxrl.roles.update import ActorPrograms
 UNREAD: dict[str, Any] = {
     **dict.fromkeys(("run_dir", "name", "resume", "checkpoint", "logging", "compile_cache"), True),
     **dict.fromkeys(("deadlines", "eval", "mesh", "offload", "reference", "reward"), True),
-    **dict.fromkeys(("grouper", "profile", "schedule"), True),
+    **dict.fromkeys(("grouper", "profile", "schedule", "launcher", "ray"), True),
+    "student": {"model"},
+    "distill": {"on_policy_fraction", "seq_kd"},
     "rollout": {"merge", "cache_tokens"},
     "data": {"train", "eval"},
-    "policy": {"max_refills"},
+    "policy": {"max_refills", "dynamic_sampling"},
     "teacher": {"prompt", "max_prompt_tokens", "num_microbatches", "cache"},
 }
-"""Keys of a config, and of its sections, that no program of an actor reads; its mesh is given
-beside the config."""
+"""Keys of a config, and of its sections, that no program of an actor reads; its mesh and what the
+student's folder says of the model are given beside the config."""
 AT_MOST = 12
 """Programs that are kept, the oldest of which makes room."""
 
