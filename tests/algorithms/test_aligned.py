@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizers import BYTES, OTHER, WORDS
+from cases import and_slow
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
@@ -81,12 +82,14 @@ def in_outcomes(logs, outcome_of, number):
 
 @pytest.mark.parametrize(
     ("pair", "signal", "axes", "parts"),
-    [
-        ((WORDS, OTHER), "hidden", (2, 1, 1), 2),
-        ((BYTES, WORDS), "topk", (1, 2, 1), 1),
-        ((OTHER, BYTES), "sampled", (1, 2, 1), 1),
-        ((WORDS, BYTES), "hidden", (1, 1, 1, 2), 1),
-    ],
+    and_slow(
+        [
+            ((WORDS, OTHER), "hidden", (2, 1, 1), 2),
+            ((BYTES, WORDS), "topk", (1, 2, 1), 1),
+            ((OTHER, BYTES), "sampled", (1, 2, 1), 1),
+        ],
+        [((WORDS, BYTES), "hidden", (1, 1, 1, 2), 1)],
+    ),
 )
 def test_what_is_sent_is_what_the_teacher_says_of_its_own_tokens(pair, signal, axes, parts):
     student, teacher = model(pair[0], 32, 0), model(pair[1], 48, 1)

@@ -297,7 +297,16 @@ def with_uncertain_teacher():
     return replace(batch, teacher=replace(batch.teacher, **more))
 
 
-def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from():
+BESIDE = {
+    "OPD": (["policy.opd_coef=0.4"], 0.5 * 0.4),
+    "the divergence": (["policy.opd_coef=0", "distill_weight=0.3"], 0.3),
+    "both": (["policy.opd_coef=0.4", "distill_weight=0.3"], 0.3),
+}
+"""Overrides, and the weight of the term."""
+
+
+@pytest.mark.parametrize("beside", and_slow(["OPD", "both"], ["the divergence"]))
+def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from(beside):
     """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
     batch = with_uncertain_teacher()
     term = EntropyAware(threshold=0.8, top_k=4)
@@ -312,16 +321,12 @@ def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from
 
     expected = jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2])
     assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
-    plain = [*OPD, "policy_weight=0.5"]
-    for asked, weight in (
-        ([*plain, "policy.opd_coef=0.4"], 0.5 * 0.4),
-        ([*plain, "policy.opd_coef=0", "distill_weight=0.3"], 0.3),
-        ([*plain, "policy.opd_coef=0.4", "distill_weight=0.3"], 0.3),
-    ):
-        # Without what the teacher shipped for it, the divergence has no such term.
-        bare = gradient("gspo_token", *asked)
-        both = gradient("gspo_token", *asked, *ENTROPY_AWARE, batch=batch)
-        assert_close(jax.tree.map(jnp.subtract, both, bare), expected, 1e-6, scale=weight)
+    opd, weight = BESIDE[beside]
+    asked = [*OPD, "policy_weight=0.5", *opd]
+    # Without what the teacher shipped for it, the divergence has no such term.
+    bare = gradient("gspo_token", *asked)
+    both = gradient("gspo_token", *asked, *ENTROPY_AWARE, batch=batch)
+    assert_close(jax.tree.map(jnp.subtract, both, bare), expected, 1e-6, scale=weight)
 
 
 STALE = "schedule=one_step_off"
@@ -836,16 +841,20 @@ def two_widths():
     return narrow, wide, scores(given)
 
 
-@pytest.mark.parametrize("minibatches", and_slow([3], [4]))
+@pytest.mark.parametrize(
+    ("minibatches", "other"),
+    and_slow([(3, "wide, cut")], [(3, "fits"), (4, "fits"), (4, "wide, cut")]),
+)
 def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
-    minibatches, tmp_path, monkeypatch
+    minibatches, other, tmp_path, monkeypatch
 ):
     """Whether completions share their prompt's computation is a matter of memory and speed."""
     narrow, wide, given = two_widths()
     width = narrow.sequences.tokens.shape[1] - 8 + 4 * 8  # of a prompt with its completions
     cases = {"whole": (narrow, "null"), "fits": (narrow, width), "wide, cut": (wide, 447)}
     found = {}
-    for name, (rollout, budget) in cases.items():
+    for name in ("whole", other):
+        rollout, budget = cases[name]
         sizes = ("batch_size=6", "group_size=4", f"actor.minibatches={minibatches}")
         cfg = config("gspo", *sizes, "actor.dtype=float32", f"actor.micro_batch_tokens={budget}")
         one = actor(cfg, make_mesh(1, 1, 1), tmp_path)
@@ -855,11 +864,11 @@ def test_the_rows_of_an_update_depend_on_neither_memory_nor_width(
     assert len(rows) == minibatches and sorted(i for part in rows for i in part) == [*range(24)]
     if minibatches == 3:  # of whole prompts, which may share
         assert all(len({i // 4 for i in part}) == 2 for part in rows)
-        assert groups == found["fits"][1] == {4} != found["wide, cut"][1]
-    for name, (again, _, metrics, moved) in found.items():
-        assert again == rows, name
-        assert_close(moved, params, 2e-6)
-        assert metrics["loss"] == pytest.approx(told["loss"], rel=1e-4, abs=1e-6)
+        assert groups == {4} and (found[other][1] == {4}) == (other == "fits")
+    again, _, metrics, moved = found[other]
+    assert again == rows
+    assert_close(moved, params, 2e-6)
+    assert metrics["loss"] == pytest.approx(told["loss"], rel=1e-4, abs=1e-6)
 
 
 def test_roles_follow_the_config():

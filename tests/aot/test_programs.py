@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ Form = tuple[str, frozenset[str]]
 """Name of a program, and the paths of the arrays among its arguments."""
 
 
-def own_functions() -> set[str]:
+@cache
+def own_functions() -> frozenset[str]:
     """Names of jaxrl's functions, as jax names the programs that are made of them; without one that
     jax.numpy has too, and those whose programs make a key or a checksum: a few numbers."""
     found = {"<lambda>"}
@@ -43,7 +45,7 @@ def own_functions() -> set[str]:
                 found |= {
                     x.name for x in ast.iter_child_nodes(node) if isinstance(x, ast.FunctionDef)
                 }
-    return found - {"_where", "_key_of", "_checksum"}
+    return frozenset(found - {"_where", "_key_of", "_checksum"})
 
 
 def form(program: Any, args: object, kwargs: object) -> Form:

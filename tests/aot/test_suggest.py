@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cases import and_slow
 from sleeping_run import sleeping_run
 
 from jaxrl.algorithms.schedule import SCHEDULES
@@ -374,7 +375,7 @@ def ranked_alike(one: Sequence[float], other: Sequence[float], further: float) -
     )
 
 
-@pytest.mark.parametrize("schedule", ["serial", "one_step_off"])
+@pytest.mark.parametrize("schedule", and_slow(["one_step_off"], ["serial"]))
 def test_the_ranking_is_that_of_emulated_runs_and_of_their_advice(schedule, tmp_path):
     """Nine splits, and what the search finds on them. The advice is that at the end of one of the
     emulated runs, from its own times."""

@@ -25,6 +25,7 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion, Prompt
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 MODEL = DecoderConfig("llama", 48, 16, 2, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import and_slow
 
 SAVE = """
 import resource, sys, threading, time
@@ -36,7 +37,7 @@ Bad()
 """
 
 
-@pytest.mark.parametrize("most", [100, 2000])
+@pytest.mark.parametrize("most", and_slow([2000], [100]))
 def test_a_save_that_the_disk_refuses_prints_nothing_of_its_own(tmp_path: Path, most: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SAVE, str(tmp_path), str(most)],

@@ -216,6 +216,7 @@ FIRST = {
 
 
 LIKE_OTHERS = {"qwen2.5_1.5b_gspo_2-1", "qwen3_1.7b_gspo_2", "qwen3_8b_lora_gspo_1"}
+LIKE_OTHERS |= {"qwen3_4b_similarity_8", "smollm2_gspo"}
 """Configs whose models and data are of the same kinds as those of others."""
 OTHERS = {path.stem for path in CONFIGS.glob("*.yaml")} - FIRST - LIKE_OTHERS
 

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from cases import and_slow
 from jax.sharding import PartitionSpec
 from references.tiny import batch
 from tiny_models import NAMES, RAW_CONFIGS, Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
@@ -237,8 +238,16 @@ def test_the_text_of_qwen3_5(name: str, tmp_path: Path) -> None:
         DecoderConfig.from_hf(whole)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("layout", ["stacked", "unstacked"])
+LAYOUTS = ("stacked", "unstacked")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    and_slow(
+        [(name, LAYOUTS[i % 2]) for i, name in enumerate(FAMILIES)],
+        [(name, LAYOUTS[(i + 1) % 2]) for i, name in enumerate(FAMILIES)],
+    ),
+)
 def test_saved_is_loaded_bit_by_bit(name: str, layout: str, tmp_path: Path) -> None:
     config, params = tiny_model(name, layout=layout)
     hf.save_hf(tmp_path / "out", config, params, dtype="float32")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
+from cases import and_slow
 
 from jaxrl.aot.programs import RunPrograms
 from jaxrl.config.schema import Config
@@ -31,12 +31,10 @@ REWARD = DecoderConfig("qwen2", 2000, 256, 4, 8, 2, 32, 1024, tie_embeddings=Tru
 STUDENT = DecoderConfig("qwen2", 2000, 256, 4, 8, 2, 32, 1024)
 BATCHES = {"short texts": 32, "long texts": 512}
 AXES = {"one": {}, "fsdp": {"fsdp": 2}, "tensor": {"tensor": 2}, "data": {"data": 2, "fsdp": 2}}
-CASES = [
-    pytest.param(
-        axes, batch, marks=() if batch == "long texts" and axes != "data" else pytest.mark.slow
-    )
-    for axes, batch in itertools.product(AXES, BATCHES)
-]
+CASES = and_slow(
+    [("fsdp", "long texts"), ("tensor", "long texts")],
+    [*(("one", "long texts"), ("data", "long texts")), *((axes, "short texts") for axes in AXES)],
+)
 
 
 @pytest.mark.parametrize(("axes_name", "batch_name"), CASES)

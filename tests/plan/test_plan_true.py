@@ -164,6 +164,7 @@ MAIN = (
     ("rollout", "decode"),
 )
 """Programs of every run, by role."""
+OF_THE_POLICY = tuple(program for program in MAIN if program[0] != "teacher")
 
 
 def by_default(cases: Sequence[tuple[Any, ...]], *some: tuple[Any, ...]) -> list[Any]:
@@ -178,9 +179,7 @@ CASES += [
     ("heads", "one"),
     *(("experts", p) for p in ("one", "tensor", "expert")),
 ]
-BY_DEFAULT = [
-    *(("tied", "data x fsdp"), ("deep", "tensor"), ("experts", "expert"), ("others", "tensor"))
-]
+BY_DEFAULT = [*(("tied", "data x fsdp"), ("experts", "expert"))]
 
 
 @pytest.mark.parametrize(("shape_name", "place_name"), by_default(CASES, *BY_DEFAULT))
@@ -252,7 +251,7 @@ UPDATE_CASES = [(name, s, p) for name in UPDATES for s in ("gqa", "tied") for p 
 UPDATES_BY_DEFAULT = [
     ("few tokens, muon", "tied", "one"),
     ("few tokens, adamw, bfloat16 moments", "gqa", "one"),
-    ("rewards", "gqa", "fsdp"),
+    ("rewards", "gqa", "tensor"),
 ]
 
 
@@ -274,7 +273,7 @@ ADAPTED = [*((s, p) for s in ("gqa", "tied") for p in PLACES), ("experts", "one"
 @pytest.mark.parametrize("merge", and_slow([False], [True]), ids=["beside", "merged"])
 def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, merge: bool) -> None:
     programs = Programs(shape_name, place_name, **ADAPTERS, **{"rollout.merge": merge})
-    ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
+    ratios = {name: round(programs.ratio(role, name), 3) for role, name in OF_THE_POLICY}
     print(f"planned / measured, {shape_name}, {place_name}: {ratios}")
     assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
 
@@ -288,7 +287,7 @@ def test_adapters_and_the_weights_under_them(shape_name: str, place_name: str, m
 )
 def test_quantised_weights_under_adapters(kind: str, shape_name: str) -> None:
     programs = Programs(shape_name, "one", **ADAPTERS, **{"student.base_dtype": kind})
-    ratios = {name: round(programs.ratio(role, name), 3) for role, name in MAIN}
+    ratios = {name: round(programs.ratio(role, name), 3) for role, name in OF_THE_POLICY}
     print(f"planned / measured, {shape_name}, {kind}: {ratios}")
     assert all(LEAST <= ratio <= DEQUANTISED for ratio in ratios.values()), ratios
     under = [entry.bytes for entry in programs.accounts["actor"].entries if entry.name == BASE]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from tiny_models import SAMPLED
 
 from jaxrl.models import decoder, parameters
@@ -142,7 +143,7 @@ def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIG, BORROWS, MIXTURE], ids=["states", "borrows", "mixture"])
+@pytest.mark.parametrize("config", and_slow([CONFIG, BORROWS], [MIXTURE]), ids=lambda c: c.family)
 def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
     """Slots are filled again, and free ones go on being computed."""
     assert len({len(completion.tokens) for completion in reference(config)}) > 2
@@ -151,13 +152,17 @@ def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> Non
 
 @pytest.mark.parametrize(
     ("config", "options"),
-    [
-        (CONFIG, {"slots": 1}),
-        (CONFIG, {"slots": 16, "launch_tokens": 6}),
-        (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
-        (BORROWS, {"slots": 16, "launch_tokens": 6, "shape": (1, 2, 2)}),
-    ],
-    ids=["a slot", "many slots", "states divided", "borrows"],
+    and_slow(
+        [
+            (CONFIG, {"slots": 16, "launch_tokens": 6}),
+            (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
+        ],
+        [
+            (CONFIG, {"slots": 1}),
+            (BORROWS, {"slots": 16, "launch_tokens": 6, "shape": (1, 2, 2)}),
+        ],
+    ),
+    ids=["many slots", "states divided", "a slot", "borrows"],
 )
 def test_tokens_depend_on_seeds_and_prompts_alone(
     config: DecoderConfig, options: dict[str, Any]

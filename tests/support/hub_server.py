@@ -113,6 +113,7 @@ class Hub:
 class _Handler(BaseHTTPRequestHandler):
     served: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body waits 40 ms for the acknowledgement of its headers
 
     def log_message(self, *args: Any) -> None:
         pass
