@@ -163,11 +163,6 @@ class Options(ProtocolMessage):
             keys += ["top_k"] if "topk" in self.signal else []
         return {key: getattr(self, key) for key in keys}
 
-    @property
-    def most_best(self) -> int:
-        """Returns the largest number of most probable tokens that is asked for; 0: none."""
-        return max(self.top_k if "topk" in self.signal else 0, self.entropy_top_k or 0)
-
     def asked(self, t: int, c: int) -> Shapes:
         """Lists the tensors of a request of T tokens a row, C of the completion."""
         shapes: Shapes = {"tokens": ("int32", (t,)), "mask": ("bool", (t,))}
@@ -247,7 +242,8 @@ def read_request(body: bytes, info: Info) -> Request:
     except ValueError as error:
         raise Refused(400, str(error)) from error
     check_meant(asked.fingerprint, info)
-    options, v, best = asked.options, asked.options.vocab_size, asked.options.most_best
+    options, v = asked.options, asked.options.vocab_size
+    best = max(options.top_k if "topk" in options.signal else 0, options.entropy_top_k or 0)
     _require(v <= info.vocab_size, f"vocab_size {v}: this teacher has {info.vocab_size} tokens")
     _require(best <= v, f"the best {best} of {v} tokens: ask for fewer")
     sizes = (tensors[name].shape if name in tensors else () for name in ("tokens", "loss_mask"))

@@ -84,7 +84,7 @@ Wanted = Callable[[], bool]
 """Says whether a client still waits for its answer."""
 Answer = Callable[[Wanted], Mapping[str, np.ndarray]]
 """Computes the tensors of an answer on the thread of the devices, or raises
-`ClientDisconnect` because it is no longer wanted."""
+ClientDisconnect because it is no longer wanted."""
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 ProgramKey = tuple[Options, str]
 """The options that a program depends on, and the shapes of its inputs."""
@@ -233,8 +233,8 @@ class TeacherServer:
         """Accepts connections until the server closes, and hands them to uvicorn's protocol.
         `uvicorn.Server` has no deadline for a header or a TLS handshake, and makes no room."""
         self._loop = asyncio.get_running_loop()
-        quiet: Keywords = {"log_config": None, "log_level": "critical"}
-        config = uvicorn.Config(self._answer, interface="asgi3", http="h11", ws="none", **quiet)
+        plain: Keywords = {"proxy_headers": False, "log_config": None, "log_level": "critical"}
+        config = uvicorn.Config(self._answer, interface="asgi3", http="h11", ws="none", **plain)
         config.load()
         http_protocol: Callable[..., Any] = config.http_protocol_class
         state = ServerState()
@@ -615,16 +615,17 @@ class ScoringService:
         work = []
         for key, inputs, n in self._slices(request):
             with self._lock:
-                known = self._programs.pop(key, None)
-            # Outside of the lock: a request whose programs are there waits for no compilation.
-            known = known or (address, self._compile(key[0], inputs))
-            with self._lock:
-                self._programs[key] = known  # the last used is last
-                of_address = [k for k, (client, _) in self._programs.items() if client == address]
-                if len(of_address) > PROGRAMS_OF_ONE:
-                    del self._programs[of_address[0]]
-                elif len(self._programs) > MOST_PROGRAMS:
-                    del self._programs[next(iter(self._programs))]
+                if known := self._programs.pop(key, None):
+                    self._programs[key] = known  # the last used is last
+            if known is None:
+                known = address, self._compile(key[0], inputs)
+                with self._lock:
+                    self._programs[key] = known
+                    mine = [k for k, (client, _) in self._programs.items() if client == address]
+                    if len(mine) > PROGRAMS_OF_ONE:
+                        del self._programs[mine[0]]
+                    elif len(self._programs) > MOST_PROGRAMS:
+                        del self._programs[next(iter(self._programs))]
             work.append((known[1], inputs, n))
         temperature = np.float32(request.options.distill_temperature)
 

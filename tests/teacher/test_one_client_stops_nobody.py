@@ -108,19 +108,20 @@ def test_a_temperature_is_an_argument(fresh: ScoringService, sequences: Sequence
 def test_what_changes_no_answer_changes_no_program(
     fresh: ScoringService, sequences: Sequences
 ) -> None:
-    compiled = counted(fresh)
+    compiled: list[Options] = []
+    fresh.__dict__["_compile"] = lambda asked, inputs: compiled.append(asked)
     for chunk in (1, 3, 63, 64, 65, 5000, 10**9):
-        scored(fresh, request(fresh, sequences, chunk_tokens=chunk))
+        fresh.compile(request(fresh, sequences, chunk_tokens=chunk), "")
     assert len(compiled) == 5
     compiled.clear()
     for temperature, k, v, chunk in itertools.product((0.5, 2.0), (1, 9), (V, 30), (70,)):
         same = {"distill_temperature": temperature, "top_k": k, "vocab_size": v}
         asked = request(fresh, sequences, signal="hidden", chunk_tokens=chunk, **same)
-        scored(fresh, asked)
+        fresh.compile(asked, "")
     assert len(compiled) == 1
     compiled.clear()
     for k in (1, 2, 9):
-        scored(fresh, request(fresh, sequences, signal="sampled", top_k=k))
+        fresh.compile(request(fresh, sequences, signal="sampled", top_k=k), "")
     assert len(compiled) == 1
 
 
