@@ -292,17 +292,15 @@ def check_same_vocabulary(
     ours, theirs = _by_id(student), _by_id(teacher)
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
-        sides = [
-            [repr(names[i]) if i in names else "no token" for i in differing]
-            for names in (ours, theirs)
-        ]
-        why = [
-            f"{i} is {here} for the student, {there} for the teacher"
-            for i, here, there in zip(differing, *sides, strict=True)
-        ]
+
+        def both(i: int) -> str:
+            here, there = (repr(names[i]) if i in names else "no token" for names in (ours, theirs))
+            return f"{i} is {here} for the student, {there} for the teacher"
+
         raise UserError(
             f"student and teacher have different vocabularies: {len(differing)} ids differ: "
-            f"{_first(why)}; distillation needs a teacher with the student's tokenizer"
+            f"{_first([*map(both, differing)])}; distillation needs a teacher with the student's"
+            " tokenizer"
         )
     check_every_token(student, v, "the student" if student_rows <= teacher_rows else "the teacher")
     check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
