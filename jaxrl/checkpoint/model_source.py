@@ -191,7 +191,11 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     """
     if (how := how_to_make(path)) and not user_path(path).exists():
         raise UserError(f"model {os.fspath(path)!r}: there is no such file or folder{how}")
-    name = hub.pinned(os.fspath(path))
+    name = os.fspath(path)
+    on_hub = model_name(name)
+    if on_hub is not None:
+        on_hub = hub.pin(on_hub)
+        name = str(on_hub)
     place = _locate(name)
     if place.suffix == ".gguf":
         from jaxrl.formats.gguf import open_gguf
@@ -209,7 +213,6 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
         tokenizer = described if hf.has_tokenizer(described) else None
         return ModelSource(name, place, config, SavedTensors(place, config), tokenizer)
     if (place / peft.CONFIG).is_file():
-        on_hub = model_name(name)
         place = place if on_hub is None else hub.with_weights(on_hub)
         return _adapted(name, place, place)
     config = hf.read_config(place)

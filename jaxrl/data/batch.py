@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -59,12 +60,6 @@ def pack(
     tokens = np.full((rows, prompt_width + completion_width), pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        for what, ids, width in (
-            ("prompt", prompt, prompt_width),
-            ("completion", completion, completion_width),
-        ):
-            if len(ids) > width:
-                raise ValueError(f"row {row}: a {what} of {len(ids)} tokens in a width of {width}")
         start, end = prompt_width - len(prompt), prompt_width + len(completion)
         tokens[row, start:end] = (*prompt, *completion)
         mask[row, start:end] = True
@@ -92,13 +87,9 @@ def make_rollout(
         row_multiple: masked rows (group id -1, no prompt) are added until this divides B.
         width_multiple: the two widths are rounded up to a multiple of it.
     """
-    each = [
-        (prompt, completion, group)
-        for group, (prompt, samples) in enumerate(zip(prompts, completions, strict=True))
-        for completion in samples
-    ]
-    row_prompts = tuple(prompt for prompt, _, _ in each)
-    row_completions = tuple(completion for _, completion, _ in each)
+    pairs = zip(prompts, completions, strict=True)
+    row_prompts = tuple(prompt for prompt, samples in pairs for _ in samples)
+    row_completions = tuple(chain(*completions))
     prompt_tokens = [prompt.tokens for prompt in row_prompts]
     tokens = [completion.tokens for completion in row_completions]
     longest_prompt = max(map(len, prompt_tokens), default=0)
@@ -115,7 +106,8 @@ def make_rollout(
         trains[: len(completion.tokens)] = completion.sampled
     shape = sequences.loss_mask.shape
     group_ids = np.full(len(sequences.tokens), DATA, np.int32)
-    group_ids[: len(each)] = [group for _, _, group in each]
+    sizes = np.array([*map(len, completions)], int)
+    group_ids[: len(row_prompts)] = np.repeat(np.arange(len(prompts)), sizes)
     experts = None  # [B, T, L, k]: those that the completions recorded, -1 elsewhere
     recorded = [completion.experts for completion in row_completions]
     if recorded and (first := recorded[0]) is not None:

@@ -21,13 +21,14 @@ from jaxrl.data.tokenizer import (
     Encoded,
     PromptLike,
     Tokenizer,
+    TurnEncoder,
     as_messages,
     check_rows,
+    cut_turns,
     encode_completion,
     encode_prompt,
     tokens_without_row,
 )
-from jaxrl.data.turns import TurnEncoder, cut_turns
 from jaxrl.errors import UserError, near
 from jaxrl.types import Prompt, Rollout, Turn
 

@@ -20,8 +20,7 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template, opening_of
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.tokenizer import Tokenizer, as_messages, chat_of, encode_prompt
-from jaxrl.data.turns import TurnEncoder
+from jaxrl.data.tokenizer import Tokenizer, TurnEncoder, as_messages, chat_of, encode_prompt
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
     KEY,

@@ -138,12 +138,6 @@ def pin(name: HubName) -> HubName:
     return replace(name, revision=revision, commit=commit)
 
 
-def pinned(text: str) -> str:
-    """Returns `pin` of a model's name; any text that names none on a hub as it is."""
-    name = model_name(text)
-    return text if name is None else str(pin(name))
-
-
 def folder(name: HubName) -> Path:
     """Returns what describes a model: its config and tokenizer files in the cache, fetched where
     they are not there. Of a name with a GGUF file: that file, which is all in one; of one in

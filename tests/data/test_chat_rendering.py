@@ -38,8 +38,7 @@ from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, source_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.data.token_alignment import ModelTokenizer, TokenBytes
-from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
-from jaxrl.data.turns import TurnEncoder
+from jaxrl.data.tokenizer import TurnEncoder, encode_prompt, load_tokenizer
 from jaxrl.environments.environment_process import observed
 from jaxrl.errors import UserError
 from jaxrl.roles.rollout import Sampler

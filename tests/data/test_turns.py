@@ -12,8 +12,7 @@ from tiny_tokenizer import CHATML, tiny_tokenizer
 from jaxrl.data.batch import data_rollout
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import Keys, to_example
-from jaxrl.data.tokenizer import check_same_prompts, encode_prompt, render_chat
-from jaxrl.data.turns import TurnEncoder
+from jaxrl.data.tokenizer import TurnEncoder, check_same_prompts, encode_prompt, render_chat
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
 

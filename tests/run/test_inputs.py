@@ -126,7 +126,10 @@ def test_texts_of_the_run_itself_may_have_no_such_token_at_all(
     environment = [f"environment.name={ENVIRONMENTS}:Echo", "algorithm=gspo", "teacher.model=null"]
     with pytest.raises(UserError, match="which 1 tokens of its tokenizer lie beyond: 259 '<new>'"):
         make_job(config_of(folder, file, *environment))
-    with pytest.raises(UserError, match="259 embedding rows, which 1 tokens lie beyond: 259"):
+    with pytest.raises(
+        UserError,
+        match=r"259 embedding rows \(vocab_size\), which 1 tokens of its tokenizer lie beyond: 259",
+    ):
         make_job(
             config_of(folder, file, "teacher.model=policy", "teacher.prompt={prompt} {answer}")
         )
