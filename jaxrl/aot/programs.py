@@ -683,8 +683,8 @@ def engine_programs(
         arrays = params, slots, shared, *arrays
         yield program("answers of environments", decode.extend, *arrays, beside=(), calls=calls)
     if engine.pages is not None:
-        beyond = engine.max_new_tokens
-        longest = engine.prompt_width(engine.max_prompt_tokens + beyond, beyond)
+        new = engine.max_new_tokens
+        longest = engine.prompt_width(engine.max_prompt_tokens + new, beyond=new)
         arrays, beside = (whole(shards, longest), whole(shards)), (shared, slots)
         yield program("read again", decode.prefill, params, *arrays, beside=beside, calls=0)
         copies, beside = (slots, shared, cache(shards, longest)), params

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.sharding.axes import ROWS, row_shards
-from jaxrl.sharding.ledger import Ledger
+from jaxrl.sharding.ledger import current
 from jaxrl.sharding.reshard import put
 from jaxrl.types import Tree
 
@@ -106,7 +106,6 @@ def run_batches(
     mesh: Mesh | None,
     batch_tokens: int,
     longest: int,
-    ledger: Ledger,
     progress: Progress | None = None,
 ) -> np.ndarray:
     """Returns what `run` says of each sequence, in their order; equal sequences are run only once.
@@ -123,7 +122,7 @@ def run_batches(
         if progress is not None:
             progress(f"{len(found)} of {len(distinct)} texts")
         given = (*leading, _put(batch.tokens, mesh), _put(batch.mask, mesh))
-        with ledger.running(run, *given):
+        with current().running(run, *given):
             values = np.asarray(run(*given))
         found.update(zip(batch.rows, values, strict=False))  # further rows are padding
     at = {sequence: i for i, sequence in enumerate(distinct)}

@@ -76,7 +76,6 @@ class Encoder:
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.config.max_tokens,
-            ledger=current(),
             progress=progress,
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import dated, has_template
 from jaxrl.data.example import Message
 from jaxrl.data.tokenizer import (
@@ -208,7 +209,6 @@ class RewardScorer:
             mesh=self.mesh,
             batch_tokens=self._batch_tokens,
             longest=self.max_tokens,
-            ledger=current(),
             progress=progress,
         )
         return scores, sum(len(sequence) > self.max_tokens for sequence in sequences)
@@ -292,29 +292,19 @@ class Reward:
 class RewardModel:
     """A frozen model that gives each completion one number."""
 
-    def __init__(
-        self,
-        source: RewardSource,
-        mesh: Mesh,
-        dtype: str = "float32",
-        batch_tokens: int = BATCH_TOKENS,
-        max_tokens: int | None = None,
-        offload: bool = False,
-        chat_date: str | None = None,
-    ):
-        """
-        Args:
-            offload: the weights are on the host except during `score`.
-            chat_date: that its chat template shows (`data.chat_date`).
-        """
+    def __init__(self, config: Config, source: RewardSource, mesh: Mesh, longest: int):
+        """Loads the model, whose sequences have at most `reward.max_tokens`, or `longest` where
+        that is not set; with `offload.frozen` it is on the host except during `score`."""
+        r = config.reward
+        options = r.compute_dtype, r.batch_tokens, r.max_tokens or longest
         with phase(f"loads {source.name}"):
-            scorer = self._scorer = RewardScorer(source, mesh, dtype, batch_tokens, max_tokens)
-            dated(scorer.tokenizer, chat_date)
+            scorer = self._scorer = RewardScorer(source, mesh, *options)
+            dated(scorer.tokenizer, config.data.chat_date)
         current().resident(
             "reward.params",
             *attribute(scorer, "params"),
             stages=("reward.score",),
-            offload=offload,
+            offload=config.offload.frozen,
         )
 
     def score(self, rollout: Rollout) -> tuple[np.ndarray, int]:

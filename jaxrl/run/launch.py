@@ -367,20 +367,11 @@ def make_reference(setup: Setup, meshes: Mapping[str, Mesh]) -> ReferenceRole:
 
 
 def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
-    config = setup.config.rewards
-    longest = setup.config.max_prompt_tokens + setup.config.max_new_tokens
-    functions, model = reward_functions(setup.config, setup.given, setup.opening), None
-    if config.model is not None:
-        model = RewardModel(
-            open_reward(config.model),
-            meshes["reward"],
-            config.compute_dtype,
-            config.batch_tokens,
-            config.max_tokens or longest + TEMPLATE_TOKENS,
-            setup.config.offload.frozen,
-            setup.config.data.chat_date,
-        )
-    return Reward(functions, model)
+    config, model = setup.config, None
+    if config.reward.model is not None:
+        longest = config.max_prompt_tokens + config.max_new_tokens + TEMPLATE_TOKENS
+        model = RewardModel(config, open_reward(config.reward.model), meshes["reward"], longest)
+    return Reward(reward_functions(config, setup.given, setup.opening), model)
 
 
 def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:

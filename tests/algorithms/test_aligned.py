@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from byte_tokenizers import BYTES, OTHER, WORDS
 from cases import and_slow
+from dense_losses import jsd
 from tiny_models import make_mesh, random_params
 
 from jaxrl import Config
 from jaxrl.algorithms.signals import Projection, distill_loss
 from jaxrl.data.batch import make_rollout
 from jaxrl.data.token_alignment import Aligner, ModelTokenizer
-from jaxrl.losses.divergence import jsd
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.sharding.reshard import to_host

@@ -33,7 +33,6 @@ from jaxrl.models import bert
 from jaxrl.models.batching import batches, run_batches, width_of
 from jaxrl.models.bert import EncoderConfig, read_encoder
 from jaxrl.roles.grouper import Encoder, Grouper, embed, encode_batch
-from jaxrl.sharding.ledger import Ledger
 
 REFERENCES = Path(__file__).parent.parent / "references"
 EXPECTED = np.load(REFERENCES / "encoders.npz")
@@ -170,7 +169,7 @@ def test_equal_sequences_are_run_once_and_progress_is_told() -> None:
 
     rows = [[1, 2], [5], [1, 2], [7, 7, 7]]
     options: Any = {"mesh": None, "batch_tokens": 8, "longest": 16, "progress": told.append}
-    found = run_batches(rows, Counted(), 2, ledger=Ledger(), **options)
+    found = run_batches(rows, Counted(), 2, **options)
     assert found.tolist() == [6, 10, 6, 42]
     assert seen == [2, 1] and told == ["0 of 3 texts", "2 of 3 texts"]
 
