@@ -317,11 +317,8 @@ def _attempt(run: Run) -> None:
             asked = run.interrupt.asked or run.step_error is not None
             return asked or worker_group.ending is not None
 
-        roles = {  # their calls are drawn in the timeline, and counted where they are profiled
-            role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
-            for role in worker_group.roles
-        }
-        calls = Calls(config, roles, asked_to_stop)
+        roles = {role: worker_group.handle(role) for role in worker_group.roles}
+        calls = Calls(config, roles, asked_to_stop, (timeline.record, profile.record))
         sources = Sources(
             config,
             job.train.batch,
