@@ -203,7 +203,7 @@ class Profile:
 
     def record(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
         """Remembers a call for the table."""
-        if self.steps and not given.get("aside") and not self._finished:
+        if not given.get("aside") and not self._finished:
             step = given.get("step")
             self._calls.append((role, method, times, step if isinstance(step, int) else None))
 

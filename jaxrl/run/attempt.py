@@ -318,7 +318,8 @@ def _attempt(run: Run) -> None:
             return asked or worker_group.ending is not None
 
         roles = {role: worker_group.handle(role) for role in worker_group.roles}
-        calls = Calls(config, roles, asked_to_stop, (timeline.record, profile.record))
+        recorders = (timeline.record, *([profile.record] if profile.steps else []))
+        calls = Calls(config, roles, asked_to_stop, recorders)
         sources = Sources(
             config,
             job.train.batch,
