@@ -17,7 +17,6 @@ import argparse
 import errno
 import inspect
 import os
-import pydoc
 import re
 import shutil
 import sys
@@ -169,7 +168,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints the help, long ones by a pager where there is a terminal, and exits."""
+    """Prints the help and exits."""
 
     def __call__(
         self,
@@ -179,11 +178,7 @@ class _Help(argparse.Action):
         option: str | None = None,
     ) -> NoReturn:
         assert isinstance(parser, Parser)
-        text = parser.help_about(list(values or ()))
-        if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
-            pydoc.pager(text)
-        else:
-            print(text, end="")
+        print(parser.help_about(list(values or ())), end="")
         parser.exit()
 
 
@@ -207,27 +202,23 @@ def parse_run(argv: Sequence[str], *, module: str, description: str) -> RunArgum
     """
     parser = Parser(module, description, None, EXAMPLES)
     parser.usage = f"{parser.prog} [OPTION ...] [key=value ...]"
-    add = parser.add_argument
     file = "YAML keys, or builtin:NAME (builtin: lists them); default: the quickstart, unless a"
-    add("--config", metavar="FILE.yaml", help=f"{file} model or data is set")
-    add("--mesh", metavar="SPEC", help="devices of each role, as in actor=2,teacher=4")
-    for key, first, kinds in (
-        ("resume", "HOW", ("auto", "never", "must")),
-        ("launcher", "KIND", ("auto", "local", "ray")),
+    for option, metavar, words, *choices in (
+        ("config", "FILE.yaml", f"{file} model or data is set"),
+        ("mesh", "SPEC", "devices of each role, as in actor=2,teacher=4"),
+        ("resume", "HOW", "{} (default), {} or {}: the key resume", "auto", "never", "must"),
+        ("launcher", "KIND", "{} (default), {} or {}: the key launcher", "auto", "local", "ray"),
+        ("dry-run", "", "check and plan the run, and exit: 3 if it does not fit"),
+        ("target", "TARGET", "with --dry-run: plan for h100x8, tpu-v5e:2x4, ..."),
+        ("compile", "TARGET", "the same, by that machine's own compiler (extra aot)"),
+        ("suggest", "", "with --compile: search for the fastest mesh and keys"),
+        ("json", "", "with --dry-run: print one JSON object"),
     ):
-        words = f"auto (default), {kinds[1]} or {kinds[2]}: the key {key}"
-        add(f"--{key}", choices=kinds, metavar=first, help=words)
-    dry = "check and plan the run, and exit: 3 if it does not fit"
-    add("--dry-run", action="store_true", help=dry)
-    target = "with --dry-run: plan for h100x8, tpu-v5e:2x4, ..."
-    add("--target", metavar="TARGET", help=target)
-    compiler = "the same, by that machine's own compiler (extra aot)"
-    add("--compile", metavar="TARGET", help=compiler)
-    suggest = "with --compile: search for the fastest mesh and keys"
-    add("--suggest", action="store_true", help=suggest)
-    add("--json", action="store_true", help="with --dry-run: print one JSON object")
-    set_key = "set a key, as in steps=10; last one wins"
-    add("overrides", nargs="*", metavar="key=value", help=set_key)
+        values = {"metavar": metavar, "choices": choices or None}
+        kind: Any = values if metavar else {"action": "store_true"}
+        parser.add_argument(f"--{option}", help=words.format(*choices), **kind)
+    words = "set a key, as in steps=10; last one wins"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=words)
     arguments = parser.parse(argv)
     overrides = list(arguments.overrides)
     for key in ("mesh", "resume", "launcher"):

@@ -9,7 +9,6 @@ from functools import partial
 from jaxrl.config import keys as config_keys
 from jaxrl.config.keys import Group
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
 from jaxrl.errors import UserError, closest
 
 COMMON = {
@@ -47,8 +46,8 @@ def common(prefixes: Sequence[str] | None = None) -> str:
     settings = {}
     for path, words in COMMON.items():
         if path in known:
-            default = "" if known[path].required else f"={shown(known[path].default)}"
-            settings[path + default] = words
+            key = known[path]
+            settings[path if key.required else f"{path}={key.default_text}"] = words
     left = max(map(len, settings))
     lines = (f"  {setting:{left}}  {words}" for setting, words in settings.items())
     return "\n".join(["common keys, with their defaults:", *lines])
@@ -103,7 +102,7 @@ def _text(groups: Sequence[Group], width: int, headings: bool = True) -> str:
             lines += ["", *wrap(f"{group.path}: {group.doc}", initial_indent="  ")]
         allowed = config_keys.allowed(group)
         for key in group.keys:
-            default = "required" if key.required else f"default {shown(key.default)}"
-            lines.append(f"  {key.path}  {allowed[key.path]}  [{default}]")
+            default = "" if key.required else "default "
+            lines.append(f"  {key.path}  {allowed[key.path]}  [{default}{key.default_text}]")
             lines += wrap(key.doc, initial_indent=indent)
     return "\n".join(lines)

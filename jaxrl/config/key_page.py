@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
-from jaxrl.config.section import shown
 
 HEAD = """# Config keys
 
@@ -70,7 +69,7 @@ def markdown() -> str:
         lines += ["", *title, "", *TABLE]
         allowed = config_keys.allowed(group)
         for key in group.keys:
-            default = "required" if key.required else f"`{shown(key.default)}`"
+            default = "required" if key.required else f"`{key.default_text}`"
             cells = (f"`{key.path}`", allowed[key.path], default, key.doc)
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

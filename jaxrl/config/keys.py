@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from jaxrl.config.section import LARGEST
+from jaxrl.config.section import LARGEST, shown
 from jaxrl.config.settings import EVALUATED, NOT_EVALUATED
 from jaxrl.errors import UserError, closest, near, short
 
@@ -58,6 +58,11 @@ class Key:
     """True when there is no default."""
     doc: str
     """The docstring under the field, on one line."""
+
+    @property
+    def default_text(self) -> str:
+        """Returns the default as an override is written; `required` where there is none."""
+        return "required" if self.required else shown(self.default)
 
 
 class Group(NamedTuple):

@@ -41,16 +41,14 @@ def beside(mapping: JsonObject, folder: Path, keys: Sequence[str] = KEYS) -> Jso
 
 def without_folders(value: object) -> object:
     """Returns a value of a key in `CODE` with the names of its files alone."""
-    if isinstance(value, dict):
-        return {name: without_folders(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_folders(one) for one in value]
-    if not isinstance(value, str):
-        return value
-    if value.endswith(".py") or (Path(value).is_absolute() and ".py:" not in value):
-        return Path(value).name
-    path, colon, name = value.rpartition(":")
-    return f"{Path(path).name}:{name}" if colon and path.endswith(".py") else value
+
+    def named(text: str) -> str:
+        if text.endswith(".py") or (Path(text).is_absolute() and ".py:" not in text):
+            return Path(text).name
+        path, colon, name = text.rpartition(":")
+        return f"{Path(path).name}:{name}" if colon and path.endswith(".py") else text
+
+    return _changed(value, [], named)
 
 
 def changed(mapping: JsonObject, key: str, change: Callable[[str], str]) -> JsonObject:
@@ -73,7 +71,7 @@ def _changed(value: Any, path: list[str], change: Callable[[str], str]) -> Any:
         return value
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_changed(each, [], change) for each in value]
     if isinstance(value, dict):
         return {key: _changed(each, [], change) for key, each in value.items()}

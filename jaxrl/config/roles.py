@@ -9,7 +9,7 @@ from string import Formatter
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from jaxrl.config.section import (
     POLICY,
@@ -139,11 +139,21 @@ class LongParallelConfig(ParallelConfig):
     times context must divide the number of heads. null: 1."""
 
 
+def _slice(value: str) -> str:
+    match = re.fullmatch(r"(\d*):(\d*)", value)
+    if match is None:
+        raise ValueError(f"{value!r} is not a slice of devices: write start:stop, as in 1:2")
+    start, stop = match.groups()
+    if stop and int(start or "0") >= int(stop):
+        raise ValueError(f"{value!r} is an empty slice of devices: stop must exceed start")
+    return value
+
+
 class RoleConfig(Section):
     """Keys that every role has: devices, mesh and compute dtype."""
 
     parallel: ParallelConfig = ParallelConfig()
-    devices: str | None = None
+    devices: Annotated[str, AfterValidator(_slice)] | None = None
     """Slice `start:stop` of the pool's devices that this role uses, as in `1:2`. null: all of
     them."""
     dtype: DType | None = None
@@ -156,19 +166,6 @@ class RoleConfig(Section):
         """Returns `dtype`, which `Config.with_dtypes` has set for the devices at hand."""
         assert self.dtype is not None, "Config.with_dtypes fills it"
         return self.dtype
-
-    @field_validator("devices")
-    @classmethod
-    def _check_slice(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        match = re.fullmatch(r"(\d*):(\d*)", value)
-        if match is None:
-            raise ValueError(f"{value!r} is not a slice of devices: write start:stop, as in 1:2")
-        start, stop = match.groups()
-        if stop and int(start or "0") >= int(stop):
-            raise ValueError(f"{value!r} is an empty slice of devices: stop must exceed start")
-        return value
 
 
 class FrozenConfig(RoleConfig):
@@ -195,6 +192,11 @@ def template_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name, *_ in parsed if name is not None))
 
 
+def _template(value: str) -> str:
+    template_names(value)
+    return value
+
+
 class TeacherConfig(FrozenConfig):
     """The model to learn from. No gradient updates it; with `teacher.model=policy` it takes the
     policy's weights."""
@@ -209,7 +211,7 @@ class TeacherConfig(FrozenConfig):
     """With `teacher.model=policy`: decay of the moving average of the policy's weights, which
     teaches: w' = ema w' + (1 - ema) w after each optimizer update. 0: the teacher has the policy's
     newest weights. 1: it keeps the weights from before training."""
-    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt: Annotated[Name, AfterValidator(_template)] | None = None
     """Template of the prompt that the teacher reads instead of the student's, as in `{prompt} Hint:
     {answer}`. It replaces the text of the row, or the last message of a chat. Names in braces:
     `prompt` (what is replaced), `answer`, `completion`, any other field of the row, and `messages`
@@ -281,13 +283,6 @@ class TeacherConfig(FrozenConfig):
         if self.address is not None and self.prompt is not None:
             yield bad("address prompt", "the teacher there reads the student's prompts")
         yield from _rules_of_server(self)
-
-    @field_validator("prompt")
-    @classmethod
-    def _check_template(cls, value: str | None) -> str | None:
-        if value is not None:
-            template_names(value)
-        return value
 
 
 class NamedTeacherConfig(Section):

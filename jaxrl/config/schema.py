@@ -2,10 +2,10 @@
 of a run come from: a file, the quickstart or the plain defaults.
 
 The keys of models and their devices are in `config.roles`, all others in `config.settings` and
-`config.run_config`; conditions on several sections are in `config.cross_rules`. The class defaults
-suit models of one to several billion parameters on accelerators; the built-in quickstart
-(``configs/quickstart.yaml``) sets its own. ``student.model``, ``data.train`` and, where the
-algorithm learns from a teacher, ``teacher.model`` have no default.
+`config.run_config`, with the conditions on several sections. The class defaults suit models of one
+to several billion parameters on accelerators; the built-in quickstart (``configs/quickstart.yaml``)
+sets its own. ``student.model``, ``data.train`` and, where the algorithm learns from a teacher,
+``teacher.model`` have no default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import paths as config_paths
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import config_file
-from jaxrl.config.cross_rules import rules
 from jaxrl.config.run_config import RunConfig
 from jaxrl.config.section import Section
 from jaxrl.config.section import shown as written
@@ -100,9 +99,6 @@ class _Parsed(type(Section)):  # type: ignore[misc]
 
 class Config(RunConfig, metaclass=_Parsed):
     """A run: what is trained, on what, where and how."""
-
-    def _rules(self) -> Iterator[str]:
-        return rules(self)
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Overrides = ()) -> Self:

@@ -8,7 +8,7 @@ from datetime import date
 from functools import cached_property, partial
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from jaxrl.config.section import (
     Count,
@@ -48,10 +48,9 @@ SLOTS = ("batch_size", "group_size")
 """Keys of a run that stand for the slots where `rollout.slots` is null."""
 
 
-def _day(value: object) -> object:
-    """Checks a date."""
+def _day(value: object) -> str:
     try:
-        return None if value is None else date.fromisoformat(str(value)).isoformat()
+        return date.fromisoformat(str(value)).isoformat()
     except ValueError:
         raise ValueError(f"a date is needed, as in 2026-03-31, got {value!r}") from None
 
@@ -109,7 +108,7 @@ class DataConfig(Section):
     chat: Literal["auto", "raw"] = "auto"
     """auto: a text prompt becomes a user message if the tokenizer has a chat template. raw: text
     prompts are not changed."""
-    chat_date: Annotated[str | None, BeforeValidator(_day)] = None
+    chat_date: Annotated[str, BeforeValidator(_day)] | None = None
     """Date, as 2026-03-31, for chat templates that show the current date (`strftime_now`). null:
     the day on which the run begins, which is recorded in its `config.yaml`, so that it resumes with
     the same prompts."""
@@ -570,31 +569,27 @@ class LoggingConfig(Section):
     MLFLOW_TRACKING_URI names. null: none."""
 
 
+def _range(value: str) -> str:
+    match = re.fullmatch(r"(\d+):(\d+)", value)
+    if match is None:
+        raise ValueError(
+            f"{value!r} is not a range of steps: write first:stop, as in 3:5 for the steps 3 and 4"
+        )
+    first, stop = map(int, match.groups())
+    if first < 1:
+        raise ValueError(f"{value!r} begins with step {first}: the first step is 1")
+    if first >= stop:
+        raise ValueError(f"{value!r} holds no step: stop must exceed first, as in 3:5")
+    return value
+
+
 class ProfileConfig(Section):
     """Profiling of some steps of a run."""
 
-    steps: str | None = None
+    steps: Annotated[str, AfterValidator(_range)] | None = None
     """Steps `first:stop` to profile, stop excluded, as in `3:5` for the steps 3 and 4: writes a
     trace of JAX's profiler and a table of the stages to `RUN/profile`. Avoid the first two steps,
     which compile. null: none."""
-
-    @field_validator("steps")
-    @classmethod
-    def _check_steps(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        match = re.fullmatch(r"(\d+):(\d+)", value)
-        if match is None:
-            raise ValueError(
-                f"{value!r} is not a range of steps: write first:stop, as in 3:5 for the steps 3"
-                " and 4"
-            )
-        first, stop = map(int, match.groups())
-        if first < 1:
-            raise ValueError(f"{value!r} begins with step {first}: the first step is 1")
-        if first >= stop:
-            raise ValueError(f"{value!r} holds no step: stop must exceed first, as in 3:5")
-        return value
 
     @property
     def range(self) -> range:

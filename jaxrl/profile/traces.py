@@ -31,9 +31,8 @@ from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import table_lines
 from jaxrl.profile.waits import PoolWait, Span, Stage, Window, pool_waits, stage_seconds
 from jaxrl.profile.work import RunModels, StepBatch, Work, step_work
-from jaxrl.runtime.worker import Future, Handle, Times, Traced, WorkerGroup
+from jaxrl.runtime.worker import Future, Times, Traced, WorkerGroup
 from jaxrl.sharding.targets import Ceilings
-from jaxrl.telemetry.timeline import Watched, WatchedCall
 from jaxrl.types import Row
 
 PROFILE_DIR = "profile"
@@ -202,9 +201,11 @@ class Profile:
     """Those of `steps`, so far."""
     _finished: bool = False
 
-    def watch(self, role: str, handle: Handle) -> Handle:
-        """Returns the handle, whose calls are remembered for the table."""
-        return Watched(role, handle, self._remember) if self.steps else handle
+    def record(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
+        """Remembers a call for the table."""
+        if not given.get("aside") and not self._finished:
+            step = given.get("step")
+            self._calls.append((role, method, times, step if isinstance(step, int) else None))
 
     def row(self, row: Row) -> None:
         """Takes note of a row of `steps` that is written."""
@@ -230,12 +231,6 @@ class Profile:
             self._ended = self._ask(None)
         if self._ended:
             self._finish()
-
-    def _remember(self, call: WatchedCall) -> None:
-        role, method, times, given = call
-        if not given.get("aside") and not self._finished:
-            step = given.get("step")
-            self._calls.append((role, method, times, step if isinstance(step, int) else None))
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future[Traced]]:
         config = self.models.config

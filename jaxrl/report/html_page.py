@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, partial
 from importlib import resources
@@ -20,7 +19,7 @@ from itertools import groupby
 from math import ceil
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -203,13 +202,12 @@ def _axes(axes: Mapping[str, int] | None) -> str:
     return " ".join(f"{name}={size}" for name, size in axes.items() if size > 1) or "1 device"
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One of the numbers that a reader wants first."""
 
     label: str
     value: str
-    note: str = ""
+    note: str
     alarm: bool = False
     """Whether the note is about something that went wrong."""
 
@@ -482,31 +480,30 @@ def charts(runs: Sequence[RunFiles]) -> list[JsonObject]:
         title = name.partition("/")[0] if "/" in name else "run"
         groups.setdefault("main" if name in FIRST else title, []).append(name)
     groups["main"].sort(key=FIRST.index)
-    return [_group(title, members, runs) for title, members in groups.items() if members]
-
-
-def _group(title: str, names: Sequence[str], runs: Sequence[RunFiles]) -> JsonObject:
-    group: JsonObject = {"title": title, "charts": [], "constants": []}
-    for name in names:
-        metric = describe(name) or UNKNOWN
-        described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
-        each = [{row[name] for row in run.rows if name in row} for run in runs]
-        if all(len(values) <= 1 for values in each):
-            values = [next(iter(values), None) for values in each]
-            group["constants"].append(described | {"values": values})
-        else:
-            limit = max(FEWEST_POINTS, POINTS // len(runs))
-            series = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
-            chart = described | {"series": [line for line in series if line["x"] or line["lost"]]}
+    limit, found = max(FEWEST_POINTS, POINTS // len(runs)), list[JsonObject]()
+    for title, members in groups.items():
+        charts, constants = list[JsonObject](), list[JsonObject]()
+        for name in members:
+            metric = describe(name) or UNKNOWN
+            described = {"name": name, "unit": metric.unit, "meaning": metric.meaning}
+            each = [{row[name] for row in run.rows if name in row} for run in runs]
+            if all(len(values) <= 1 for values in each):
+                values = [next(iter(values), None) for values in each]
+                constants.append(described | {"values": values})
+                continue
+            lines = [_series(name, number, run.rows, limit) for number, run in enumerate(runs)]
+            chart = described | {"series": [line for line in lines if line["x"] or line["lost"]]}
             if name == "eval/accuracy":
+                teachers = [_values(run.rows, "teacher/accuracy")[:1] for run in runs]
                 chart["levels"] = [
-                    {"run": number, "y": row["teacher/accuracy"], "label": "teacher"}
-                    for number, run in enumerate(runs)
-                    for row in [row for row in run.rows if "teacher/accuracy" in row][:1]
-                    if row["teacher/accuracy"] is not None
+                    {"run": number, "y": value, "label": "teacher"}
+                    for number, values in enumerate(teachers)
+                    for value in values
                 ]
-            group["charts"].append(chart)
-    return group
+            charts.append(chart)
+        if members:
+            found.append({"title": title, "charts": charts, "constants": constants})
+    return found
 
 
 def _series(name: str, number: int, rows: Sequence[Row], limit: int) -> JsonObject:

@@ -23,7 +23,6 @@ from jaxrl.profile.traces import PROFILE_DIR, STAGES_FILE, StageTable
 from jaxrl.run.run_dir import LOCK, sessions
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
 from jaxrl.telemetry.timeline import TIMELINE_FILE
-from jaxrl.telemetry.trackers import flat
 from jaxrl.types import Row
 
 LARGEST = 1e100
@@ -77,7 +76,7 @@ def read_run(path: Path) -> RunFiles:
     config: JsonObject = {}
     try:
         if (path / CONFIG_FILE).is_file():
-            config = flat(yaml_text.read_mapping(path / CONFIG_FILE))
+            config = dict(yaml_text.assignments(yaml_text.read_mapping(path / CONFIG_FILE)))
     except UserError as error:
         notes.append(str(error))
     return RunFiles(

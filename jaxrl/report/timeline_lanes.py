@@ -97,45 +97,29 @@ def understand(events: Iterable[JsonObject]) -> Activity:
         own.sort(key=lambda span: span.start)
     sessions = sorted(int(event["ts"]) for event in events if begins_run(event))
     updates = [span for span in spans.get("actor", ()) if span.name == "update"]
-    pools = _use(spans, sessions or [0])
-    mine = {track for pool in pools for track in pool.tracks}
-    return Activity(
-        spans=spans,
-        pools=pools,
-        others=tuple(track for track in spans if track not in mine),
-        steps=tuple((span.end, span.step + 1) for span in updates if span.step is not None),
-        sessions=tuple(sessions),
-    )
-
-
-def _use(spans: Mapping[str, Sequence[Span]], sessions: Sequence[int]) -> tuple[PoolUse, ...]:
-    pools = _pools(spans)
+    named = _pools(spans)
     calls = {
         name: [span for role in roles for span in spans[role] if not span.aside]
-        for name, (roles, _) in pools.items()
+        for name, (roles, _) in named.items()
     }
     # Each life of the run, from its first call to the end of its last.
     by_life: dict[int, list[Span]] = {}
     for call in sorted(chain(*calls.values()), key=lambda call: call.start):
         by_life.setdefault(bisect_right(sessions, call.start), []).append(call)
     lives = [(life[0].start, max(call.end for call in life)) for life in by_life.values()]
-    return tuple(
-        PoolUse(
-            name,
-            roles,
-            workers,
-            window=sum(end - start for start, end in lives),
-            busy=sum(end - start for start, end in union((c.start, c.end) for c in calls[name])),
-            gaps=tuple(
-                gaps(
-                    calls[name],
-                    chain(*(theirs for other, theirs in calls.items() if other != name)),
-                    lives,
-                    TOUCH_S * 1e6,
-                )
-            ),
-        )
-        for name, (roles, workers) in pools.items()
+    window, pools = sum(end - start for start, end in lives), list[PoolUse]()
+    for name, (roles, workers) in named.items():
+        busy = sum(end - start for start, end in union((c.start, c.end) for c in calls[name]))
+        others = chain(*(theirs for other, theirs in calls.items() if other != name))
+        idle = tuple(gaps(calls[name], others, lives, TOUCH_S * 1e6))
+        pools.append(PoolUse(name, roles, workers, window, busy, idle))
+    mine = {track for pool in pools for track in pool.tracks}
+    return Activity(
+        spans=spans,
+        pools=tuple(pools),
+        others=tuple(track for track in spans if track not in mine),
+        steps=tuple((span.end, span.step + 1) for span in updates if span.step is not None),
+        sessions=tuple(sessions),
     )
 
 

@@ -39,11 +39,12 @@ _MISREAD = (AttributeError, IndexError, KeyError, TypeError)
 """What code raises that takes messages for text, or text for messages."""
 PLAIN = (*VERIFIERS, "format")
 """What is named by one word."""
-FORMAT = re.compile(
-    r"\s*(?:<think>)?(?:(?!</?think>|</?answer>).)*</think>"
-    r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*",
-    re.DOTALL,
+FORMAT = (
+    r"(?s)\A\s*(?:<think>)?(?:(?!</?think>|</?answer>).)*</think>"
+    r"\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*\Z"
 )
+"""Completions that are `<think>...</think><answer>...</answer>` and nothing else: each tag stands
+once, and `<think>` may be missing, for some chat templates end with it."""
 
 
 def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSource:
@@ -52,8 +53,10 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
     Raises:
         UserError: it names nothing.
     """
-    if text in PLAIN:
-        return ItemSource(text, text, option="format" if text == "format" else "verifier")
+    if text == "format":
+        return ItemSource(text, text, FORMAT, option="regex")
+    if text in VERIFIERS:
+        return ItemSource(text, text, option="verifier")
     scheme, _, rest = text.partition(":")
     if scheme == "regex" and rest:
         try:
@@ -67,15 +70,6 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
             f" package.module:function, regex:PATTERN or one of {', '.join(sorted(PLAIN))}"
         )
     return ItemSource(**vars(locate(text, KEY, "function", given, "rewards=[{}]")))
-
-
-def think_format(completion: str) -> float:
-    """Returns 1 where the completion is `<think>...</think><answer>...</answer>` and nothing else.
-
-    Each tag stands once, white space between and around them aside; `<think>` may be missing, for
-    some chat templates end with it.
-    """
-    return float(FORMAT.fullmatch(completion) is not None)
 
 
 def load(sources: Sequence[ItemSource], first: bool, ready: Callable[[object], None]) -> Answerer:
@@ -218,8 +212,6 @@ class Function:
 
 def _judge_of(source: ItemSource) -> Callable[[Item], object]:
     """Returns what comes with jaxrl; of sums it also says what is wrong."""
-    if source.option == "format":
-        return lambda item: think_format(item.completion)
     if source.option == "regex":
         pattern = re.compile(source.place)
         return lambda item: float(pattern.search(item.completion) is not None)

@@ -56,7 +56,7 @@ class Item:
 class ItemSource(CodeSource):
     """Where a reward function comes from; of a regular expression, it is the place."""
 
-    option: Literal["verifier", "regex", "format", "code"] = "code"
+    option: Literal["verifier", "regex", "code"] = "code"
 
 
 @dataclass(frozen=True)

@@ -289,11 +289,10 @@ def _attempt(run: Run) -> None:
             _scorer_metrics(job, plan),
         )
 
-        roles = {  # their calls are drawn in the timeline, and counted where they are profiled
-            role: profile.watch(role, timeline.watch(role, worker_group.handle(role)))
-            for role in worker_group.roles
-        }
-        calls = Calls(config, roles, reporter.asked_to_stop)
+        # Their calls are drawn in the timeline, and counted where they are profiled.
+        recorders = (timeline.record, *([profile.record] if profile.steps else []))
+        roles = {role: worker_group.handle(role) for role in worker_group.roles}
+        calls = Calls(config, roles, reporter.asked_to_stop, recorders)
         sources = Sources(
             config,
             job.train.batch,

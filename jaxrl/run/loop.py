@@ -32,7 +32,7 @@ from jaxrl.algorithms.schedule import SCHEDULES, Action, Schedule
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.config.schema import Config
 from jaxrl.run.reporting import Futures, Reporter
-from jaxrl.runtime.worker import Future, Handle, Stopped, T, done_future
+from jaxrl.runtime.worker import Future, Handle, Stopped, T, Times, done_future
 from jaxrl.types import Rollout
 
 POLL_S = 0.5
@@ -68,8 +68,13 @@ class Calls:
         config: Config,
         roles: Mapping[str, Handle],
         asked_to_stop: Callable[[], bool] = lambda: False,
+        recorders: Sequence[Callable[[str, str, Times, Mapping[str, object]], None]] = (),
     ):
-        self.roles, self.asked_to_stop = roles, asked_to_stop
+        """
+        Args:
+            recorders: take role, method, times and arguments of each call.
+        """
+        self.roles, self.asked_to_stop, self._recorders = roles, asked_to_stop, recorders
         self.end: int | None = None
         """Number of batches after which the run ends; None until it is asked to end."""
         self.submitted = 0
@@ -97,6 +102,8 @@ class Calls:
             deadline += self._config.deadlines.startup
         aside = self._role_calls[role].concurrent or method == "saved"
         future = self.roles[role].call(method, *args, deadline=deadline, aside=aside, **kwargs)
+        for record in self._recorders:
+            record(role, method, future.times, kwargs | ({"aside": True} if aside else {}))
         self._open = [call for call in self._open if not call[2].done()]
         self._open.append((self.kind, self.row, future))
         if self.kind == "train":

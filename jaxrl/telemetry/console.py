@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Literal, Self, cast
+from typing import IO, TYPE_CHECKING, Self, cast
 
 from rich.columns import Columns
 from rich.console import Console as RichConsole
@@ -36,7 +36,6 @@ from jaxrl.types import Row
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
-Mode = Literal["auto", "rich", "plain", "quiet"]
 States = Callable[[], Sequence[WorkerState]]
 
 ETA_WINDOW = 20
@@ -143,7 +142,7 @@ class Console:
         """
         notebook = out is None and RichConsole().is_jupyter  # also Colab's
         self.out = Output(sys.stdout if out is None else out)
-        self.mode: Mode = logging.console
+        self.mode = logging.console
         if self.mode == "auto":
             self.mode = "rich" if notebook or self.out.isatty() else "plain"
         self._screen: Cell | Terminal | None = None

@@ -470,13 +470,14 @@ class Sample:
         reward: float | None = None,
         agreement: float | None = None,
     ) -> Self:
-        given = [turn.reward for turn in completion.turns if turn.reward is not None]
+        turns = completion.turns
+        given = [turn.reward for turn in turns if turn.reward is not None]
+        shown = [{"role": t.role, "content": t.text, "reward": t.reward} for t in turns]
         return cls(
             step=step,
             split=split,
             prompt=prompt.text,
-            completion="\n".join(f"[{turn.role}] {turn.text}" for turn in completion.turns)
-            or completion.text,
+            completion="\n".join(f"[{t.role}] {t.text}" for t in turns) or completion.text,
             finish_reason=completion.finish_reason,
             tokens=len(completion.tokens),
             policy_version=policy_version,
@@ -484,11 +485,7 @@ class Sample:
             score=score,
             reward=sum(given) if reward is None and given else reward,
             agreement=agreement,
-            turns=tuple(
-                {"role": turn.role, "content": turn.text, "reward": turn.reward}
-                for turn in completion.turns
-            )
-            or None,
+            turns=tuple(shown) or None,
             failure=completion.failure,
         )
 

@@ -142,8 +142,7 @@ def main(argv: Sequence[str]) -> None:
     output = Path(arguments.output)
     if output.suffix not in SUFFIXES:
         raise UserError(f"-o {output}: the suffix must be one of {', '.join(SUFFIXES)}")
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"-o {output}: no folder {output.parent}")
+    cli.check_writable("-o", output)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(labels(paths), map(read_metrics, paths), strict=True))
     draw(runs).savefig(output, dpi=DPI)

@@ -17,14 +17,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Self
 
 from jaxrl.process.json_types import parse_json
 from jaxrl.process.streams import to_stderr
-from jaxrl.runtime.worker import Future, Handle, Times, WorkerState
+from jaxrl.runtime.worker import Times, WorkerState
 from jaxrl.telemetry.lines import LineFile
 
 TIMELINE_FILE = "timeline.json"
@@ -52,8 +51,6 @@ CLOSE_S = 5.0
 """Longest wait for a call that is under way when a ticker is closed."""
 
 States = Callable[[], Sequence[WorkerState]]
-WatchedCall = tuple[str, str, Times, Mapping[str, object]]
-"""Role, method, times and the plain arguments that have a name."""
 
 
 class Timeline:
@@ -78,7 +75,7 @@ class Timeline:
         """
         self._lock = threading.Lock()
         self._most_bytes = most_bytes
-        self._calls: deque[WatchedCall] = deque()
+        self._calls: deque[tuple[str, str, Times, Mapping[str, object]]] = deque()
         """Those that have not ended."""
         self._lines: list[str] = []
         self._tracks: set[str] = set()
@@ -99,9 +96,12 @@ class Timeline:
         self._add("i", BEGUN[self._zero < now], 0, s="g", ts=ts, args=args)
         self.flush()
 
-    def watch(self, role: str, handle: Handle) -> Handle:
-        """Returns the handle, with a span on the track ``role`` for every call through it."""
-        return handle if self._file is None else Watched(role, handle, self._calls.append)
+    def record(self, role: str, method: str, times: Times, given: Mapping[str, object]) -> None:
+        """Draws a call on the track of its role when it has ended, with those of its arguments that
+        are plain."""
+        if self._file is not None:
+            plain = {key: value for key, value in given.items() if isinstance(value, int | str)}
+            self._calls.append((role, method, times, plain))
 
     def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
         """Draws what took from ``start`` to ``end`` (`time.monotonic` seconds), with plain args."""
@@ -239,22 +239,3 @@ class Ticker:
     def _run(self) -> None:
         while not self._ending.wait(self._every_s):
             self._tick()
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A handle that reports each of its calls."""
-
-    role: str
-    handle: Handle
-    report: Callable[[WatchedCall], None]
-
-    def call(
-        self, method: str, *args: object, deadline: float, aside: bool = False, **kwargs: object
-    ) -> Future[object]:
-        future = self.handle.call(method, *args, deadline=deadline, aside=aside, **kwargs)
-        plain = {key: value for key, value in kwargs.items() if isinstance(value, int | str)}
-        if aside:
-            plain["aside"] = True
-        self.report((self.role, method, future.times, plain))
-        return future

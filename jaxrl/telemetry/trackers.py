@@ -21,9 +21,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from textwrap import indent
 
-from flax.traverse_util import flatten_dict
-
 from jaxrl.config.settings import LoggingConfig
+from jaxrl.config.yaml_text import assignments
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject
 from jaxrl.telemetry.metrics import Sample
@@ -80,7 +79,6 @@ def check_trackers(config: LoggingConfig) -> None:
 def open_trackers(config: LoggingConfig, facts: RunFacts) -> Trackers | None:
     """Opens the trackers that ``config`` asks for, each starting up in its thread; None: it asks
     for none."""
-    check_trackers(config)
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         import_tensorboard()
@@ -240,8 +238,8 @@ class TensorBoard(Tracker):
         first = 0 if run.resumed_at is None else run.resumed_at + 1
         # Readers drop what earlier files have from this step on.
         self._event(first, session_log=SessionLog(status=SessionLog.START))
-        cells = {k: str(v).replace("|", "\\|") for k, v in flat(run.settings).items()}
-        lines = [f"| `{key}` | {value} |".replace("\n", " ") for key, value in cells.items()]
+        cells = [(key, str(value).replace("|", "\\|")) for key, value in assignments(run.settings)]
+        lines = [f"| `{key}` | {value} |".replace("\n", " ") for key, value in cells]
         table = "\n".join(["| key | value |", "|---|---|", *lines])
         self._event(first, summary=self._text("config", table))
 
@@ -322,7 +320,7 @@ class MLflow(Tracker):
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=run.name).info.run_id
         run.keep_id("mlflow", self._id)
-        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in flat(run.settings).items()]
+        params = [Param(k, str(v)[:PARAM_LENGTH]) for k, v in assignments(run.settings)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE])
 
@@ -334,11 +332,6 @@ class MLflow(Tracker):
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def flat(settings: JsonObject) -> JsonObject:
-    """Returns nested settings by their dotted keys."""
-    return flatten_dict(dict(settings), sep=".")
 
 
 def _sample_text(sample: Sample) -> str:

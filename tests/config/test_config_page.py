@@ -19,7 +19,7 @@ from tiny_models import REFERENCES, make_mesh
 import jaxrl
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.signals import Projection, distill_loss, teacher_signal
-from jaxrl.config import cli, cross_rules, roles, run_config, schema, section, settings
+from jaxrl.config import cli, roles, run_config, schema, section, settings
 from jaxrl.config import key_page as config_page
 from jaxrl.config import keys as config_keys
 from jaxrl.config.roles import ActorConfig
@@ -130,7 +130,7 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
 OF_THE_CONFIG = {
     __file__,
     functools.__file__,  # of `cached_property`
-    *(str(part.__file__) for part in (roles, cross_rules, run_config, schema, section, settings)),
+    *(str(part.__file__) for part in (roles, run_config, schema, section, settings)),
 }
 
 

@@ -139,8 +139,8 @@ def pretended_loop(folder, on_row):
         profile=SimpleNamespace(steps=()),
         scorers={},
     )
-    handles = {each.name: timeline.watch(each.name, each.handle(each.name)) for each in workers}
-    calls = Calls(config, handles)
+    handles = {each.name: each.handle(each.name) for each in workers}
+    calls = Calls(config, handles, recorders=(timeline.record,))
     sources = Sources(config, lambda index: PROMPTS, {}, calls.call, calls.wait)
     loop = Loop(sources, calls, reporter, saves)
 

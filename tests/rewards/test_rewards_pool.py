@@ -19,7 +19,7 @@ from jaxrl.data.source import open_source
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.user_process import Call
 from jaxrl.rewards import verifiers
-from jaxrl.rewards.functions import Function, find, think_format
+from jaxrl.rewards.functions import Function, find
 from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
@@ -427,7 +427,7 @@ def test_an_import_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_the_format(completion: str, score: float) -> None:
-    assert think_format(completion) == score
+    assert bool(re.search(find("format").place, completion)) == score
 
 
 def test_a_completion_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,8 @@ def sleeping_run(config: Config, stages: Mapping[Stage, float], timeline: Path) 
         for started in workers.start(pool.name, (), makers, deadline=30).values():
             started.result()
     with Timeline(timeline) as written:
-        roles: Any = {role: written.watch(role, workers.handle(role)) for role in workers.roles}
-        calls = Calls(config, roles)
+        roles: Any = {role: workers.handle(role) for role in workers.roles}
+        calls = Calls(config, roles, recorders=(written.record,))
         sources = Sources(config, lambda i: [i], {}, calls.call, calls.wait)  # type: ignore[arg-type, list-item, return-value]
         Loop(sources, calls, Rows(), Saves()).run()  # type: ignore[arg-type]
     workers.stop()

@@ -13,6 +13,7 @@ import textwrap
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def handles() -> Iterator[dict[str, Handle]]:
         assert worker.stop(5)
 
 
+def called(
+    timeline: Timeline, handles: dict[str, Handle], role: str, method: str, *args: Any, **given: Any
+) -> Any:
+    future = handles[role].call(method, *args, deadline=5, **given)
+    timeline.record(role, method, future.times, given)
+    return future
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     events = json.loads(path.read_text())
     assert isinstance(events, list)
@@ -66,12 +75,10 @@ def test_every_call_is_a_span_on_its_role_s_track(
 ) -> None:
     path = tmp_path / "timeline.json"
     with Timeline(path) as timeline:
-        actor = timeline.watch("actor", handles["actor"])
-        rollout = timeline.watch("rollout", handles["rollout"])
-        assert actor.role == "actor"
+        call = partial(called, timeline, handles)
         begin = time.monotonic()
-        arrays = [actor.call("work", 0.02, deadline=5, step=i) for i in range(4)]
-        sizes = [rollout.call("size", a, deadline=5, version=i) for i, a in enumerate(arrays)]
+        arrays = [call("actor", "work", 0.02, step=i) for i in range(4)]
+        sizes = [call("rollout", "size", a, version=i) for i, a in enumerate(arrays)]
         assert [size.result() for size in sizes] == [8] * 4
         took = time.monotonic() - begin
         timeline.span("checkpoints", "save", begin, begin + 0.5, step=2)
@@ -93,12 +100,13 @@ def test_every_call_is_a_span_on_its_role_s_track(
 
 def test_it_keeps_no_value_alive(tmp_path: Path, handles: dict[str, Handle]) -> None:
     with Timeline(tmp_path / "t.json") as timeline:
-        actor = timeline.watch("actor", handles["actor"])
-        future = actor.call("work", 0.0, deadline=5, step=3)
+        future = called(timeline, handles, "actor", "work", 0.0, step=3)
         value = weakref.ref(future.result())
         assert value() is not None
         del future
-        actor.call("size", np.zeros(1), deadline=5).result()  # the worker lets go of the one before
+        called(
+            timeline, handles, "actor", "size", np.zeros(1)
+        ).result()  # lets go of the one before
         gc.collect()
         assert value() is None
     assert [s["args"] for s in spans(tmp_path / "t.json")] == [{"step": 3}, {}]
@@ -108,10 +116,8 @@ def test_a_call_that_fails_is_a_span_and_one_that_never_ran_is_none(
     tmp_path: Path, handles: dict[str, Handle]
 ) -> None:
     with Timeline(tmp_path / "t.json") as timeline:
-        actor = timeline.watch("actor", handles["actor"])
-        rollout = timeline.watch("rollout", handles["rollout"])
-        failed = actor.call("fail", deadline=5)
-        never = rollout.call("size", failed, deadline=5)
+        failed = called(timeline, handles, "actor", "fail")
+        never = called(timeline, handles, "rollout", "size", failed)
         for future in (failed, never):
             with pytest.raises(WorkerError, match="here"):
                 future.result()
@@ -123,7 +129,7 @@ def test_a_call_in_progress_is_written_when_it_has_ended(
 ) -> None:
     path = tmp_path / "t.json"
     with Timeline(path) as timeline:
-        future = timeline.watch("actor", handles["actor"]).call("work", 0.1, deadline=5)
+        future = called(timeline, handles, "actor", "work", 0.1)
         timeline.flush()
         assert spans(path) == []
         future.result()
@@ -253,7 +259,7 @@ def test_a_disk_that_refuses_leaves_the_long_timeline_as_it_is(
 
 def test_without_a_path_nothing_is_recorded(tmp_path: Path, handles: dict[str, Handle]) -> None:
     with Timeline(None) as timeline:
-        assert timeline.watch("actor", handles["actor"]) is handles["actor"]
+        called(timeline, handles, "actor", "work", 0.0).result()
         timeline.span("actor", "update", 0.0, 1.0)
         timeline.flush()
     assert list(tmp_path.iterdir()) == []
