@@ -147,7 +147,7 @@ def differ(a, b, by):
     return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs) > by
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
+@pytest.mark.parametrize("algorithm", and_slow(["gspo"], ["dapo"]))
 def test_the_gradient_of_all_terms_at_once_is_that_of_finite_differences(algorithm):
     """With a wide clip, for at its edge there is no derivative."""
     asked = [*ALL_TERMS, "policy.clip_low=0.9", "policy.clip_high=9.0"]
@@ -774,7 +774,7 @@ def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, m
     assert compiled._cache_size() <= 3  # of two shapes, and of the room for their tokens
 
 
-@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("teacher", and_slow([True], [False]))
 def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
     """Rows of the policy loss, and rows in all; no row trains twice."""
     asked = [LEFT_OUT[0], "actor.minibatches=3", *(TEACHER if teacher else [])]

@@ -72,7 +72,6 @@ def assert_trees_close(config: Any, mask: np.ndarray, a: Any, b: Any) -> None:
 
 
 BLOCKS = ("llama", "qwen2", "qwen3", "olmo2", "gpt_oss", "qwen3_5_moe", "gemma4_shared")
-BLOCKS += ("gemma4_moe",)
 """Families that have between them each kind of block: the gradients of others go the same ways."""
 OTHERS = tuple(name for name in NAMES if name not in BLOCKS)
 
@@ -140,8 +139,9 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
 @pytest.mark.parametrize(
     "name",
     and_slow(
-        ["qwen2", "olmo2", "gpt_oss", "qwen3_5", "gemma4_shared"],
-        ["phi3", "gemma4", "qwen3", "smollm3", "qwen3_moe", "gemma3", "qwen3_5_moe", "gemma4_moe"],
+        ["olmo2", "gpt_oss", "qwen3_5", "gemma4_shared"],
+        ["qwen2", "phi3", "gemma4", "qwen3", "smollm3", "qwen3_moe", "gemma3", "qwen3_5_moe"]
+        + ["gemma4_moe"],
     ),
 )
 def test_prefill_then_decode_is_forward(name: str) -> None:
@@ -253,7 +253,7 @@ def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
     assert_trees_close(config, mask, got, plain)
 
 
-@pytest.mark.parametrize("name", and_slow(["qwen3", "gpt_oss"], ["llama", "olmo2", "qwen3_moe"]))
+@pytest.mark.parametrize("name", and_slow(["gpt_oss"], ["llama", "olmo2", "qwen3", "qwen3_moe"]))
 def test_bfloat16_compute_is_near_float32(name: str) -> None:
     """bfloat16 rounds by up to 2^-9; these two layers amplify it, to a few percent of the logits'
     spread."""
