@@ -63,6 +63,7 @@ def export(
 
 
 def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: bool) -> Path:
+    from jaxrl.data.tokenizer import end_ids, load_tokenizer
     from jaxrl.formats import hf, peft, weights
     from jaxrl.formats.hub import model_name
 
@@ -80,7 +81,14 @@ def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: b
                 f" the path of BASE into base_model_name_or_path of {destination}/{peft.CONFIG}"
             )
         return folder
-    source = _ending(source)
+    if source.tokenizer_path is not None:  # others stop where a run of it does
+        try:
+            tokenizer = load_tokenizer(source.tokenizer_path)
+        except UserError as error:
+            to_stderr(f"{error}: the end tokens are those of the config alone")
+        else:
+            ids = end_ids(source.config.eos_ids, tokenizer)
+            source = source.ending_at(tuple(i for i in ids if i < source.config.vocab_size))
     shapes = weights.tensor_shapes(source.config)
     weights.check(source.tensors, shapes)
 
@@ -90,22 +98,6 @@ def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: b
     return hf.write_folder(
         destination, source.config, read, dtype=dtype, tokenizer_from=source.tokenizer_path
     )
-
-
-def _ending(source: ModelSource) -> ModelSource:
-    """Returns the model with the end tokens that a run of it has, so that others stop alike. Those
-    of a tokenizer that cannot be read are left out, with a message."""
-    from jaxrl.data.tokenizer import end_ids, load_tokenizer
-
-    if source.tokenizer_path is None:
-        return source
-    try:
-        tokenizer = load_tokenizer(source.tokenizer_path)
-    except UserError as error:
-        to_stderr(f"{error}: the end tokens are those of the config alone")
-        return source
-    ids = end_ids(source.config.eos_ids, tokenizer)
-    return source.ending_at(tuple(i for i in ids if i < source.config.vocab_size))
 
 
 def evenly_spaced(n_layers: int, k: int) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def dry_run(
     objects = {"data": data, "eval_data": eval_data, "environment": environment}
     with bound(config, model, dry=True, rewards=rewards, **objects) as (made, given):
         made, notes, refusals = checks(made, given)
-        plan = plan_run(made, dry=True)
+        plan = plan_run(made)
         return replace(plan, notes=(*plan.notes, *notes), refusals=refusals)
 
 
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int | None:
         config, notes, refusals = checks(arguments.config, NOTHING, elsewhere=target is not None)
         if refusals:
             raise UserError("\n".join(refusals))
-        plan = plan_run(config, dry=True, target=target)
+        plan = plan_run(config, target)
         plan = replace(plan, notes=(arguments.base.note, *plan.notes, *notes))
         if arguments.json:
             answer = {"target": asked, "fits": not plan.misfit}

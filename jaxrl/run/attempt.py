@@ -76,22 +76,18 @@ HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
 
-def plan_run(config: Config, dry: bool = False, target: TargetMachine | None = None) -> Plan:
-    """Plans a run from the models' `config.json` and the devices. The config of the plan names the
-    commits of what is on a hub.
+def plan_run(config: Config, target: TargetMachine | None = None) -> Plan:
+    """Plans a run from the models' `config.json` and the devices.
 
     Args:
-        dry: make the plan even if the run's data cannot be found.
+        config: with the commits of what is on a hub (`with_commits`).
         target: the machine to plan for; None: this one, or the cluster of `launcher`.
     """
-    config, notes = with_commits(config, dry)
     dated, roles = with_date(config), needed_roles(config)
-    if target is None:
-        plan = make_plan(dated, roles, devices_for(config))
-        if plan.inputs.target.platform in GPU:
-            notes = (*notes, *user_flag_notes())
-    else:
-        plan = target_plan(dated, roles, target)
+    if target is not None:
+        return target_plan(dated, roles, target)
+    plan = make_plan(dated, roles, devices_for(config))
+    notes = user_flag_notes() if plan.inputs.target.platform in GPU else ()
     return replace(plan, notes=(*notes, *plan.notes))
 
 
@@ -126,7 +122,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
     if config.deterministic:
         exclude_nondeterministic()
     enable_compile_cache(config.compile_cache)
-    config, _ = with_commits(config)
+    config, on_hub = with_commits(config)
     job = make_job(with_date(config), given)
     if config.deterministic and accelerators_here():  # it makes files, and jax starts below
         kept = keep_autotuning(run_dir / TUNED_DIR, "driver")
@@ -143,7 +139,7 @@ def prepare_run(config: Config, given: PythonObjects = NOTHING) -> tuple[Job, Pl
             open_reward(job.config.reward.model)
         if any(source.with_weights().config != source.config for source in models):
             job, plan = make_job(plan.config, given), plan_run(plan.config)
-    return job, plan if kept is None else replace(plan, notes=(*plan.notes, kept))
+    return job, replace(plan, notes=(*on_hub, *plan.notes, *filter(None, [kept])))
 
 
 def run_config(

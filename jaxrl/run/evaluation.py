@@ -33,12 +33,7 @@ from jaxrl.config import keys as config_keys
 from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.schema import Config, Overrides, read_keys
-from jaxrl.config.settings import (
-    EVALUATED,
-    EVALUATED_MESH,
-    PLACEMENT,
-    SLOTS,
-)
+from jaxrl.config.settings import EVALUATED, EVALUATED_MESH, PLACEMENT, SLOTS
 from jaxrl.data.chat_template import opening_of
 from jaxrl.data.source import Rows
 from jaxrl.data.stream import EvalSet

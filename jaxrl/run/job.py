@@ -3,11 +3,11 @@ for training and `jaxrl evaluate`."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -416,14 +416,8 @@ def find_teachers(
     )
 
 
-@contextlib.contextmanager
-def _about(name: str, models: Mapping[str, ModelSource]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        if len(models) == 1:
-            raise
-        raise UserError(f"teachers.{name}: {error}") from error
+def _about(name: str, models: Mapping[str, ModelSource]) -> AbstractContextManager[None]:
+    return nullcontext() if len(models) == 1 else about(f"teachers.{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,8 +540,7 @@ class Job(Setup):
 def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     """Reads configs, tokenizers and data. Raises UserError for what does not fit together."""
     d = config.data
-    _check_positions(config)
-    verifier(d.verifier)
+    _check_keys(config)
     for label, sources, split in _data_sources(config):
         for missing in filter(is_missing, sources):  # the others are opened with their tokenizer
             open_source(missing, config.seed, split, keys(config), label)
@@ -577,14 +570,8 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     prompts = [prompt.to_sample for prompt in train.batch(0)]
     prompts += (prompt for one in held_out for prompt in one.prompts)
     notes: list[str | None] = [*token_note, tools_note(config, train, tokenizer)]
-    begun = _begins_episodes(config, given)
+    notes += _check_code(config, given, train.batch(0))
     if config.learns_from_rewards:
-        with user_input("policy"):
-            configured_correction(config)
-            if config.spec.loss is not None:
-                notes += objective_notes(config)
-        with contextlib.closing(reward_functions(config, given.code)) as rewards:
-            notes += rewards.check(train.batch(0), begun)
         if config.reward.model is not None:
             tokenizer_of_reward(open_reward(config.reward.model))
         if config.grouper.model is not None and config.policy.advantages == "similarity":
@@ -617,20 +604,31 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     )
 
 
-def _begins_episodes(config: Config, given: PythonObjects) -> bool:
-    """Returns whether the environment gives its episodes other prompts than the data; False without
-    an environment. Raises UserError where it cannot be made, or made so."""
-    if config.environment.name is None:
-        return False
-    with pool_of(config, 1, given.code) as pool:
-        environment = pool.facts()
-    if config.teacher.prompt is not None and (environment.resets or environment.tools):
-        raise UserError(
-            f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
-            " others, by its `reset` or its tools: set teacher.prompt=null, or give an"
-            " environment without both"
-        )
-    return environment.resets
+def _check_code(config: Config, given: PythonObjects, prompts: Sequence[Prompt]) -> list[str]:
+    """Loads the environment and the reward functions, and tries these on the prompts, if there are
+    any; returns notes on them and on the objective."""
+    begun, notes = False, list[str]()
+    if config.environment.name is not None:
+        with pool_of(config, 1, given.code) as pool:
+            environment = pool.facts()
+        begun = environment.resets
+        if config.teacher.prompt is not None and (begun or environment.tools):
+            raise UserError(
+                f"teacher.prompt changes the rows' prompts, and {config.environment.name} makes"
+                " others, by its `reset` or its tools: set teacher.prompt=null, or give an"
+                " environment without both"
+            )
+    if config.learns_from_rewards:
+        with user_input("policy"):
+            configured_correction(config)
+            if config.spec.loss is not None:
+                notes += objective_notes(config)
+        with closing(reward_functions(config, given.code)) as rewards:
+            if prompts:
+                notes += rewards.check(prompts, begun)
+            else:
+                rewards.pool.facts()
+    return notes
 
 
 def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], Sequence[str]]:
@@ -642,9 +640,9 @@ def _student(config: Config) -> tuple[ModelSource, Tokenizer, tuple[int, ...], S
     return student.ending_at(eos_ids), tokenizer, eos_ids, notes
 
 
-def _check_positions(config: Config) -> None:
-    """Raises UserError where the longest sequence exceeds the positions of the student, of which
-    only `config.json` is read."""
+def _check_keys(config: Config) -> None:
+    """Checks what the keys and the student's `config.json` alone tell."""
+    verifier(config.data.verifier)
     longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     check_positions(config, longest, model_config(config.student.model), "student.model")
 
@@ -663,8 +661,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     here = {each[0]: _here(*each, elsewhere) for each in _data_sources(config)}
     if not described and all(len(here[label]) == len(s) for label, s, _ in _data_sources(config)):
         return make_job(config, given).data_notes()
-    _check_positions(config)
-    verifier(config.data.verifier)
+    _check_keys(config)
     notes, prompts = [], list[Prompt]()
     for label, sources, split in _data_sources(config):
         if here[label]:
@@ -679,16 +676,7 @@ def check_job(config: Config, given: PythonObjects, elsewhere: bool = False) -> 
     else:
         student, tokenizer, eos_ids, _ = _student(config)
         find_teachers(config, student, tokenizer, eos_ids)
-    begun = _begins_episodes(config, given)
-    if config.learns_from_rewards:
-        with user_input("policy"):
-            configured_correction(config)
-        with contextlib.closing(reward_functions(config, given.code)) as rewards:
-            if prompts:
-                notes += rewards.check(prompts, begun)
-            else:
-                rewards.pool.facts()
-    return notes
+    return [*notes, *_check_code(config, given, prompts)]
 
 
 def _untokenized(example: Example) -> Prompt:
@@ -704,10 +692,9 @@ def reward_functions(
     config: Config, given: Mapping[str, bytes], opening: str = ""
 ) -> RewardFunctions:
     """Starts the processes of the reward functions."""
-    startup_s = config.deadlines.startup
     environment = config.environment if config.environment.name else None
-    sizes = config.max_new_tokens, startup_s
-    return RewardFunctions(config.rewards, *sizes, given, environment, opening)
+    limits = config.max_new_tokens, config.deadlines.startup
+    return RewardFunctions(config.rewards, *limits, given, environment, opening)
 
 
 def episodes(
@@ -762,14 +749,13 @@ def dependencies(job: Job) -> dict[str, str]:
     found = {"data.train": job.train.fingerprint}
     if student is not None:
         found[f"student.model={config.student.model}"] = digest_model(student, weights)
-    if job.student.adapter is not None:
-        base = job.student.adapter
-        found[f"base model {base.base}"] = digest_model(base.base_path)
-    for name, teacher in {} if config.teacher_follows else job.teachers.items():
+    teachers = {} if config.teacher_follows else job.teachers
+    for name, teacher in teachers.items():
         model = config.teacher_models[name]
         found[f"{config.teacher_key(name)}={model}"] = digest_model(teacher.path)
-        if teacher.adapter is not None:
-            found[f"base model {teacher.adapter.base}"] = digest_model(teacher.adapter.base_path)
+    for adapter in (source.adapter for source in (job.student, *teachers.values())):
+        if adapter is not None:
+            found[f"base model {adapter.base}"] = digest_model(adapter.base_path)
     for name, info in job.served.items():
         if isinstance(info, Info):  # completions servers have no fingerprint
             found[config.teacher_key(name, "address")] = info.fingerprint

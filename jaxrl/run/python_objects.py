@@ -283,11 +283,8 @@ def write_model(model: GivenModel, folder: Path, weights_too: bool = True) -> No
         weights_too: False leaves only the config and the tokenizer there.
     """
     if isinstance(model, Model):
-        config, tokenizer, dtype = (
-            model.config,
-            model.source.tokenizer_path,
-            str(model.params["norm"]["scale"].dtype),
-        )
+        config, tokenizer = model.config, model.source.tokenizer_path
+        dtype = str(model.params["norm"]["scale"].dtype)
         if weights_too:
             read = weights.hf_tensors(config, model.params)
             hf.write_folder(folder, config, read, dtype=dtype, tokenizer_from=tokenizer)

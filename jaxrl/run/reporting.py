@@ -325,9 +325,8 @@ class Reporter:
                     datetime.fromtimestamp(zero + at).strftime("%H:%M:%S.%f")[:-3]
                     for at in (sent.started, loaded.finished)
                 )
-                self._notify.to_log(f"weight sync {version}: start at {start}")
                 self._notify.to_log(
-                    f"weight sync {version}: end at {end}, {seconds:.3f} s,"
+                    f"weight sync {version}: {start} to {end}, {seconds:.3f} s,"
                     f" {size / 1e6:.1f} MB, {speed:.2f} GB/s"
                 )
         return row

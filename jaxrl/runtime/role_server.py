@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,10 @@ class CallRequest:
     role: str
     method: str
     args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    keeps: bool
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    keeps: bool = False
     """Whether the result stays in this process, for a later call to the same pool."""
-    stores: bool
+    stores: bool = False
     """Whether the arrays of the result are copied to the object store before the next call."""
 
 

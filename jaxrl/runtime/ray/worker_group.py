@@ -34,14 +34,7 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
-from jaxrl.runtime.ray.connect import (
-    address_of,
-    find_hosts,
-    find_seats,
-    join,
-    on_node,
-    python_on,
-)
+from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join, on_node, python_on
 from jaxrl.runtime.ray.local_cluster import (
     Guard,
     Starts,
@@ -53,14 +46,7 @@ from jaxrl.runtime.ray.local_cluster import (
     started_here,
     usable,
 )
-from jaxrl.runtime.ray.remote_calls import (
-    FETCH_S,
-    STATEFUL,
-    STAYS,
-    RayFuture,
-    RayPool,
-    Sender,
-)
+from jaxrl.runtime.ray.remote_calls import FETCH_S, STATEFUL, STAYS, RayFuture, RayPool, Sender
 from jaxrl.runtime.role_server import (
     CallReport,
     CallRequest,
@@ -276,16 +262,8 @@ class RayWorkerGroup:
         for pool in pools:
             for role in pool.roles:
                 make = partial(make_role, self._make_roles, self._placement, pool.index, role)
-                request = CallRequest(
-                    number=-1,
-                    position=pool.position,
-                    role=role,
-                    method="start",
-                    args=(make, role in self._lazy, self._protocols.get(role)),
-                    kwargs={},
-                    keeps=False,
-                    stores=False,
-                )
+                args = make, role in self._lazy, self._protocols.get(role)
+                request = CallRequest(-1, pool.position, role, "start", args)
                 for rank, worker in enumerate(pool.workers):
                     report, _ = worker.run.remote(request)
                     starting.append((pool, role, rank, report))
