@@ -88,9 +88,9 @@ def ensure_devices(needed: int) -> Visible:
             f"jax finds no device for JAX_PLATFORMS={asked!r}; unset it. {error}".strip()
         ) from error
     if len(devices) < needed:
-        have = f"the mesh needs {needed} devices, but jax sees {len(devices)}"
-        have += f" ({devices[0].platform})"
-        if devices[0].platform != "cpu":
+        seen, platform = len(devices), devices[0].platform
+        have = f"the mesh needs {needed} devices, but jax sees {seen} ({platform})"
+        if platform != "cpu":
             raise UserError(f"{have}: ask for fewer, or set JAX_PLATFORMS=cpu to emulate them")
         if needed > MOST_EMULATED:
             raise UserError(f"{have}: ask for fewer; at most {MOST_EMULATED} are emulated")
