@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import gpu
 import gpu_sections
 import jax
 import numpy as np
 import pytest
+from cases import and_slow
 from described import SIZES, arguments, describe, filled
 from gpu_sections import SECTIONS, Bench
 
@@ -24,7 +26,7 @@ TINY = SIZES["tiny"]
 @pytest.fixture(scope="module")
 def rows():
     """Of every section; of the whole step one schedule, with the programs of earlier tests."""
-    bench = Bench(TINY, jax.devices()[:1])
+    bench = Bench(replace(TINY, batches=(4,)), jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
         patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
@@ -54,7 +56,7 @@ PROGRAMS = {
 } | {"score by tiny teacher": ("teacher", "score", {})}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", and_slow(sorted(PROGRAMS)[:2], sorted(PROGRAMS)[2:]))
 def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
     role, program_name, sections = PROGRAMS[name]
     run = describe(TINY, jax.devices()[:1], **sections)

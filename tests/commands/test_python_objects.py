@@ -326,7 +326,7 @@ def test_objects_reach_the_processes_of_a_cluster(student: str, tmp_path: Path) 
     def run(name: str, **more: object) -> Any:
         asked = keys(**GSPO, **more, run_dir=str(tmp_path / name))
         objects: dict[str, Any] = {"environment": Here, "model": load_model(student)}
-        return train(asked, data=ROWS, eval_data=ROWS, rewards=[digits], **objects)
+        return train(asked, data=ROWS, rewards=[digits], **objects)
 
     assert numbers(run("there", launcher="ray")) == numbers(run("here"))
 

@@ -14,6 +14,7 @@ from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, random_params
+from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
 from jaxrl.algorithms.signals import completion_logprobs
@@ -22,6 +23,7 @@ from jaxrl.checkpoint.writer import load_rollout, save_rollout
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.formats import peft
+from jaxrl.formats.hf import save_hf
 from jaxrl.models import decoder, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta
@@ -36,12 +38,25 @@ from jaxrl.sharding.mesh import role_mesh
 from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
-GIVEN = [*SHORT, *GSPO, "student.model=builtin:student_moe", "max_prompt_tokens=9"]
-GIVEN += ["max_new_tokens=10", "actor.minibatches=1", "data.eval=null"]
-GIVEN += ["sampling.temperature=1.5"]  # for completions of several lengths
+GIVEN = [*SHORT, *GSPO, "max_prompt_tokens=9", "max_new_tokens=10", "actor.minibatches=1"]
+GIVEN += ["data.eval=null"]
 REPLAY = "policy.router_replay=true"
 KEYS = ("actor/grad_norm", "policy/entropy", "policy/experts_load", "policy/experts_entropy")
 KEYS += ("policy/experts_balance",)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One layer of four experts, which reads bytes."""
+    experts = Experts(count=4, chosen=2, normalised=True, dense_width=16)
+    sizes = ("qwen3_moe", 264, 32, 1, 4, 2, 8, 16)
+    config = DecoderConfig(*sizes, experts=experts, tie_embeddings=True, eos_ids=(258,))
+    params = random_params(config)
+    rows = jnp.full(264, 20.0).at[258].set(80)  # completions of several lengths
+    params["embed"]["embedding"] *= rows[:, None]
+    folder = save_hf(tmp_path_factory.mktemp("student"), config, params, dtype="float32")
+    tiny_tokenizer(template=None).save_pretrained(folder)
+    return f"student.model={folder}"
 
 
 def rows(folder: Path, *keys: str) -> list[dict]:
@@ -49,10 +64,12 @@ def rows(folder: Path, *keys: str) -> list[dict]:
     return train(Config.load("builtin:quickstart", given)).metrics[1:]
 
 
-def test_a_run_learns_the_same_whatever_divides_its_experts(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_learns_the_same_whatever_divides_its_experts(student: str, tmp_path: Path) -> None:
     """In float32, with the sampler's experts replayed, learner and sampler agree after each update,
-    which they would not if copies of a weight had parted. The experts are also balanced."""
-    balanced = [REPLAY, "student.router_aux_loss_coef=0.1"]
+    which they would not if copies of a weight had parted. The experts are also balanced. In the
+    default suite the run of adapters is divided so, and the update of all weights by itself."""
+    balanced = [student, REPLAY, "student.router_aux_loss_coef=0.1"]
     one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", *balanced)
     axes = ["actor.parallel.expert=2", "actor.parallel.fsdp=2", "rollout.parallel.expert=2"]
     four = rows(tmp_path / "four", "mesh=actor=4,rollout=2", *balanced, *axes)
@@ -62,10 +79,12 @@ def test_a_run_learns_the_same_whatever_divides_its_experts(tmp_path: Path) -> N
     assert all(row["actor/grad_norm"] > 0 for row in one)
 
 
-def test_adapters_of_experts_learn_the_same_whatever_divides_them(tmp_path: Path) -> None:
+def test_adapters_of_experts_learn_the_same_whatever_divides_them(
+    student: str, tmp_path: Path
+) -> None:
     """Over experts in 4 bits, beside them or merged into the rollout's copy; each expert's own are
     in the folder that PEFT loads."""
-    given = [REPLAY, "student.lora.rank=2", "student.base_dtype=nf4", *CONSTANT]
+    given = [student, REPLAY, "student.lora.rank=2", "student.base_dtype=nf4", *CONSTANT]
     given.append("optimizer.learning_rate=0.02")
     one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", *given)
     axes = ["actor.parallel.expert=2", "rollout.parallel.expert=2", "rollout.merge=true"]
@@ -79,7 +98,7 @@ def test_adapters_of_experts_learn_the_same_whatever_divides_them(tmp_path: Path
         for name, value in pairs.items()
         if ".experts." in name and name.endswith("lora_B.weight")
     ]
-    assert len(moved) == 2 * 8 * 3 and np.mean(np.array(moved) > 0) > 0.5  # few tokens, few experts
+    assert len(moved) == 4 * 3 and np.mean(np.array(moved) > 0) > 0.5  # few tokens, few experts
     again = resolve_model(tmp_path / "one")
     assert again.adapter is not None and again.adapter.quantised == "nf4"
     assert np.isfinite(load_model(tmp_path / "one").logits([[3, 4]], [[True, True]])).all()
@@ -131,8 +150,11 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4, cache_tokens=N
 @pytest.mark.parametrize(
     ("config", "new", "cache_tokens"),
     and_slow(
-        [(SMALL, 8, None), (BESIDE, 70, 192), (STATES, 8, None)],
-        [(SMALL, 70, 192), (BESIDE, 8, None), (SINKS, 8, None), (SINKS, 70, 192)],
+        [(BESIDE, 70, 192), (STATES, 8, None)],
+        [
+            *((SMALL, 8, None), (SMALL, 70, 192), (BESIDE, 8, None)),
+            *((SINKS, 8, None), (SINKS, 70, 192)),
+        ],
     ),
     ids=lambda given: given.family if isinstance(given, DecoderConfig) else None,
 )
@@ -172,7 +194,7 @@ def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
 def test_replay_takes_out_what_rounding_sends_elsewhere() -> None:
     """Sampler and learner of one policy, both in bfloat16, are two programs, whose routers choose
     differently where experts are nearly equal. With the sampler's experts replayed the mismatch is
-    a tenth at most; in float32 there is none."""
+    a tenth at most. (In float32 there is none, as the runs above show.)"""
     mesh = make_mesh(1, 1, 1)
 
     @jax.jit
@@ -187,13 +209,10 @@ def test_replay_takes_out_what_rounding_sends_elsewhere() -> None:
         mask = np.asarray(sequences.loss_mask)
         return np.asarray(logprobs(params, sequences) - rollout.logprobs)[mask]
 
-    rounded, exact = (
-        sampled(dtype=dtype, n=20, new=32, slots=60) for dtype in (jnp.bfloat16, jnp.float32)
-    )
+    rounded = sampled(dtype=jnp.bfloat16, n=20, new=32, slots=60)
     own, same = (log_ratios(*rounded, replayed) for replayed in (False, True))
     k3 = [np.mean(np.expm1(x) - x) for x in (own, same)]
     assert k3[1] < k3[0] / 10, k3
-    assert np.abs(log_ratios(*exact, True)).max() < 1e-4
 
 
 def change_of_one_batch(folder: Path, axes: Axes, *keys: str) -> tuple[dict, dict]:
@@ -237,8 +256,11 @@ def change_of_one_batch(folder: Path, axes: Axes, *keys: str) -> tuple[dict, dic
 @pytest.mark.parametrize(
     "cuts",
     and_slow(
-        [((Axes(), 60), (Axes(2), 24))],  # shared prompts in several micro-batches; none shared
-        [(((Axes(), 24), (Axes(2, 2), 24), (Axes(2), 100)),)],
+        [((Axes(2, expert=2), 60),)],  # shared prompts in several micro-batches
+        [
+            (((Axes(), 60), (Axes(2), 60), (Axes(2), 24)),),  # none shared in the last
+            (((Axes(), 24), (Axes(2, 2), 24), (Axes(2), 100)),),
+        ],
     ),
 )
 def test_balanced_experts_learn_the_same_however_a_minibatch_is_cut(cuts, tmp_path: Path) -> None:
@@ -264,7 +286,14 @@ def test_balanced_experts_learn_the_same_however_a_minibatch_is_cut(cuts, tmp_pa
             ["student.model=builtin:student", "student.router_aux_loss_coef=0.1"],
             "router_aux_loss_coef=0.1 needs a mixture",
         ),
-        (["actor.parallel.expert=3", "mesh=actor=3,rollout=1"], "num_experts=8: use a divisor"),
+        (
+            [
+                "student.model=builtin:student_moe",
+                "actor.parallel.expert=3",
+                "mesh=actor=3,rollout=1",
+            ],
+            "num_experts=8: use a divisor",
+        ),
         (
             ["student.model=builtin:student", "actor.parallel.expert=2"],
             "has no experts: use data or fsdp",

@@ -124,23 +124,23 @@ def test_a_signal_saves_and_ends_with_130(models, tmp_path, undisturbed, monkeyp
 
 
 def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
-    """From eight devices to one and back; without sampling, which turns rounding into tokens. The
+    """From three devices to one and back; without sampling, which turns rounding into tokens. The
     run reports all of them.
     """
     data = [models[0], "teacher.model=null", "algorithm=sft", "data.eval=null"]
     data += CONSTANT
-    whole = run(data, tmp_path / "whole", "mesh=actor=6,rollout=2", "steps=6")
-    run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=2")
+    whole = run(data, tmp_path / "whole", "mesh=actor=2,rollout=1", "steps=6")
+    run(data, tmp_path / "run", "mesh=actor=2,rollout=1", "steps=2")
     run(data, tmp_path / "run", "mesh=actor+rollout=1", "steps=4")
-    parts = run(data, tmp_path / "run", "mesh=actor=6,rollout=2", "steps=6")
+    parts = run(data, tmp_path / "run", "mesh=actor=2,rollout=1", "steps=6")
     told = [[row["sft/loss"] for row in result.metrics[1:]] for result in (whole, parts)]
     assert told[1] == pytest.approx(told[0], rel=1e-5)
-    used = "actor=6,rollout=2 to step 2, then actor+rollout=1 to step 4, then actor=6,rollout=2"
+    used = "actor=2,rollout=1 to step 2, then actor+rollout=1 to step 4, then actor=2,rollout=1"
     assert f"mesh: {used}" in capsys.readouterr().out
     files = read_run(tmp_path / "run")
     assert facts(files, understand(files.events))["mesh"] == used
     alone = read_run(tmp_path / "whole")
-    assert facts(alone, understand(alone.events))["mesh"] == "actor=6,rollout=2"
+    assert facts(alone, understand(alone.events))["mesh"] == "actor=2,rollout=1"
 
 
 @pytest.mark.parametrize("schedule", by_default("one_step_off"))
@@ -206,7 +206,9 @@ def killed_after_8(undisturbed, folder):
     return folder
 
 
+@pytest.mark.slow
 def test_from_float32_to_bfloat16(models, tmp_path, undisturbed, capsys):
+    """In the default suite tests/checkpoint restores into bfloat16."""
     whole = undisturbed("serial")
     folder = killed_after_8(undisturbed, tmp_path / "run")
     half = ["actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16", "rollout.dtype=bfloat16"]

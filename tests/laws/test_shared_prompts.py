@@ -48,11 +48,11 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
     and_slow(
         [
             ("qwen3", (1, 1, 1), "none", G),  # qk-norm
-            ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads
             ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # biases and windows
             ("gemma4_shared", (2, 2, 2), "full", G),  # keys and values of other layers
         ],
         [
+            ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads, as in test_context.py
             ("qwen2", (2, 2, 2), "dots", G),
             ("qwen2", (1, 2, 1, 2), "full", 1),
             ("olmo2", (1, 1, 2, 2), "none", G),
@@ -232,11 +232,13 @@ def drawn(vocab: int, pad: int = 0) -> Rollout:
 
 @pytest.mark.parametrize(
     ("axes", "parts", "sizes"),
-    [
-        ((2, 1, 1), 2, [12, 2]),  # whole groups on each of two devices
-        ((2, 1, 1), 4, [4, 4, 4, 2]),  # a part has less: each row by itself
-        ((1, 1, 1, 2), 1, [14]),
-    ],
+    and_slow(
+        [
+            ((2, 1, 1), 2, [12, 2]),  # whole groups on each of two devices
+            ((1, 1, 1, 2), 1, [14]),
+        ],
+        [((2, 1, 1), 4, [4, 4, 4, 2])],  # a part has less: each row by itself
+    ),
     ids=str,
 )
 def test_scorers_say_what_they_say_of_whole_sequences(monkeypatch, axes, parts, sizes):

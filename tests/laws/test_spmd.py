@@ -15,6 +15,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tiny_models import Memory, tiny_config, tiny_model, tiny_tensors
+from tiny_models import Memory, tiny_config, tiny_tensors
 
 from jaxrl.algorithms.signals import Projection
 from jaxrl.config.schema import Config
 from jaxrl.formats import hf, weights
 from jaxrl.formats.weights import leaves_by_path
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import param_shardings
 from jaxrl.roles.actor import SENT, Actor, Weights
 from jaxrl.roles.rollout import DamagedWeights, Sampler, received
@@ -42,7 +44,22 @@ from jaxrl.types import HiddenSignal, Prompt
 
 STUDENT, TEACHER = "qwen3", "smollm"
 VOCAB = 64
-DEADLINE_S = 150.0
+DEADLINE_S = 600.0
+
+
+def model_config(name: str) -> DecoderConfig:
+    """A reference's, with one layer: each process here compiles its programs anew."""
+    return replace(tiny_config(name), n_layers=1)
+
+
+def tensors(name: str) -> Memory:
+    return Memory(tiny_tensors(name, config=model_config(name)))
+
+
+def model_of(name: str, mesh: Mesh, layout: str = "stacked") -> tuple[DecoderConfig, Any]:
+    """A config and float32 parameters of random numbers."""
+    model = model_config(name)
+    return model, weights.load(tensors(name), model, mesh, jnp.float32, layout)
 
 
 def config(signal: str = "hidden") -> Config:
@@ -75,14 +92,14 @@ def prompts(step: int) -> list[Prompt]:
 
 
 def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) -> Actor:
-    model, cfg = tiny_config(STUDENT), config(signal)
-    head = weights.load_head(Memory(tiny_tensors(TEACHER)), tiny_config(TEACHER), mesh)
+    model, cfg = model_config(STUDENT), config(signal)
+    head = weights.load_head(tensors(TEACHER), model_config(TEACHER), mesh)
     frozen = {"teacher_head": head} if signal == "hidden" else {}
     made = Actor(
         cfg,
         model,
         mesh,
-        load=lambda dtype: tiny_model(STUDENT, mesh)[1],
+        load=lambda dtype: model_of(STUDENT, mesh)[1],
         vocab_size=VOCAB,
         frozen=frozen,
         rollout_shardings=None,
@@ -96,7 +113,7 @@ def actor(mesh: Mesh, folder: Path, signal: str, restore: Path | None = None) ->
 def sampler(mesh: Mesh, signal: str) -> Sampler:
     return Sampler(
         config(signal),
-        tiny_config(STUDENT),
+        model_config(STUDENT),
         mesh,
         slots=4,
         tokenizer=None,
@@ -134,7 +151,7 @@ def scenario(sizes: list[int], folder: Path, checkpoint: Path, signal: str) -> d
     mesh = role_mesh(jax.devices()[: math.prod(sizes)], Axes(*sizes))
     other = role_mesh(mesh.devices.flat, Axes(*sizes[::-1]))
     one, samples = actor(mesh, folder, signal), sampler(other, signal)
-    teacher = Scorer(*tiny_model(TEACHER, other), Projection(config(signal).distill, other, VOCAB))
+    teacher = Scorer(*model_of(TEACHER, other), Projection(config(signal).distill, other, VOCAB))
     told: dict[str, Any] = {"tokens": []}
     for step in range(2):
         sent = one.publish(step, "float32")
@@ -250,7 +267,7 @@ def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: st
         assert left.files == right.files
         close([left[name] for name in left.files], [right[name] for name in left.files])
     exported = hf.read_config(many / "model")
-    assert exported == tiny_config(STUDENT)
+    assert exported == model_config(STUDENT)
     close(
         on_host(weights.load(hf.SafetensorsFolder(many / "model"), exported)), told[0]["params"], 0
     )
@@ -259,10 +276,10 @@ def check(tmp_path: Path, count: int, devices: int, sizes: list[int], signal: st
 def test_parts_of_the_rows_are_the_whole(tmp_path):
     source, target = role_mesh(jax.devices()[:2], Axes(2)), role_mesh(jax.devices(), Axes(2, 2, 2))
     samples = sampler(source, "sampled")
-    samples.load(Weights(0, tiny_model(STUDENT, source, "unstacked")[1], 0))
+    samples.load(Weights(0, model_of(STUDENT, source, "unstacked")[1], 0))
     drawn = samples.generate(prompts(0), 0)
     projection = Projection(config("sampled").distill, source, VOCAB)
-    teacher = Scorer(*tiny_model(TEACHER, source), projection)
+    teacher = Scorer(*model_of(TEACHER, source), projection)
     whole = to_host(teacher.score(drawn).token_logprobs)
     parts = [teacher.score(drawn, part, 5) for part in range(5)]
     assert [part and part.token_logprobs.shape[0] for part in parts] == [2, 2, 2, 2, None]
@@ -278,9 +295,9 @@ def test_parts_of_the_rows_are_the_whole(tmp_path):
 def test_weights_that_do_not_fit_are_refused_and_old_ones_freed_first():
     mesh = role_mesh(jax.devices()[:2], Axes(1, 2))
     samples = sampler(mesh, "hidden")
-    params = tiny_model(STUDENT, mesh, "unstacked")[1]
+    params = model_of(STUDENT, mesh, "unstacked")[1]
     samples.load(Weights(0, params, 0))
-    other = tiny_model("llama", mesh, "unstacked")[1]  # with narrower heads
+    other = model_of("llama", mesh, "unstacked")[1]  # with narrower heads
     with pytest.raises(RuntimeError, match=r"version 1 .*float32\[32, 16\], it must be"):
         samples.load(Weights(1, other, 0))
     halves = jax.tree.map(lambda x: x.astype("bfloat16"), params)
@@ -311,7 +328,7 @@ def test_a_byte_that_changes_on_the_way_is_found(times):
     is mended by a second transfer, twice ends the run."""
     sender = role_mesh(jax.devices()[:2], Axes(1, 2))
     receiver = role_mesh(jax.devices()[2:6], Axes(1, 1, 4))
-    params = tiny_model(STUDENT, sender, "unstacked")[1]
+    params = model_of(STUDENT, sender, "unstacked")[1]
     named = leaves_by_path(params)
     sums = dict(zip(named, checksums(list(named.values())), strict=True))
     parcel = serialization.pack(Weights(1, params, 4, sums))
@@ -343,12 +360,12 @@ def test_a_byte_that_changes_on_the_way_is_found(times):
 def test_a_number_that_changes_in_a_process_ends_the_run():
     """In threads, of whole weights; and of adapters, which a receiver takes by the same way."""
     mesh = role_mesh(jax.devices()[:2], Axes(1, 2))
-    params = tiny_model(STUDENT, mesh, "unstacked")[1]
+    params = model_of(STUDENT, mesh, "unstacked")[1]
     adapters = {
         "layers": [{"attn": {"q": {"lora_a": jnp.ones((32, 2)), "lora_b": jnp.ones((2, 32))}}}]
     }
     samples = sampler(mesh, "hidden")
-    for tree, path in ((params, "layers/1/mlp/up/kernel"), (adapters, "layers/0/attn/q/lora_b")):
+    for tree, path in ((params, "layers/0/mlp/up/kernel"), (adapters, "layers/0/attn/q/lora_b")):
         named = leaves_by_path(tree)
         sums = dict(zip(named, checksums(list(named.values())), strict=True))
         damaged = jax.tree.map(lambda x, own=named[path]: x * 1.001 if x is own else x, tree)
@@ -363,10 +380,10 @@ def test_a_number_that_changes_in_a_process_ends_the_run():
 
 
 def test_checksums_are_those_of_the_values_in_any_sharding():
-    params = tiny_model(STUDENT, role_mesh(jax.devices()[:2], Axes(1, 2)), "unstacked")[1]
+    params = model_of(STUDENT, role_mesh(jax.devices()[:2], Axes(1, 2)), "unstacked")[1]
     expected = checksums(jax.tree.leaves(params))
     mesh = role_mesh(jax.devices(), Axes(2, 2, 2))
-    moved = reshard(params, param_shardings(tiny_config(STUDENT), mesh, "unstacked"))
+    moved = reshard(params, param_shardings(model_config(STUDENT), mesh, "unstacked"))
     assert checksums(jax.tree.leaves(moved)) == expected
     values = np.asarray(leaves_by_path(params)["embed/embedding"])
     swapped, smaller = values.copy(), values.copy()

@@ -23,7 +23,7 @@ from jaxrl.train import train  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
-MESH = "mesh=actor=4,rollout+teacher=2"
+MESH = "mesh=actor=1,rollout+teacher=1"
 """The actor fills the first host; rollout and teacher are on the second."""
 END = 600
 """Seconds within which any run here has ended; none takes a fifth of it on quiet cores."""
@@ -46,18 +46,18 @@ def expected(models, tmp_path_factory):
 
 
 @pytest.fixture
-def hosts():
+def hosts(request):
     why = refusal()
     if why is not None:
         pytest.skip(why)
-    with two_hosts(environment()) as found:
+    with two_hosts(environment(), getattr(request, "param", 1)) as found:
         found.head()
         found.join()
         yield found
 
 
 def arguments(models, run_dir, *overrides):
-    plain = ["steps=10", "checkpoint.every=1", "data.eval=null", f"run_dir={run_dir}", MESH]
+    plain = ["steps=30", "checkpoint.every=1", "data.eval=null", f"run_dir={run_dir}", MESH]
     return [*models, *SHORT, *CONSTANT, *plain, *overrides]
 
 
@@ -115,6 +115,7 @@ def test_two_hosts_compute_the_bits_of_one_though_the_link_is_cut_and_a_host_is_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", [4], indirect=True)
 def test_a_pool_over_two_hosts(models, hosts, tmp_path, expected):
     """One jax.distributed world over both. Each process sums with threads of its own, so that the
     weights are close, not equal."""

@@ -35,6 +35,8 @@ from jaxrl.telemetry.metrics import (
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.train import main as train
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 LINES = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, "sessions.jsonl", LOG_FILE)
 DOCUMENTS = ("plan.json", "config.yaml", "profile/stages.json", "plan.txt", "report.html")
 DEEP = "[" * 100_000
@@ -312,6 +314,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
         *QUICK,
         *(f"student.model={models}", "algorithm=sft", "teacher.model=null"),
         *("data.train=arithmetic", "data.chat=raw", "checkpoint.every=1", "checkpoint.keep_last=2"),
+        *("mesh=actor=1,rollout=1", "data.eval=null"),
         *SHORT,
         *CONSTANT,
     ]

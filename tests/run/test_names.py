@@ -10,7 +10,7 @@ import pytest
 from hub_data import add_data
 from hub_server import Hub
 from huggingface_hub import constants
-from runs import CONFIGS, LENGTH, SHORT, save_model, save_reward_model
+from runs import CONFIGS, CONSTANT, LENGTH, SHORT, save_model, save_reward_model
 
 from jaxrl import Config, train
 from jaxrl.config import cli, yaml_text
@@ -21,8 +21,10 @@ from jaxrl.run.attempt import prepare_run
 from jaxrl.run.names import fetch_models, with_commits
 from jaxrl.train import dry_run, main
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SFT = [
     *SHORT,
+    *CONSTANT,
     *("student.model=org/student", "algorithm=sft", "data.train=arithmetic", "data.chat=raw"),
     *("mesh=actor+rollout=1", "eval.every=0", "checkpoint.every=1", "schedule=serial"),
 ]

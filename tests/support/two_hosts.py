@@ -21,8 +21,6 @@ from typing import Any
 
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 NAMES = Path("/etc/netns")
-CPUS = 4
-"""Of each host: so many devices it emulates."""
 TIMEOUT = 120
 
 
@@ -51,6 +49,8 @@ class TwoHosts:
     names: tuple[str, str, str]
     """Namespaces of the first host, the second, and the switch between them."""
     env: dict[str, str]
+    cpus: int
+    """Of each host: so many devices it emulates."""
     port: int = field(default_factory=lambda: 20_000 + secrets.randbelow(10_000))
     """Of the head. Ray refuses one that a head has on this machine, in whatever namespace."""
 
@@ -76,7 +76,7 @@ class TwoHosts:
         ray = str(Path(sys.executable).with_name("ray"))
         # Its daemons keep the pipe: a file instead, so that waiting ends with the command.
         with open(os.devnull, "w") as nowhere:
-            command = [ray, "start", *options, f"--num-cpus={CPUS}", f"--node-name={name}"]
+            command = [ray, "start", *options, f"--num-cpus={self.cpus}", f"--node-name={name}"]
             command.append("--include-log-monitor=false")
             process = self.start(*command, host=host, stdout=nowhere, stderr=nowhere)
             assert process.wait(TIMEOUT) == 0, f"ray start on the {name} host"
@@ -106,12 +106,12 @@ class TwoHosts:
 
 
 @contextmanager
-def two_hosts(env: dict[str, str]) -> Iterator[TwoHosts]:
+def two_hosts(env: dict[str, str], cpus: int) -> Iterator[TwoHosts]:
     """Two hosts without a cluster yet; all that runs on them is ended at the end."""
     mark = secrets.token_hex(3)
     first, second, switch = (f"jaxrl-{mark}-{name}" for name in ("a", "b", "s"))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    hosts = TwoHosts((first, second, switch), os.environ | env | token)
+    hosts = TwoHosts((first, second, switch), os.environ | env | token, cpus)
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
