@@ -307,24 +307,19 @@ def _compute_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterato
     if inputs.on_cpu:
         return
     dtypes = ("bfloat16", "float32") if inputs.target.platform == TPU else ("bfloat16",)
-    why: dict[str, list[str]] = {}
-    for role in (r for r in inputs.roles if config.roles[r].compute_dtype in dtypes):
-        for dim in (dim for model in inputs.models(role) for dim in model.head_dims):
-            reason = why_not_fused(inputs.target, dim, config.roles[role].compute_dtype)
-            if reason is not None and role not in why.setdefault(reason, []):
-                why[reason].append(role)
+    uses = [(role, *use) for role in inputs.roles for use in inputs.kernel_uses(config, [role])]
+    uses = [use for use in uses if use[2] in dtypes]
+    why: dict[str, dict[str, None]] = {}
+    for role, dim, computed, _ in uses:
+        if (reason := why_not_fused(inputs.target, dim, computed)) is not None:
+            why.setdefault(reason, {})[role] = None
     for reason, roles in why.items():
         yield (
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
-    uses = inputs.kernel_uses(config, inputs.roles)
-    steps = [
-        why_no_step_kernel(inputs.target, dim, dtype)
-        for dim, dtype, step in uses
-        if step and dtype in dtypes
-    ]
-    for reason in dict.fromkeys(filter(None, steps)):
+    steps = (why_no_step_kernel(inputs.target, *use[1:3]) for use in uses if use[3])
+    for reason in filter(None, dict.fromkeys(steps)):
         yield (
             f"sampling: {reason}; each decode step reads the cache as far as its longest"
             " sequence reaches, for every slot"

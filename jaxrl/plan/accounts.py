@@ -365,12 +365,7 @@ def _widths(longest: int) -> frozenset[int]:
 
 
 ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
-    "actor": actor,
-    "rollout": rollout,
-    "teacher": teacher,
-    "reference": reference,
-    "reward": reward,
-    "grouper": grouper,
+    entries.__name__: entries for entries in (actor, rollout, teacher, reference, reward, grouper)
 }
 """Role -> the function that yields its entries."""
 

@@ -105,19 +105,19 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
         budgets.append(-(-tokens // m.axes["actor"].context))
     merges = config.trains_adapters and config.quantised is None and not config.rollout.merge
     every = (m.sequences, *fractions(m.sequences))
-    # Role, key, and the values that are faster than its own, the fastest first.
-    keys: list[tuple[str, str, Sequence[int | str | bool | None]]] = [
-        ("rollout", "rollout.slots", [n for n in every if n > slots]),
-        ("rollout", "rollout.merge", [True] * merges),
-        ("actor", "actor.remat", REMATS[: REMATS.index(config.actor.remat)]),
-        ("actor", "actor.micro_batch_tokens", budgets),
-        ("teacher", "teacher.num_microbatches", range(1, config.teacher.num_microbatches)),
-    ]
+    # Keys of roles, and their values that are faster than the present one, the fastest first.
+    keys: dict[str, Sequence[int | str | bool | None]] = {
+        "rollout.slots": [n for n in every if n > slots],
+        "rollout.merge": [True] * merges,
+        "actor.remat": REMATS[: REMATS.index(config.actor.remat)],
+        "actor.micro_batch_tokens": budgets,
+        "teacher.num_microbatches": range(1, config.teacher.num_microbatches),
+    }
     lines = []
-    for role, key, values in (item for item in keys if item[0] in inputs.roles):
-        section, _, name = key.partition(".")
-        now = getattr(getattr(config, section), name)
-        for value in values:
+    for key, values in keys.items():
+        role, _, name = key.partition(".")
+        now = getattr(getattr(config, role), name)
+        for value in values if role in inputs.roles else ():
             choice = with_loss_chunk(set_key(config, key, value), inputs)
             pools = pool_peaks(inputs, choice)
             if all(pool.fits for pool in pools):

@@ -157,7 +157,6 @@ class Plan:
         return [*lines[:2], *lines[3:]] if brief else lines
 
     def _rows(self) -> Iterator[list[str]]:
-        """Yields the cells of each row."""
         unit = GB if max(pool.bytes for pool in self.pools) >= GB else MB
 
         def show(n: int | None) -> str:

@@ -252,7 +252,7 @@ class Profile:
         # The table of the steps that have a row.
         placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
-        steps = [row["step"] for row in rows]
+        steps, n = [row["step"] for row in rows], len(rows)
         spans = [
             Span(role, method, times.started, times.finished, step)
             for role, method, times, step in self._calls
@@ -270,10 +270,23 @@ class Profile:
             mean = row["rollout/completion_tokens_mean"]
             samples = max(round(row["actor/tokens"] / mean / len(prompts)), 1)
             batches.append(StepBatch(prompts, samples, mean, row["rollout/decode_steps"], theirs))
+
+        # Bytes a step from one pool to another, of weights and of the teacher's signal; and those
+        # to the host and back for a call.
+        m, moved = self.plan.setting, defaultdict[Stage, float](float)
+        if pool_of["actor"] != pool_of["rollout"]:
+            moved["actor", "publish"] = sum(row.get("weights/sync_bytes", 0) for row in rows) / n
+        sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
+        moved["actor", "publish_to_teacher"] = sent / n
+        if "teacher" in m.axes and pool_of["teacher"] != pool_of["actor"]:
+            moved["teacher", "score"] = m.signal_bytes * fmean(row["actor/tokens"] for row in rows)
+        for role, method, times, _ in self._calls:
+            if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
+                moved[role, method] += sum(move.nbytes for move in times.moves) / n
         stages = stage_rows(
             stage_seconds(spans, windows, len(steps)),
             step_work(self.plan.setting, batches),
-            self._moved(rows, windows),
+            {stage: nbytes for stage, nbytes in moved.items() if nbytes},
             fmean(batch.tokens for batch in batches),
             pool_of,
             {role: len(placement.roles[role].devices) for role in pool_of},
@@ -307,24 +320,6 @@ class Profile:
             for part in ((begin, min(end, pause.started)), (max(begin, pause.finished), end))
             if part[0] < part[1]
         ]
-
-    def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
-        """Counts the bytes a step moves from one pool to another, of weights and of the teacher's
-        signal; and those to the host and back for a call."""
-        pool_of, m = self.plan.placement.pool_of, self.plan.setting
-        found: dict[Stage, float] = defaultdict(float)
-        if pool_of("actor") != pool_of("rollout"):
-            sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
-            found["actor", "publish"] = sent / len(rows)
-        sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
-        found["actor", "publish_to_teacher"] = sent / len(rows)
-        if "teacher" in m.axes and pool_of("teacher") != pool_of("actor"):
-            tokens = fmean(row["actor/tokens"] for row in rows)
-            found["teacher", "score"] = m.signal_bytes * tokens
-        for role, method, times, _ in self._calls:
-            if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
-                found[role, method] += sum(move.nbytes for move in times.moves) / len(rows)
-        return {stage: nbytes for stage, nbytes in found.items() if nbytes}
 
 
 def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]) -> range:
