@@ -27,11 +27,11 @@ from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
 from jaxrl.plan.advice import with_choices
-from jaxrl.plan.plan_inputs import Account, PlanInputs
+from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting
 from jaxrl.roles.rollout import sampling_params
 from jaxrl.sampling import decode
 from jaxrl.sampling.sampler import sampling_arrays
-from jaxrl.sharding.axes import Axes, row_shards
+from jaxrl.sharding.axes import row_shards
 from jaxrl.sharding.mesh import bytes_limit
 from jaxrl.sharding.placement import place
 from jaxrl.sharding.reshard import put
@@ -121,7 +121,7 @@ class DescribedRun:
 
     config: Config
     inputs: PlanInputs
-    axes: dict[str, Axes]
+    setting: Setting
     accounts: dict[str, Account]
     programs: RunPrograms
 
@@ -165,9 +165,9 @@ def describe(
         target,
     )
     config, _ = with_choices(config, inputs)
-    axes = inputs.axes(config)
-    programs = RunPrograms(config, inputs, axes, devices)
-    return DescribedRun(config, inputs, axes, role_accounts(inputs, config), programs)
+    setting = Setting(config, inputs)
+    accounts, programs = role_accounts(inputs, config), RunPrograms(setting, devices)
+    return DescribedRun(config, inputs, setting, accounts, programs)
 
 
 # Arrays in place of abstract ones.

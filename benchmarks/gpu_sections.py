@@ -38,7 +38,7 @@ from described import (
 
 import jaxrl
 from jaxrl.aot.programs import Program
-from jaxrl.aot.suggest import Links, launch_seconds, part_seconds, stage_costs
+from jaxrl.aot.suggest import launch_seconds, part_seconds, stage_costs
 from jaxrl.formats.hf import write_folder
 from jaxrl.formats.weights import tensor_shapes
 from jaxrl.models import split_k
@@ -52,6 +52,7 @@ from jaxrl.sharding.targets import (
     GPUS,
     PUBLISHED,
     Ceilings,
+    TargetMachine,
     best_seconds,
     ceilings_of,
     product_flops,
@@ -87,10 +88,12 @@ class Bench:
         return self.measured
 
     @property
-    def links(self) -> Links:
-        kind = self.devices[0].device_kind
-        speed = next((g.link_gbs * GB for g in GPUS.values() if g.kind == kind), 25 * GB)
-        return Links(speed, speed)
+    def target(self) -> TargetMachine:
+        """This machine, as the predictions see it."""
+        n, kind = len(self.devices), self.devices[0].device_kind
+        plain = replace(GPUS["t4"], kind=kind, link_gbs=25)
+        chip = next((gpu for gpu in GPUS.values() if gpu.kind == kind), plain)
+        return TargetMachine("here", chip, (n,), 1)
 
     def row(self, section: str, name: str, find: Callable[[], Row]) -> Row:
         """What `find` measures, or why it could not. All keys but the first two may be missing:
@@ -124,7 +127,7 @@ class Bench:
     def of(self, run: DescribedRun, program: Program, parts: Sequence[Work]) -> Row:
         """What every program has."""
         found = measure(run, program, self.size.seconds)
-        floor = self.floor(parts, run.axes[program.role].size)
+        floor = self.floor(parts, run.setting.axes[program.role].size)
         return {
             "seconds": found.median,
             "best_seconds": min(found.seconds),
@@ -207,7 +210,7 @@ def _sampling(bench: Bench, batch: int, context: int, **more: Any) -> DescribedR
 
 def _reads(run: DescribedRun, role: str) -> tuple[int, int]:
     """Bytes of a weight, and how many groups of devices read all of them."""
-    axes = run.axes[role]
+    axes = run.setting.axes[role]
     return jnp.dtype(run.config.roles[role].dtype).itemsize, axes.data * axes.fsdp
 
 
@@ -239,7 +242,7 @@ def _decode(
             split_k.BLOCKS = before
             jax.clear_caches()
     steps = program.kwargs["n_tokens"]
-    model, axes = run.inputs.student, run.axes["rollout"]
+    model, axes = run.inputs.student, run.setting.axes["rollout"]
     work = decode_work(model, context, batch * steps, steps, *_reads(run, "rollout"))
     found = bench.of(run, program, [work])
 
@@ -273,7 +276,7 @@ def _products(
     predicted: Callable[[Ceilings], float] | None = None,
 ) -> Row:
     """A program that is products for the most part; its share is the MFU."""
-    n = run.axes[program.role].size
+    n = run.setting.axes[program.role].size
     found = bench.of(run, program, parts)
     ceiling = bench.published or bench.best
     speed = sum(part.flops for part in parts) / found["seconds"]
@@ -318,9 +321,7 @@ def _trained(bench: Bench, role: str, name: str, sections: dict[str, Any]) -> Ro
         parts = common.train_work(student, width, m.vocab, lengths, tokens, itemsize)
 
     def seconds(ceilings: Ceilings) -> float:
-        host = len(bench.devices)
-        costs = stage_costs(run.config, run.inputs, run.axes, ceilings, bench.links, host)
-        return costs[role, name] / program.calls
+        return stage_costs(run.setting, ceilings, bench.target)[role, name] / program.calls
 
     tokens = round(m.sequences * m.width / program.calls)
     return _products(bench, run, program, parts, tokens, seconds)
@@ -533,7 +534,7 @@ def _write_prompts(path: Path, size: Size) -> None:
 
 
 def _step(bench: Bench, folder: Path, schedule: str) -> Row:
-    size, n = bench.size, len(bench.devices)
+    size = bench.size
     batch, prompt, new = size.step
     sections: dict[str, Any] = {
         "schedule": schedule,
@@ -567,8 +568,7 @@ def _step(bench: Bench, folder: Path, schedule: str) -> Row:
     peak = max(pool.bytes for pool in run.inputs.pools(run.accounts))
 
     def seconds(ceilings: Ceilings) -> float:  # one pool does one thing at a time
-        costs = stage_costs(run.config, run.inputs, run.axes, ceilings, bench.links, n)
-        return sum(costs.values())
+        return sum(stage_costs(run.setting, ceilings, bench.target).values())
 
     reported = [row for row in rows if not row.get("memory/actor/planned", 1)]
     shutil.rmtree(place)

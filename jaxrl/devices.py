@@ -23,8 +23,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import psutil
-from rich import box
-from rich.table import Table
 
 from jaxrl.config import cli
 from jaxrl.errors import short
@@ -156,7 +154,7 @@ def settings(environ: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(lines)
 
 
-def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
+def host_page(devices: Sequence[LocalDevice]) -> list[str]:
     """Shows the devices of this host, who uses them, and which are free."""
     from jaxrl.sharding.mesh import host_available
 
@@ -168,7 +166,7 @@ def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
         drivers = {row[0] for row in nvidia_smi("--query-gpu=driver_version", SMI_S)}
         versions += [f"NVIDIA driver {driver}" for driver in sorted(drivers)]
     free_memory = f"{host_available() / GB:.1f} GB of memory free"
-    page: list[Table | str] = [
+    page: list[str] = [
         f"host {socket.gethostname()}: {os.cpu_count()} CPU cores, {free_memory}",
         ", ".join(versions),
         *settings(os.environ.items()),
@@ -183,7 +181,7 @@ def host_page(devices: Sequence[LocalDevice]) -> list[Table | str]:
     free = [device.name for device in devices if not device.users]
     return [
         *page,
-        _table(("device", "kind", "memory", "used by"), rows),
+        *_table(("device", "kind", "memory", "used by"), rows),
         f"free: {len(free)} of {len(devices)}: {', '.join(free) or 'none'}",
     ]
 
@@ -197,7 +195,7 @@ def is_jaxrl(words: Sequence[str]) -> bool:
     return re.match(r"(-m |\S*/bin/)jaxrl[. ](?!devices\b)\w", command) is not None
 
 
-def process_page() -> list[Table | str]:
+def process_page() -> list[str]:
     """Shows the processes of jaxrl on this host that this user may see."""
     rows = []
     for process in psutil.process_iter(["pid", "cmdline", "create_time"]):
@@ -208,10 +206,10 @@ def process_page() -> list[Table | str]:
             rows.append((str(process.pid), since.isoformat(" ", "minutes"), text))
     if not rows:
         return ["no process of jaxrl works here"]
-    return [_table(("process", "since", "command"), rows)]
+    return _table(("process", "since", "command"), rows)
 
 
-def cluster_page(cluster: Cluster) -> list[Table | str]:
+def cluster_page(cluster: Cluster) -> list[str]:
     """Shows the nodes of a cluster and the workers of jaxrl on it."""
     from jaxrl.runtime.cluster import shown_kinds
 
@@ -229,13 +227,12 @@ def cluster_page(cluster: Cluster) -> list[Table | str]:
         (w.name, ", ".join(w.roles), f"{w.host}:{w.pid}", ", ".join(w.devices), w.phase)
         for w in cluster.workers
     ]
+    columns = ("worker", "roles", "process", "devices", "phase")
     titles = ("node", "address", *(f"{kind}s free" for kind in kinds), "memory free")
     return [
         f"cluster {cluster.address}",
-        _table(titles, nodes),
-        _table(("worker", "roles", "process", "devices", "phase"), workers)
-        if workers
-        else "no jaxrl workers",
+        *_table(titles, nodes),
+        *(_table(columns, workers) if workers else ["no jaxrl workers"]),
     ]
 
 
@@ -245,20 +242,10 @@ def _memory(part: int | None, whole: int | None) -> str:
     return f"{part / GB:.1f} of {whole / GB:.1f} GB"
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def show(page: Iterable[Table | str]) -> None:
-    """Prints a page; on no terminal, its lines are as long as they are."""
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table; on no terminal, they are as long as they are."""
     width = terminal_width() if sys.stdout.isatty() else 1000
-    for part in page:
-        print(part if isinstance(part, str) else "\n".join(table_lines(part, width)))
+    return table_lines(None, titles, (), rows, width, wrap=True)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -277,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
         from jaxrl.runtime.ray.connect import cluster
 
         page += ["", *cluster_page(cluster(address))]
-    show(page)
+    print("\n".join(page))
 
 
 if __name__ == "__main__":

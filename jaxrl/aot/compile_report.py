@@ -10,20 +10,18 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich import box
-from rich.table import Table
 
 from jaxrl.algorithms.methods import needed_roles
-from jaxrl.aot.hlo import Compiled, Graphs, read, read_thunks, read_total
-from jaxrl.aot.machine import Machine, machine, prepare
+from jaxrl.aot.hlo import Collective, Graphs, read, read_thunks, read_total
+from jaxrl.aot.machine import machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms
 from jaxrl.aot.subprocess_compile import Died, apart
 from jaxrl.aot.suggest import (
@@ -46,6 +44,7 @@ from jaxrl.plan.table import MB, Plan
 from jaxrl.process.streams import silenced, table_lines
 from jaxrl.run.names import with_commits
 from jaxrl.sampling.decode import NO_MERGING
+from jaxrl.sharding.targets import TargetMachine
 
 PROCESSES = 2
 """Number of processes that compile side by side. Each takes 1 to 4 GB of memory, and one core."""
@@ -68,27 +67,29 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Checked:
-    """A program after its compilation."""
+    """A program after its compilation. Bytes are those that its role holds on a device while it
+    runs."""
 
     role: str
     name: str
     devices: int
-    planned: int | None
-    """The plan's estimate of the bytes that its role holds on a device while it runs. None if the
-    plan has no estimate, because a larger program of the role determines the peak."""
-    compiled: int | None
-    """The same as the compiler reports it; None if the program does not compile."""
-    others: int
-    """Bytes that other roles hold on the same device meanwhile."""
-    seconds: float
-    """Seconds for lowering and compiling."""
-    calls: int
-    """Calls in a training step; 0 if none calls it."""
-    error: str | None = None
-    """Why it does not compile."""
-    found: Compiled | None = None
+    planned_bytes: int | None
+    """By the plan; None where a larger program of the role determines the peak."""
+    calls_a_step: int
+    """0 if no training step calls it."""
     otherwise: str = "eval"
     """`Program.otherwise`."""
+    others: int = 0
+    """Bytes that other roles hold on the same device meanwhile."""
+    compiled_bytes: int | None = None
+    """By the compiler; None if the program does not compile."""
+    error: str | None = None
+    """Why it does not compile."""
+    seconds_to_compile: float = 0.0
+    """And to lower it."""
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    attention: str | None = None
+    """The kernel (`hlo.Compiled.attention`)."""
     graphs: Graphs | None = None
     """CUDA graphs of a decode launch; None for other programs and platforms."""
 
@@ -97,11 +98,9 @@ class Checked:
 class Report:
     """The result of compiling a run for a target machine."""
 
-    target: Machine
+    target: TargetMachine
     plan: Plan
     programs: tuple[Checked, ...]
-    limit: int
-    """Bytes of a device's memory that a run may use."""
     search: tuple[Candidate, ...] = ()
     """With `--suggest`: the run as configured, then the placements and keys that are predicted to
     be faster, or to fit where the run does not; the fastest first."""
@@ -117,13 +116,11 @@ class Report:
         programs, each with the bytes that other roles hold there meanwhile. The plan's peak if
         nothing was compiled."""
         found = {}
-        for pool in self.plan.pools:
-            if not pool.pool.devices:
-                continue
+        for pool in (pool for pool in self.plan.pools if pool.pool.devices):
             sizes = [
-                program.compiled + program.others
+                program.compiled_bytes + program.others
                 for program in self.programs
-                if program.role in pool.pool.roles and program.compiled is not None
+                if program.role in pool.pool.roles and program.compiled_bytes is not None
             ]
             found[pool.pool.name] = max(sizes, default=pool.bytes)
         return found
@@ -132,107 +129,95 @@ class Report:
     def failures(self) -> list[str]:
         """Returns a message for each program that does not compile, and for each pool that does not
         fit."""
+        limit = self.target.usable
         found = [
             f"{one.role}: {one.name} does not compile for {self.target.name}: {one.error}"
             for one in self.programs
             if one.error is not None
         ]
-        for name, size in self.peaks.items():
-            if size > self.limit:
-                found.append(
-                    f"{name} needs {size / GB:.1f} GB of the {self.limit / GB:.1f} GB that a run"
-                    f" may use of each {self.target.kind}: it does not fit"
-                )
-        return found
+        return found + [
+            f"{name} needs {size / GB:.1f} GB of the {limit / GB:.1f} GB that a run may use of each"
+            f" {self.target.kind}: it does not fit"
+            for name, size in self.peaks.items()
+            if size > limit
+        ]
 
     def text(self) -> str:
         """Returns the plan, the table of programs and the notes below it, as they are printed."""
-        machine, sizes = self.target, [p.compiled or p.planned or 0 for p in self.programs]
-        largest = max(sizes, default=0)
+        target = self.target
+        largest = max((p.compiled_bytes or p.planned_bytes or 0 for p in self.programs), default=0)
         unit, unit_name = (GB, "GB") if largest >= GB else (MB, "MB")
-
-        def show(size: int | None) -> str:
-            return "-" if size is None else f"{size / unit:.2f}"
-
-        title = f"{self.plan.placement.spec}, compiled for {machine.name} ({machine.kind}):"
+        title = f"{self.plan.placement.spec}, compiled for {target.name} ({target.kind}):"
         title += f" {unit_name} on each device"
-        table = Table(box=box.SIMPLE, title=title, title_justify="left")
-        for name in ("role", "program"):
-            table.add_column(name, no_wrap=True)
-        for name in ("calls a step", "planned", "compiled", "plan off by"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("attention")
-        sent, graphs = [], []
+        rows, sent, graphs = [], [], []
         for one in self.programs:
-            found, off, name = one.found, "-", f"{one.role} {one.name}"
-            if one.compiled is not None and one.planned:
-                off = f"{one.planned / one.compiled - 1:+.0%}"
-            takes = "fails" if found is None else show(one.compiled)
-            attention = "" if found is None else found.attention or ""
-            calls = str(one.calls or one.otherwise)
-            table.add_row(one.role, one.name, calls, show(one.planned), takes, off, attention)
+            planned, compiled, off = one.planned_bytes, one.compiled_bytes, "-"
+            if planned and compiled is not None:
+                off = f"{planned / compiled - 1:+.0%}"
+            sizes = (
+                missing if size is None else f"{size / unit:.2f}"
+                for size, missing in ((planned, "-"), (compiled, "fails"))
+            )
+            calls = str(one.calls_a_step or one.otherwise)
+            rows.append((one.role, one.name, calls, *sizes, off, one.attention or ""))
             # As in `all-gather 165.9 GB (94%), all-reduce 7.1 MB`, without those below 0.1 MB.
             parts = []
-            for kind, each in (found.collectives if found else {}).items():
+            for kind, each in one.collectives.items():
                 if each.bytes >= MB / 10:
                     share = f" ({each.overlapped / each.bytes:.0%})" if each.overlapped else ""
                     parts.append(f"{kind} {_size(each.bytes)}{share}")
             if parts:
-                sent.append(f"  {name}: {', '.join(parts)}")
+                sent.append(f"  {one.role} {one.name}: {', '.join(parts)}")
             if one.graphs is not None:
                 inside, outside = one.graphs.inside, one.graphs.outside
                 graphs.append(
-                    f"{name}: CUDA graphs hold {inside} of the {inside + outside} kernels in its"
-                    f" loops; the host launches the other {outside} one by one"
+                    f"{one.role} {one.name}: CUDA graphs hold {inside} of the {inside + outside}"
+                    f" kernels in its loops; the host launches the other {outside} one by one"
                 )
-        lines = [*table_lines(table), LEGEND]
+        figures = "calls a step", "planned", "compiled", "plan off by"
+        columns = ("role", "program", *figures, "attention")
+        lines = [*table_lines(title, columns, figures, rows), LEGEND]
         if sent:
             beside = "share that runs in parallel with computation"
             lines += [f"collectives of a call, each device ({beside}):", *sent]
         lines += graphs
-        for name, size in self.peaks.items():
-            lines.append(
-                f"{name}: {_size(size)} at its peak by the compiled programs, of"
-                f" {_size(self.limit)} that a run may use"
-            )
-        seconds = f"{sum(one.seconds for one in self.programs):.0f} s of compiling"
+        lines += [
+            f"{name}: {_size(size)} at its peak by the compiled programs, of"
+            f" {_size(target.usable)} that a run may use"
+            for name, size in self.peaks.items()
+        ]
+        seconds = f"{sum(one.seconds_to_compile for one in self.programs):.0f} s of compiling"
         lines.append(f"{len(self.programs)} programs, {seconds}, {PROCESSES} at a time")
-        if self.failures:
-            lines.append(f"verdict: would not run on {machine.name}:")
-            lines += [f"  {failure}" for failure in self.failures]
-        else:
-            lines.append(f"verdict: compiles and fits on {machine.name}")
+        failures = [f"  {failure}" for failure in self.failures]
+        verdict = f"would not run on {target.name}:" if failures else "compiles and fits on"
+        lines += [f"verdict: {verdict}{'' if failures else f' {target.name}'}", *failures]
         if self.search:
+            result = "suggested: the run as configured"
             if self.suggested is not None:
                 words = (f"{key}={shown(value)}" for key, value in self.suggested.changes)
                 result = f"suggested, and compiled below: {' '.join(words)}"
-            else:
-                nothing = "suggested: nothing; no candidate compiles and fits"
-                result = nothing if self.failures else "suggested: the run as configured"
+            elif failures:
+                result = "suggested: nothing; no candidate compiles and fits"
             lines += ["", *candidate_lines(self.search[0], self.search[1:]), "", result]
         parts = [self.plan.text(), "\n".join(lines) + "\n"]
-        if self.suggested is not None:
-            parts.append(self.suggested.text())
-        return "\n".join(parts)
+        return "\n".join(parts + ([self.suggested.text()] if self.suggested else []))
 
     def json(self) -> str:
         """Returns one JSON object (docs/accelerators.md lists its keys); sizes are bytes on one
         device."""
         programs = [
-            {
-                "role": program.role,
-                "name": program.name,
-                "devices": program.devices,
-                "planned_bytes": program.planned,
-                "compiled_bytes": program.compiled,
-                "calls_a_step": program.calls,
-                "seconds_to_compile": round(program.seconds, 1),
-                "error": program.error,
-                "collectives": program.found and asdict(program.found)["collectives"] or {},
-                "attention": program.found and program.found.attention,
-                "graphs": program.graphs and asdict(program.graphs),
-            }
+            {key: value for key, value in asdict(program).items() if not key.startswith("other")}
             for program in self.programs
+        ]
+        candidates = [
+            {
+                "keys": dict(candidate.changes),
+                "step_seconds": candidate.step,
+                "stages": {".".join(stage): s for stage, s in candidate.stages.items()},
+                "pools": candidate.peaks,
+                "fits": candidate.fits,
+            }
+            for candidate in self.search
         ]
         record = {
             "target": self.target.name,
@@ -240,33 +225,15 @@ class Report:
             "keys": dict(self.changes),
             "device": self.target.kind,
             "hosts": self.target.hosts,
-            "limit_bytes": self.limit,
+            "limit_bytes": self.target.usable,
             "fits": not self.failures,
             "failures": self.failures,
             "pools": self.peaks,
             "programs": programs,
-            "candidates": [
-                {
-                    "keys": dict(candidate.changes),
-                    "step_seconds": candidate.step,
-                    "stages": {".".join(stage): s for stage, s in candidate.stages.items()},
-                    "pools": candidate.peaks,
-                    "fits": candidate.fits,
-                }
-                for candidate in self.search
-            ],
+            "candidates": candidates,
             "suggested": self.suggested and json.loads(self.suggested.json()),
         }
         return json.dumps(record, indent=1) + "\n"
-
-
-def plan_for(config: Config, target: Machine) -> Plan:
-    """Returns the plan of a run on a machine that is not present.
-
-    Raises:
-        UserError: the mesh needs more devices than the machine has, or does not suit the models.
-    """
-    return target_plan(config, needed_roles(config), target.target)
 
 
 def check(
@@ -298,7 +265,7 @@ def check(
     config, on_hub = with_commits(config, dry=True)
     for note in on_hub:
         progress(note)
-    report = compiled_report(config, target, progress)
+    report = _compiled(config, target, progress)
     if not suggest:
         return report
     search = Search(report.plan, target, traffic(report))
@@ -307,7 +274,7 @@ def check(
     report = replace(report, search=(search.now, *found))
     for candidate in found[:SHOWN]:
         progress(f"candidate: {' '.join(candidate.words)}")
-        best = compiled_report(candidate.config, target, progress)
+        best = _compiled(candidate.config, target, progress)
         if not best.failures:
             return replace(report, suggested=replace(best, changes=candidate.changes))
     return report
@@ -316,15 +283,14 @@ def check(
 def traffic(report: Report) -> dict[str, Traffic]:
     """Maps each role to what its updates or scores send from a device in a step; those of a launch
     of decode steps are in a loop whose length only the run knows."""
-    counted = counted_bytes(report.plan.config, report.plan.inputs, report.plan.axes)
     found = {}
-    for role, count in counted.items():
+    for role, count in counted_bytes(report.plan.setting).items():
         sent: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         for one in report.programs:
-            if one.role == role and one.name in ("update", "score") and one.found is not None:
-                for kind, each in one.found.collectives.items():
-                    size = one.calls * each.sent(kind, one.devices)
+            if one.role == role and one.name in ("update", "score"):
+                for kind, each in one.collectives.items():
+                    size = one.calls_a_step * each.sent(kind, one.devices)
                     sent[kind] += size
                     hidden[kind] += size * each.overlapped / max(each.bytes, 1)
         if count and (total := sum(sent.values())):
@@ -333,20 +299,19 @@ def traffic(report: Report) -> dict[str, Traffic]:
     return found
 
 
-def compiled_report(config: Config, target: Machine, progress: Callable[[str], None]) -> Report:
+def _compiled(config: Config, target: TargetMachine, progress: Callable[[str], None]) -> Report:
     """Plans a run for a machine and compiles its programs."""
-    plan = plan_for(config, target)
+    plan = target_plan(config, needed_roles(config), target)
     ended = threading.Event()
     given = (config, target.name, progress, ended)
     with ThreadPoolExecutor(PROCESSES) as pool:
         jobs = [pool.submit(_rows, *given, turn) for turn in range(PROCESSES)]
         try:
-            parts = [job.result() for job in jobs]
+            rows = list(chain(*(job.result() for job in jobs)))
         finally:
             ended.set()
     roles = list(plan.accounts)
-    rows = sorted(chain(*parts), key=lambda row: roles.index(row.role))
-    return Report(target, plan, tuple(rows), target.target.usable)
+    return Report(target, plan, tuple(sorted(rows, key=lambda row: roles.index(row.role))))
 
 
 def _rows(
@@ -369,7 +334,8 @@ def _rows(
         except Died as error:
             if begun is None or ended.is_set():
                 raise
-            rows.append(replace(begun, seconds=time.monotonic() - begin, error=str(error)))
+            took = round(time.monotonic() - begin, 1)
+            rows.append(replace(begun, seconds_to_compile=took, error=str(error)))
 
 
 def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iterator[Checked]:
@@ -377,24 +343,24 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
     are done; each twice: before its compilation, with what the plan says of it, and after."""
     prepare()
     there = machine(target)
-    plan = plan_for(config, there)
+    plan = target_plan(config, needed_roles(config), there)
     where = plan.placement.roles
     with compiling_for(plan.inputs.target):
-        programs = RunPrograms(plan.config, plan.inputs, plan.axes, there.devices)
+        programs = RunPrograms(plan.setting, there.compiled)
         mine = (program for program in programs if (program.name not in LONGEST) == turn)
         for program in islice(mine, done, None):
-            name, devices = program.role, where[program.role].devices
-            moment = f"{name}: {(*(program.phases or ()), program.name)[0]}"
+            role, devices = program.role, where[program.role].devices
+            moment = f"{role}: {(*(program.phases or ()), program.name)[0]}"
             others = sum(
                 entry.bytes
-                for role, other in plan.accounts.items()
-                if role != name and not set(where[role].devices).isdisjoint(devices)
-                for entry in other.entries
+                for other, account in plan.accounts.items()
+                if other != role and not set(where[other].devices).isdisjoint(devices)
+                for entry in account.entries
                 if entry.phase is None and entry.there(moment)
             )
-            planned, calls = program.planned(plan.accounts[name]), program.calls
-            row = Checked(name, program.name, len(devices), planned, None, others, 0.0, calls)
-            row = replace(row, otherwise=program.otherwise)
+            planned = program.planned(plan.accounts[role])
+            row = Checked(role, program.name, len(devices), planned, program.calls)
+            row = replace(row, otherwise=program.otherwise, others=others)
             yield row
             begin = time.monotonic()
             try:
@@ -404,8 +370,14 @@ def compiled_programs(config: Config, target: str, turn: int, done: int) -> Iter
                 row = replace(row, error=reason)
             else:
                 found = read(compiled.as_text())
-                row = replace(row, compiled=held, found=found, graphs=graphs)
-            yield replace(row, seconds=time.monotonic() - begin)
+                row = replace(
+                    row,
+                    compiled_bytes=held,
+                    collectives=found.collectives,
+                    attention=found.attention,
+                    graphs=graphs,
+                )
+            yield replace(row, seconds_to_compile=round(time.monotonic() - begin, 1))
 
 
 def compile_program(program: Program, target: Target) -> tuple[Any, Graphs | None, int]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 ARRAY = re.compile(r"\b(?:pred|[suf]|bf)(\d*)\w*\[([\d,]*)\]")
@@ -16,7 +17,7 @@ CALLED = re.compile(r"(?:body|condition|calls|to_apply|async_execution_thread)=%
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 OPERAND = re.compile(r"%([\w.\-]+)")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
-PRODUCTS = ("custom-call", "dot", "convolution", "call")
+PRODUCTS = {"custom-call", "dot", "convolution", "call"}
 """Matrix products and kernels, or what holds such."""
 UPDATE = "dynamic-update-slice"
 ATTENTION = {
@@ -28,8 +29,7 @@ ATTENTION = {
 """Beginning of a custom call's target -> the attention kernel."""
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One line of HLO."""
 
     name: str
@@ -99,25 +99,28 @@ def read(text: str) -> Compiled:
             )
             for line in lines
         }
-        for at, line in enumerate(lines):
-            kind = line.kind.removesuffix("-start")
-            if kind not in KINDS or trips.get(name, 0) == 0:
+        for at, line in enumerate(lines if trips.get(name) else ()):
+            kind, starts = line.kind.removesuffix("-start"), line.kind.endswith("-start")
+            if kind not in KINDS:
                 continue
             # The larger of operands and results: XLA combines several collectives into one, and the
             # result of one that starts may have its operands too.
             operands = sum(held.get(x, 0) for x in OPERAND.findall(line.rest.partition(")")[0]))
-            starts = line.kind.endswith("-start")
             size = max(operands, held[line.name] - operands * starts)
-            times, each = trips[name], found[kind]
-            each[0] += times
-            each[1] += times * size
-            if starts:  # what stands between it and its end runs beside it
-                work, end = 0.0, re.compile(rf"%?{re.escape(line.name)}\b")
-                for one in lines[at + 1 :]:
-                    if one.kind.endswith("-done") and end.search(one.rest):
-                        break
-                    work += _work(one, lines_of, held)
-                each[2] += times * size * (work >= size)
+            work, end = 0.0, re.compile(rf"%?{re.escape(line.name)}\b")
+            for one in lines[at + 1 :] if starts else ():  # what stands before its end runs beside
+                if one.kind.endswith("-done") and end.search(one.rest):
+                    break
+                # A fusion writes its result; one that writes a slice in place does next to nothing,
+                # and a matrix product, a kernel, or a fusion that holds one, takes long.
+                called = CALLED.findall(one.rest) if one.kind == "fusion" else ()
+                inside = {each.kind for name in called for each in lines_of.get(name, ())}
+                if not PRODUCTS.isdisjoint(inside | {one.kind}):
+                    work = math.inf
+                elif one.kind == "fusion" and UPDATE not in inside:
+                    work += held[one.name]
+            each = trips[name], trips[name] * size, trips[name] * size * (starts and work >= size)
+            found[kind] = [a + b for a, b in zip(found[kind], each, strict=True)]
             if kind == "all-gather":
                 gathers[name] = max(gathers.get(name, 0), size)
     kernels = set(TARGET.findall(text))
@@ -137,15 +140,6 @@ def computations(text: str) -> dict[str, list[Instruction]]:
         elif (instruction := INSTRUCTION.match(line)) is not None:
             lines.append(Instruction(*instruction.groups()))
     return found
-
-
-def _work(line: Instruction, lines_of: dict[str, list[Instruction]], held: dict[str, int]) -> float:
-    """Returns the bytes that a fusion writes; infinite for a matrix product, a kernel, and a fusion
-    that holds one; 0 for what writes a slice of its result in place, and for what is no work."""
-    inside = [each.kind for name in CALLED.findall(line.rest) for each in lines_of.get(name, ())]
-    if line.kind in PRODUCTS or line.kind == "fusion" and any(kind in PRODUCTS for kind in inside):
-        return math.inf
-    return held[line.name] if line.kind == "fusion" and UPDATE not in inside else 0.0
 
 
 THUNK = re.compile(r"^(\s*)\d+: (k\w+)")

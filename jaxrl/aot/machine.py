@@ -8,7 +8,7 @@ that is lowered over them is compiled by the compiler of the target itself, with
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 from jax._src import xla_bridge  # no public function tells whether a backend runs
@@ -31,28 +31,8 @@ NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """The fastest of several kernels cannot be found by running them."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A target with its devices as its compiler describes them."""
-
-    target: TargetMachine
-    devices: tuple[jax.Device, ...]
-
-    @property
-    def name(self) -> str:
-        return self.target.name
-
-    @property
-    def hosts(self) -> int:
-        return self.target.hosts
-
-    @property
-    def kind(self) -> str:
-        return str(self.devices[0].device_kind)
-
-
-def machine(name: str) -> Machine:
-    """Returns the machine of a target's name: `h200x8`, `h200x16` (two hosts), `tpu-v5e:2x4`.
+def machine(name: str) -> TargetMachine:
+    """Returns the machine of a target's name, with the devices as its compiler has them.
 
     Raises:
         UserError: no such target; or its compiler is not installed, or jax has started.
@@ -76,7 +56,7 @@ def machine(name: str) -> Machine:
         if platform not in compilers():
             reason = f"its compiler is not installed; the extra aot has it: {INSTALL}"
         raise UserError(f"{OPTION} {name}: {reason}") from error
-    return Machine(target, tuple(devices))
+    return replace(target, compiled=tuple(devices))
 
 
 def _target_config(chip: Gpu) -> str:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.methods import method_of, sampled_share
 from jaxrl.algorithms.signals import Projection
-from jaxrl.config.schema import Config
 from jaxrl.losses.token_spans import Outcomes, span_baseline
 from jaxrl.models import bert
 from jaxrl.models.batching import rows_of, width_of
@@ -36,7 +35,7 @@ from jaxrl.models.parameters import (
 )
 from jaxrl.models.shared_prompts import PAGE, Pages, Seats
 from jaxrl.plan.accounts import STEP, TEMPLATE_TOKENS, TO_TEACHER, UPDATE
-from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting, asked, evaluated, generates
+from jaxrl.plan.plan_inputs import Account, Setting, asked, evaluated, generates
 from jaxrl.roles.grouper import encode_batch
 from jaxrl.roles.reference import reference_program
 from jaxrl.roles.reward import score_batch
@@ -50,7 +49,7 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS, Engine
 from jaxrl.sampling.sampler import SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import pages_of, rows_at_most, seats_of_row
-from jaxrl.sharding.axes import ROWS, Axes
+from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.reshard import Rows, piece_programs
 from jaxrl.teacher.local_teacher import merge_program, mixture_program, score_program
@@ -117,10 +116,6 @@ class Program:
         return int(total + unread + self.beside)
 
 
-def shaped(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-
-
 def local_bytes(tree: Any) -> int:
     """Returns the bytes on one device of a pytree of abstract arrays with shardings."""
     return sum(
@@ -134,50 +129,43 @@ def local_bytes(tree: Any) -> int:
 class RunPrograms:
     """A run as planned for a machine: its meshes, and its programs, over which it iterates."""
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: PlanInputs,
-        axes: Mapping[str, Axes],
-        devices: Sequence[Any],
-    ):
+    def __init__(self, setting: Setting, devices: Sequence[Any]):
         """
         Args:
-            config: with the dtypes for that machine filled in (`Config.with_dtypes`).
-            inputs, axes: models, placement and mesh axes of the plan.
+            setting: of the plan for that machine.
             devices: of the machine; the placement refers to them by index.
         """
-        self.config, self.student = config, inputs.student
-        self.setting = Setting(config, inputs, axes)
-        where = inputs.placement.roles
+        self.setting, self.config, self.student = setting, setting.config, setting.student
+        where = setting.inputs.placement.roles
         self.meshes: dict[str, Mesh] = {
             role: role_mesh([devices[i] for i in where[role].devices], sizes)
-            for role, sizes in axes.items()
+            for role, sizes in setting.axes.items()
         }
-        names = (config.teachers or ("",)) if inputs.teachers else ()
-        self.teachers = list(zip(names, inputs.teachers, strict=True))
+        models = setting.inputs.teachers
+        names = list(self.config.teachers or [""])[: len(models)]
+        self.teachers = list(zip(names, models, strict=True))
         """Name and model of each."""
         self.teacher_bytes = {
             name: local_bytes(self.params("teacher", model))
             for name, model in self.teachers
-            if "teacher" in axes
+            if "teacher" in self.meshes
         }
         """Name of each -> bytes of its weights on one device."""
 
     def __iter__(self) -> Iterator[Program]:
         for role in self.meshes:
+            more = self.setting.in_flight if role == "teacher" else 0
+            more -= self.setting.counted_as_the_actors(role)
             for program in MAKERS[role](self):
-                more = self.setting.in_flight if role == "teacher" else 0
-                more -= self.setting.counted_as_the_actors(role)
                 yield replace(program, beside=program.beside + more)
 
-    def rows(self, role: str) -> NamedSharding:
-        """Returns the sharding of the rows of a batch over the axes `data` and `fsdp` of a role's
-        mesh."""
-        return NamedSharding(self.meshes[role], PartitionSpec(ROWS))
-
-    def everywhere(self, role: str) -> NamedSharding:
-        return NamedSharding(self.meshes[role], PartitionSpec())
+    def array(
+        self, role: str, dtype: Any, *shape: int, whole: bool = False
+    ) -> jax.ShapeDtypeStruct:
+        """Returns an abstract array on the mesh of a role, with its rows divided or `whole`."""
+        spec = PartitionSpec() if whole else PartitionSpec(ROWS)
+        sharding = NamedSharding(self.meshes[role], spec)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
     def params(
         self, role: str, model: DecoderConfig, dtype: Any = None, layout: Layout | None = None
@@ -187,31 +175,27 @@ class RunPrograms:
         dtype = self.config.roles[role].compute_dtype if dtype is None else dtype
         layout = layout or self.setting.layout(role)
         abstract = abstract_params(model, jnp.dtype(dtype), layout)
-        shardings = param_shardings(model, self.meshes[role], layout)
-        return jax.tree.map(lambda x, s: shaped(x.shape, x.dtype, s), abstract, shardings)
+        return _placed(abstract, param_shardings(model, self.meshes[role], layout))
 
     def sequences(self, role: str, rows: int, group: int = 1) -> Sequences:
-        m, at = self.setting, self.rows(role)
-        width = m.prompts(role) + m.completions(role)
-        return Sequences(
-            shaped((rows, width), jnp.int32, at),
-            shaped((rows, width), bool, at),
-            shaped((rows, m.completions(role)), bool, at),
-            group,
-        )
+        completions = self.setting.completions(role)
+        width = self.setting.prompts(role) + completions
+        tokens, mask = (self.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
+        return Sequences(tokens, mask, self.array(role, bool, rows, completions), group)
 
     def signal(self, role: str, rows: int) -> TeacherSignal:
         """Returns the teacher's signal for so many rows, as abstract arrays on the mesh of a
         role."""
-        c, m, at = self.config, self.setting, self.rows(role)
+        c, m = self.config, self.setting
         if "teacher" not in self.meshes:  # the signal is read from disk
             width = 0 if m.teacher is None else m.teacher.d_model
             shapes = Options.of(c.distill, m.vocab).tensors(c.teacher.compute_dtype, width)
-            arrays = {
-                name: shaped((rows, m.new_tokens, *dims), jnp.dtype(dtype), at)
-                for name, (dtype, dims) in shapes.items()
-            }
-            return signal_of(arrays)
+            return signal_of(
+                {
+                    name: self.array(role, dtype, rows, m.new_tokens, *dims)
+                    for name, (dtype, dims) in shapes.items()
+                }
+            )
         jitted, args = self.score(rows, self.teachers[-1])
         out = jax.eval_shape(jitted, *args)
         if m.aligned and role == "actor":
@@ -220,20 +204,20 @@ class RunPrograms:
             width = max(m.teacher_widths) if c.mixture is None else sum(m.teacher_widths)
             shape = (rows, m.new_tokens, width)
             out = replace(out, hidden=jax.ShapeDtypeStruct(shape, out.hidden.dtype))
-        signal: TeacherSignal = jax.tree.map(lambda x: shaped(x.shape, x.dtype, at), out)
+        signal: TeacherSignal = jax.tree.map(lambda x: self.array(role, x.dtype, *x.shape), out)
         return signal
 
     def outcomes(self, role: str) -> Outcomes:
         """Returns those of the student's and the teacher's tokens, where these are others."""
         (_, teacher), *_ = self.teachers
-        counts, at = (self.student.vocab_size, teacher.vocab_size), self.everywhere(role)
-        return Outcomes(*(shaped((n,), jnp.int32, at) for n in counts))
+        counts = self.student.vocab_size, teacher.vocab_size
+        return Outcomes(*(self.array(role, jnp.int32, n, whole=True) for n in counts))
 
     def scored(self, role: str, model: DecoderConfig, parts: int) -> tuple[int, int]:
         """Returns the rows of one of `parts` slices of the batch over all devices of a role, and
         the number of rows that share a prompt."""
-        run, axes = self.setting.scored(role, model, parts), self.setting.axes[role]
-        return run.rows * axes.rows, 1 if run.shared is None else run.shared[0]
+        run = self.setting.scored(role, model, parts)
+        return run.rows * run.axes.rows, 1 if run.shared is None else run.shared[0]
 
     def score(
         self, rows: int, teacher: tuple[str, DecoderConfig], group: int = 1, *, sends: bool = False
@@ -247,150 +231,137 @@ class RunPrograms:
         _, model = teacher
         vocab = model.vocab_size if m.aligned else m.vocab
         projection = Projection.of(c, self.meshes[role], vocab)
-        ids, at = None, self.rows(role)
-        aligned: tuple[Any, ...] = ()
+        ids, aligned = None, tuple[Any, ...]()
         if m.aligned:
-            mine, theirs = (rows, m.new_tokens), (rows, m.completions(role))
-            one, starts = shaped(mine, jnp.int32, at), shaped(theirs, bool, at)
+            one = self.array(role, jnp.int32, rows, m.new_tokens)
+            starts = self.array(role, bool, rows, m.completions(role))
             aligned = (TokenAlignment(one, one, one, starts), self.outcomes(role))
         if sends:
             distill = c.distill.model_copy(update={"signal": "hidden"})
             projection = replace(projection, distill=distill)
         elif c.distill.signal == "student_topk":
-            ids = shaped((rows, m.new_tokens, c.distill.top_k), jnp.int32, self.rows(role))
+            ids = self.array(role, jnp.int32, rows, m.new_tokens, c.distill.top_k)
         given = (self.params("teacher", model), self.sequences(role, rows, group), ids, *aligned)
         return score_program(model, projection), given
 
 
+def _placed(abstract: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+    )
+
+
 def actor(run: RunPrograms) -> Iterator[Program]:
     """Yields the update, the log-probs before it, and the weights for the rollout."""
-    c, m, mesh = run.config, run.setting, run.meshes["actor"]
+    c, m, mesh, role = run.config, run.setting, run.meshes["actor"], "actor"
     loss = method_of(c).make_loss(c, run.student, mesh, m.vocab)
     programs = ActorPrograms(c, run.student, mesh, loss)
-    rows, everywhere = run.rows("actor"), run.everywhere("actor")
-    sequences = run.sequences("actor", m.padded_rows)
-    if c.policy.router_replay:
-        assert run.student.experts is not None, "`plan.inputs` refuses it"
-        each = run.student.n_layers, run.student.experts.chosen
-        recorded = shaped((*sequences.tokens.shape, *each), run.student.experts.id_dtype, rows)
-        sequences = replace(sequences, experts=recorded)
     n = m.padded_rows
-    number = shaped((n, m.new_tokens), jnp.float32, rows)
-    signal = None
+    sequences = run.sequences(role, n)
+    if c.policy.router_replay:
+        experts = run.student.experts
+        assert experts is not None, "`PlanInputs.axes` refuses it"
+        each = *sequences.tokens.shape, run.student.n_layers, experts.chosen
+        sequences = replace(sequences, experts=run.array(role, experts.id_dtype, *each))
+    number, per_row = run.array(role, jnp.float32, n, m.new_tokens), (role, jnp.float32, n)
+    signal, dtype = None, c.teacher.compute_dtype
     frozen: dict[str, Any] = {}
     if m.signal is not None:
-        signal = run.signal("actor", n)
+        signal = run.signal(role, n)
         if m.signal == "hidden":
-            shapes = [(m.teacher_rows, width) for width in m.teacher_widths]
-            heads = tuple(
-                shaped(shape, c.teacher.compute_dtype, head_sharding(shape, mesh))
-                for shape in shapes
-            )
-            frozen["teacher_head"] = heads if c.teachers else heads[0]
-            softcaps = (model.final_softcap for model in m.inputs.teachers)
-            caps = tuple(cap and shaped((), jnp.float32, everywhere) for cap in softcaps)
+            heads = [_head(m.teacher_rows, width, dtype, mesh) for width in m.teacher_widths]
+            frozen["teacher_head"] = tuple(heads) if c.teachers else heads[0]
+            cap = run.array(role, jnp.float32, whole=True)
+            caps = tuple(model.final_softcap and cap for model in m.inputs.teachers)
             if any(cap is not None for cap in caps):
                 frozen["teacher_softcap"] = caps if c.teachers else caps[0]
         if m.aligned:
-            frozen["outcomes"] = run.outcomes("actor")
-    rewarded = c.learns_from_rewards
+            frozen["outcomes"] = run.outcomes(role)
+    rewarded, taught = c.learns_from_rewards, signal is not None and bool(c.teachers)
     by_turn = c.environment.name is not None and c.environment.credit == "turn"
     batch = TrainBatch(
         sequences,
         signal,
         number,
-        advantages=(number if by_turn else shaped((n,), jnp.float32, rows)) if rewarded else None,
+        advantages=(number if by_turn else run.array(*per_row)) if rewarded else None,
         ref_logprobs=number if rewarded and c.policy.kl_coef > 0 else None,
         old_logprobs=number if rewarded and c.updates_per_batch > 1 else None,
-        in_policy=shaped((n,), bool, rows) if rewarded else None,
-        teacher_weights=shaped((n, m.new_tokens, len(c.teachers)), jnp.float32, rows)
-        if signal is not None and c.teachers
-        else None,
+        in_policy=run.array(role, bool, n) if rewarded else None,
+        teacher_weights=run.array(*per_row, m.new_tokens, len(c.teachers)) if taught else None,
     )
     group = m.shared_group
     units = n // group
-    chosen = np.arange(units // c.minibatches)
-    length = np.full(units, m.width)
-    abstract = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), sequences)
-    index = programs.micro_batches(chosen, length, abstract, group, len(chosen))
-    place = shaped(index.shape, index.dtype, everywhere)
+    chosen, lengths = np.arange(units // c.minibatches), np.full(units, m.width)
+    index = programs.micro_batches(chosen, lengths, sequences, group, len(chosen))
+    place = run.array(role, index.dtype, *index.shape, whole=True)
     state, base = programs.abstract_state(), programs.abstract_base()
     if base:
         frozen[BASE] = base
     own = local_bytes((state, frozen))
 
-    def one(name: str, jitted: Any, *given: Any, start: bool = False) -> Program:
-        if start:
-            return Program("actor", name, jitted, given, calls=0, otherwise="start")
-        return Program("actor", name, jitted, given, beside=own - local_bytes(given))
+    def one(name: str, jitted: Any, *given: Any, **more: Any) -> Program:
+        return Program(role, name, jitted, given, beside=own - local_bytes(given), **more)
 
     # At the start of a run, and of a batch before its first update.
-    yield one("optimizer state", programs.start, state.params, start=True)
+    at_start: list[tuple[str, Any, Any]] = [("optimizer state", programs.start, state.params)]
     if state.ema is not None:
-        yield one("moving average", programs.initial_ema, state.params, start=True)
-    dtype = c.teacher.compute_dtype
+        at_start.append(("moving average", programs.initial_ema, state.params))
     if m.signal == "hidden" and c.teacher_follows:
         yield one("copy of the head", programs.copy_head, state.ema or state.params)
     elif m.signal == "hidden" and not m.aligned:
         for model in {model.vocab_size: model for _, model in run.teachers}.values():
             if model.vocab_size != m.vocab:
                 jitted = first_rows_program(m.vocab, model.d_model, mesh)
-                whole = (model.vocab_size, model.d_model)
-                at = shaped(whole, dtype, head_sharding(whole, mesh))
-                yield one("rows of the head", jitted, at, start=True)
+                whole = _head(model.vocab_size, model.d_model, dtype, mesh)
+                at_start.append(("rows of the head", jitted, whole))
+    for name, jitted, argument in at_start:
+        yield Program(role, name, jitted, (argument,), calls=0, otherwise="start")
     if signal is not None and "teacher" in run.meshes:  # a batch's signal comes from there
         parts, sent = c.teacher.num_microbatches, []
         size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)
         part = replace(signal, baseline=None) if isinstance(signal, AlignedSignal) else signal
         for leaf in jax.tree.leaves(part):
             counts = [min(size, len(leaf) - start) for start in range(0, len(leaf), size)]
-            pieces = [shaped((k, *leaf.shape[1:]), leaf.dtype, run.rows("teacher")) for k in counts]
+            pieces = [run.array("teacher", leaf.dtype, k, *leaf.shape[1:]) for k in counts]
             sent.append(Rows(tuple(pieces)) if len(pieces) > 1 else pieces[0])
         held = sum(run.teacher_bytes.values()), own
-        yield from _moves(run, "signal", ("teacher", "actor"), sent, [rows] * len(sent), held)
+        rows = [number.sharding] * len(sent)
+        yield from _moves(run, "signal", ("teacher", role), sent, rows, held)
     if isinstance(signal, AlignedSignal):
-        sampled = shaped(signal.kinds.shape, jnp.float32, signal.kinds.sharding)
-        mask = shaped(signal.kinds.shape, bool, signal.kinds.sharding)
+        sampled, mask = (
+            run.array(role, dtype, *signal.kinds.shape) for dtype in (jnp.float32, bool)
+        )
         yield one("baseline", span_baseline, signal.kinds, signal.span_logprobs, sampled, mask)
-    passes = c.actor.epochs_per_batch * c.minibatches
-    yield Program(
-        "actor",
-        "update",
-        programs.update,
-        (state, frozen | {PLANNED: shaped((), jnp.int32, everywhere)}, batch, place, group),
-        (UPDATE, STEP),
-        calls=passes,
-    )
+    planned = run.array(role, jnp.int32, whole=True)
+    given: Any = state, frozen | {PLANNED: planned}, batch, place, group
+    calls = c.actor.epochs_per_batch * c.minibatches
+    yield Program(role, "update", programs.update, given, (UPDATE, STEP), calls=calls)
     if batch.old_logprobs is not None:
-        policy = join(base, state.params)
-        given = (policy, TrainBatch(sequences), place, group)
+        given = join(base, state.params), TrainBatch(sequences), place, group
         beside = local_bytes((state.opt_state, state.ema, frozen, batch))
         beside -= local_bytes((sequences, base))
-        yield Program("actor", "log-probs before", programs.old, given, beside=beside)
-    yield from _published(run, programs, state.params, "rollout", own)
+        yield Program(role, "log-probs before", programs.old, given, beside=beside)
+
+    # The weights for other roles: conversion and transfer.
+    receivers = [("rollout", "publish", "convert", state.params)]
     if c.teacher_follows:
-        yield from _published(run, programs, state.ema or state.params, "teacher", own)
+        average = state.ema or state.params
+        receivers.append(("teacher", TO_TEACHER, "convert for the teacher", average))
+    for receiver, phase, name, params in receivers:
+        to, layout = jnp.dtype(c.roles[receiver].compute_dtype), m.layout(receiver)
+        if differs := programs.differing(params, to, layout):
+            yield one(name, programs.convert, differs, to, layout, phases=(phase,))
+        here, there = (
+            jax.tree.leaves(frozen_and_trained(run.params(at, run.student, to, layout))[1])
+            for at in (role, receiver)
+        )
+        shardings = [leaf.sharding for leaf in there]
+        yield from _moves(run, "weights", (role, receiver), here, shardings, (own, 0))
 
 
-def _published(
-    run: RunPrograms, programs: ActorPrograms, given: Params, role: str, own: int
-) -> Iterator[Program]:
-    """Yields the programs that bring weights of the actor to another role: conversion and
-    transfer."""
-    dtype, layout = jnp.dtype(run.config.roles[role].compute_dtype), run.setting.layout(role)
-    phase, name = (
-        ("publish", "convert") if role == "rollout" else (TO_TEACHER, "convert for the teacher")
-    )
-    if differs := programs.differing(given, dtype, layout):
-        beside = own - local_bytes(differs)
-        arguments = (differs, dtype, layout)
-        yield Program("actor", name, programs.convert, arguments, (phase,), beside=beside)
-    here, there = (
-        frozen_and_trained(run.params(each, run.student, dtype, layout))[1]
-        for each in ("actor", role)
-    )
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(there)]
-    yield from _moves(run, "weights", ("actor", role), jax.tree.leaves(here), shardings, (own, 0))
+def _head(rows: int, width: int, dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    shape = (rows, width)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=head_sharding(shape, mesh))
 
 
 def _moves(
@@ -416,174 +387,153 @@ def _moves(
         mine = [call for call in calls if call[0].__name__ == verb]
         if mine:
             jitted, pieces = max(mine, key=lambda call: local_bytes(call[1]))
-            title = f"{name}: {verb}"
-            yield Program(role, title, jitted, (pieces,), beside=beside, calls=len(mine))
+            given, calls_a_step = (pieces,), len(mine)
+            yield Program(role, f"{name}: {verb}", jitted, given, beside=beside, calls=calls_a_step)
 
 
 def _sampling(run: RunPrograms, role: str, model: DecoderConfig, share: float) -> Iterator[Program]:
-    """Makes the programs of a role's sampling engine: those of training or, of a role that samples
+    """Yields the programs of a role's sampling engine: those of training or, of a role that samples
     for evaluations alone, of these; and the decode steps of evaluations, where these are another
     program.
 
     Args:
         share: fraction of the training batches that this role samples.
     """
-    c, m = run.config, run.setting
-    most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
+    c, m, teaches = run.config, run.setting, role == "teacher"
+    most = c.teacher_new_tokens if teaches else c.max_new_tokens
     engine = Engine(
         model,
         run.meshes[role],
         slots=c.rollout.slots or m.sequences,
-        max_prompt_tokens=c.teacher_prompt_tokens if role == "teacher" else c.max_prompt_tokens,
+        max_prompt_tokens=c.teacher_prompt_tokens if teaches else c.max_prompt_tokens,
         max_new_tokens=max(most, c.eval.max_new_tokens or 0),
         launch_tokens=c.rollout.launch_tokens,
-        cache_tokens=c.rollout.cache_tokens if role == "rollout" else None,
-        episodes=role == "rollout" and c.environment.name is not None,
+        cache_tokens=None if teaches else c.rollout.cache_tokens,
+        episodes=not teaches and c.environment.name is not None,
     )
-    asks = asked(c, role)
+    asks, params = asked(c, role), run.params(role, model)
     ways = [(sampling_params(c, "train", most), asks[0])] if share > 0 else []
     if evaluated(c, role):
         ways.append((sampling_params(c, "eval", most), asks[-1]))
     kinds = set()
     for i, (sampling, (prompts, samples)) in enumerate(ways):
         for program in engine_programs(
-            *(role, engine, run.params(role, model), sampling, prompts, samples),
+            *(role, engine, params, sampling, prompts, samples),
             prefilled=m.prefill_rows(role),
             width=m.prompts(role),
-            record=c.policy.router_replay and not i and role != "teacher",
+            record=c.policy.router_replay and not i and not teaches,
         ):
             name, calls = program.name, program.calls
-            if i and name != "decode":
-                continue
             if name == "decode":
                 if (kind := jax.tree.structure(program.args[6])) in kinds:
                     continue
                 kinds.add(kind)
                 name += " for evaluations" * bool(i)
-            if name == "answers of environments":
+            elif i:
+                continue
+            elif name == "answers of environments":
                 calls *= c.environment.max_turns - 1
             yield replace(program, name=name, calls=0 if i else math.ceil(share * calls))
 
 
 def rollout(run: RunPrograms) -> Iterator[Program]:
-    c, model = run.config, run.setting.sampled("rollout")
-    base = run.setting.base_bytes("rollout") if c.rollout.merge else 0  # nothing else reads it
-    for program in _sampling(run, "rollout", model, sampled_share(c)):
+    c, m, model, role = run.config, run.setting, run.setting.sampled("rollout"), "rollout"
+    base = m.base_bytes(role) if c.rollout.merge else 0  # nothing else reads it
+    for program in _sampling(run, role, model, sampled_share(c)):
         yield replace(program, beside=program.beside + base)
     if c.rollout.merge:
-        under, _ = frozen_and_trained(run.params("rollout", run.student, layout="stacked"))
-        _, adapters = frozen_and_trained(run.params("rollout", run.student))
-        jitted = merge_adapters_program(run.student, run.meshes["rollout"])
-        shared = local_bytes(under) - base
-        given = (under, adapters)
-        yield Program("rollout", "merge", jitted, given, ("weight sync",), beside=-shared)
-    if c.distill.signal == "student_topk" and run.setting.signal is not None:
-        projection = Projection.of(c, run.meshes["rollout"], run.setting.vocab)
-        jitted = topk_program(projection, model)
-        sequences = run.sequences("rollout", run.setting.padded_rows)
-        given = (run.params("rollout", model), sequences)
-        yield Program("rollout", "top-k of the policy", jitted, given, ("score",))
+        under, _ = frozen_and_trained(run.params(role, run.student, layout="stacked"))
+        _, adapters = frozen_and_trained(run.params(role, run.student))
+        jitted = merge_adapters_program(run.student, run.meshes[role])
+        given, shared = (under, adapters), local_bytes(under) - base
+        yield Program(role, "merge", jitted, given, ("weight sync",), beside=-shared)
+    if c.distill.signal == "student_topk" and m.signal is not None:
+        jitted = topk_program(Projection.of(c, run.meshes[role], m.vocab), model)
+        given = run.params(role, model), run.sequences(role, m.padded_rows)
+        yield Program(role, "top-k of the policy", jitted, given, ("score",))
 
 
 def teacher(run: RunPrograms) -> Iterator[Program]:
     """Yields scoring by each teacher, what makes one signal of several, and sampling."""
-    c, m, at = run.config, run.setting, run.rows("teacher")
+    c, m, role = run.config, run.setting, "teacher"
     parts = c.teacher.num_microbatches
     combines = bool(c.teachers) and c.mixture is not None and c.distill.signal != "hidden"
-    weights = run.teacher_bytes
-    each = [run.scored("teacher", model, parts) for _, model in run.teachers]
-    for one, (rows, group) in zip(run.teachers, each, strict=True):
-        name, _ = one
-        jitted, given = run.score(rows, one, group, sends=combines)
-        beside = (parts - 1) * local_bytes(run.signal("teacher", rows))
-        if not c.offload.frozen:
-            beside += sum(weights.values()) - weights[name]
+    weights, held = run.teacher_bytes, sum(run.teacher_bytes.values())
+    each = [run.scored(role, model, parts) for _, model in run.teachers]
+    for (name, model), (rows, group) in zip(run.teachers, each, strict=True):
+        jitted, given = run.score(rows, (name, model), group, sends=combines)
+        beside = (parts - 1) * local_bytes(run.signal(role, rows))
+        beside += 0 if c.offload.frozen else held - weights[name]
         title = f"score by {name}" if name else "score"
         phases = ("score",) if weights[name] == max(weights.values()) else ()
-        yield Program("teacher", title, jitted, given, phases, beside=beside, calls=parts)
-    n, held = max(rows for rows, _ in each), sum(weights.values())
-    projection = Projection.of(c, run.meshes["teacher"], m.vocab)
+        yield Program(role, title, jitted, given, phases, beside=beside, calls=parts)
+    n = max(rows for rows, _ in each)
+    projection = Projection.of(c, run.meshes[role], m.vocab)
     if c.teachers and c.mixture is None:  # a teacher's rows go among those of the ones before it
-        jitted, signal = merge_program(projection, max(m.teacher_widths)), run.signal("teacher", n)
-        given = (signal, signal, shaped((n,), bool, at))
-        calls = parts * len(run.teachers)
-        yield Program("teacher", "merge", jitted, given, beside=held, calls=calls)
+        jitted, signal = merge_program(projection, max(m.teacher_widths)), run.signal(role, n)
+        given, calls = (signal, signal, run.array(role, bool, n)), parts * len(run.teachers)
+        yield Program(role, "merge", jitted, given, beside=held, calls=calls)
     elif c.teachers:  # one signal of the hidden states of all
-        dtype, models = c.teacher.compute_dtype, [model for _, model in run.teachers]
-        hidden = tuple(shaped((n, m.new_tokens, one.d_model), dtype, at) for one in models)
-        heads: tuple[Any, ...] | None = None
-        if combines:
-            heads = tuple(head(run.params("teacher", model)) for model in models)
+        models, dtype = m.inputs.teachers, c.teacher.compute_dtype
+        hidden = tuple(run.array(role, dtype, n, m.new_tokens, one.d_model) for one in models)
+        heads = tuple(head(run.params(role, one)) for one in models) if combines else None
         ids = None
         if c.distill.signal == "student_topk":
-            ids = shaped((n, m.new_tokens, c.distill.top_k), jnp.int32, at)
-        shares = shaped((n, len(models)), jnp.float32, at)
-        given = (hidden, heads, shares, run.sequences("teacher", n), ids)
-        held -= local_bytes(heads)
+            ids = run.array(role, jnp.int32, n, m.new_tokens, c.distill.top_k)
+        shares = run.array(role, jnp.float32, n, len(models))
+        given = (hidden, heads, shares, run.sequences(role, n), ids)
         jitted = mixture_program(projection, [model.final_softcap for model in models])
-        yield Program("teacher", "mixture", jitted, given, ("combine",), beside=held, calls=parts)
-    if generates(c, "teacher"):
+        beside = held - local_bytes(heads)
+        yield Program(role, "mixture", jitted, given, ("combine",), beside=beside, calls=parts)
+    if generates(c, role):
         share = 1 - c.distill.on_policy_fraction if c.distill.seq_kd else 0.0
         for name, model in run.teachers:
-            for program in _sampling(run, "teacher", model, share / len(run.teachers)):
+            for program in _sampling(run, role, model, share / len(run.teachers)):
                 yield replace(program, name=f"{program.name} by {name}" if name else program.name)
 
 
 def reference(run: RunPrograms) -> Iterator[Program]:
-    c = run.config
-    parts = c.reference.num_microbatches
-    model = run.setting.reference
-    jitted = reference_program(
-        model, run.meshes["reference"], c.sampling.temperature, c.distill.loss_chunk
-    )
-    rows = run.scored("reference", model, parts)
-    given = (run.params("reference", model), run.sequences("reference", *rows))
-    yield Program("reference", "score", jitted, given, calls=parts)
+    c, model, role = run.config, run.setting.reference, "reference"
+    temperature, chunk = c.sampling.temperature, c.distill.loss_chunk
+    jitted = reference_program(model, run.meshes[role], temperature, chunk)
+    rows = run.scored(role, model, c.reference.num_microbatches)
+    given = (run.params(role, model), run.sequences(role, *rows))
+    yield Program(role, "score", jitted, given, calls=c.reference.num_microbatches)
 
 
 def reward(run: RunPrograms) -> Iterator[Program]:
     """Yields the reward model, if there is one, on a full batch of the longest sequences."""
-    c, model = run.config.rewards, run.setting.inputs.reward
-    if model is None:
-        return
-    longest = c.max_tokens or run.setting.width + TEMPLATE_TOKENS
-    params = run.params("reward", model)
-    head = shaped((model.d_model,), jnp.float32, run.everywhere("reward"))
-    batch = _batch(run, "reward", min(longest, model.max_positions), c.batch_tokens)
-    given = (model, run.meshes["reward"], params, head, *batch)
-    yield Program("reward", "score", score_batch, given)
+    c, model, role = run.config.rewards, run.setting.inputs.reward, "reward"
+    if model is not None:
+        longest = c.max_tokens or run.setting.width + TEMPLATE_TOKENS
+        weights = run.array(role, jnp.float32, model.d_model, whole=True)
+        given = (model, run.meshes[role], run.params(role, model), weights)
+        batch = _batch(run, role, min(longest, model.max_positions), c.batch_tokens)
+        yield Program(role, "score", score_batch, (*given, *batch))
 
 
 def grouper(run: RunPrograms) -> Iterator[Program]:
     """Yields the encoder of similarity groups on a full batch of the longest texts."""
-    c, model, mesh = run.config.grouper, run.setting.inputs.grouper, run.meshes["grouper"]
-    if model is None:
-        return
-    dtype, shardings = jnp.dtype(c.compute_dtype), bert.param_shardings(model, mesh)
-    shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
-    params = jax.tree.map(lambda x, s: shaped(x.shape, dtype, s), bert.tree(shapes), shardings)
-    longest = min(run.setting.new_tokens, model.max_tokens)
-    batch = _batch(run, "grouper", longest, c.batch_tokens)
-    yield Program("grouper", "embed", encode_batch, (model, mesh, params, *batch))
+    c, model, role = run.config.grouper, run.setting.inputs.grouper, "grouper"
+    if model is not None:
+        mesh, dtype = run.meshes[role], jnp.dtype(c.compute_dtype)
+        shapes = {path: jax.ShapeDtypeStruct(s, dtype) for path, s in bert.shapes(model).items()}
+        params = _placed(bert.tree(shapes), bert.param_shardings(model, mesh))
+        batch = _batch(run, role, min(run.setting.new_tokens, model.max_tokens), c.batch_tokens)
+        yield Program(role, "embed", encode_batch, (model, mesh, params, *batch))
 
 
 def _batch(
     run: RunPrograms, role: str, longest: int, batch_tokens: int
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+) -> Iterator[jax.ShapeDtypeStruct]:
     """Returns the abstract tokens and mask of a full batch of the longest texts."""
-    axes, at = run.setting.axes[role], run.rows(role)
     width = width_of(longest, longest)
-    shape = (rows_of(width, batch_tokens) * axes.rows, width)
-    return shaped(shape, jnp.int32, at), shaped(shape, bool, at)
+    rows = rows_of(width, batch_tokens) * run.setting.axes[role].rows
+    return (run.array(role, dtype, rows, width) for dtype in (jnp.int32, bool))
 
 
 MAKERS: dict[str, Callable[[RunPrograms], Iterator[Program]]] = {
-    "actor": actor,
-    "rollout": rollout,
-    "teacher": teacher,
-    "reference": reference,
-    "reward": reward,
-    "grouper": grouper,
+    maker.__name__: maker for maker in (actor, rollout, teacher, reference, reward, grouper)
 }
 
 
@@ -599,7 +549,7 @@ def engine_programs(
     width: int,
     record: bool = False,
 ) -> Iterator[Program]:
-    """Makes the programs of one `Engine.generate` that samples `samples` completions of each of
+    """Yields the programs of one `Engine.generate` that samples `samples` completions of each of
     `prompts` prompts: prefill, the copy of keys and values into rows, launches of decode steps, and
     changes of the cache's size. Their `calls` are about as many as one `generate` makes: of
     `extend`, in each turn.
@@ -630,25 +580,24 @@ def engine_programs(
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), made, specs)
 
     def program(
-        name: str, jitted: Any, *arrays: Any, beside: Any, calls: int, **static: Any
+        name: str, jitted: Any, *arrays: Any, calls: int, beside: Any = (), **static: Any
     ) -> Program:
         otherwise = "waits" if name.endswith("again") else "eval"
         given = (config, mesh, *arrays), (name,), static, local_bytes(beside), calls, otherwise
         return Program(role, name, jitted, *given)
 
     # The caches of prefilled prompts, of rows that slots share, and of slots or pages.
-    count = shards * rows_at_most(engine.slots // shards, shards, samples, prompts)
-    size = (engine.slots, engine.length) if engine.pages is None else (engine.pages * shards, PAGE)
+    paged, each = engine.pages is not None, engine.slots // shards
+    count = shards * rows_at_most(each, shards, samples, prompts)
+    size = (engine.pages * shards, PAGE) if engine.pages else (engine.slots, engine.length)
     shared, slots = cache(count, width), cache(*size)
 
     # The first filling, and a refill each time that so many slots are free.
     refills = -(-max(prompts * samples - engine.slots, 0) // engine.min_free)
     fills = max(-(-prompts // (prefilled * shards)), 1 + refills)
-    prompt = whole(prefilled * shards, width), whole(prefilled * shards)
-    beside: Any = shared, slots
-    yield program(
-        "prefill", decode.prefill, params, *prompt, beside=beside, calls=fills, record=record
-    )
+    prompt = params, whole(prefilled * shards, width), whole(prefilled * shards)
+    held: Any = shared, slots
+    yield program("prefill", decode.prefill, *prompt, beside=held, calls=fills, record=record)
     copies: Any = shared, cache(prefilled * shards, width), whole(count)
     yield program("insert", decode.insert, *copies, beside=(params, slots), calls=fills)
 
@@ -656,41 +605,38 @@ def engine_programs(
     layers = [entry for entry in slots if entry]
     pairs = [entry for entry in layers if not isinstance(entry, Recurrent)]
     keys, values = largest = max(pairs, key=lambda pair: pair[0].size)
-    start, beside = (size[0], size[1], dtype), (params, shared)
-    yield program("new cache", decode.new_cache, *start, beside=beside, calls=1)
-    others = *beside, [layer for layer in slots if layer is not largest]
+    held = params, shared
+    yield program("new cache", decode.new_cache, *size, dtype, beside=held, calls=1)
+    held = *held, [layer for layer in slots if layer is not largest]
     lengths = sorted({engine.cache_length(n, engine.slots) for n in range(1, engine.length + 1)})
-    if engine.pages is None and len(lengths) > 1:
+    if not paged and len(lengths) > 1:
         shape = (*keys.shape[:-2], lengths[-2], keys.shape[-1])
-        shorter = [tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=keys.sharding) for _ in "kv")]
-        calls = len(pairs) * (len(lengths) - 1)
-        layer: Any = shorter, size[1], None
-        yield program("longer cache", decode.resize, *layer, beside=others, calls=calls)
-    each = engine.slots // shards
+        shorter = (jax.ShapeDtypeStruct(shape, dtype, sharding=keys.sharding),) * 2
+        calls, given = len(pairs) * (len(lengths) - 1), ([shorter], size[1], None)
+        yield program("longer cache", decode.resize, *given, beside=held, calls=calls)
     fewer = {left for n in range(1, each) if (left := engine.fewer_slots(n, each)) is not None}
     if engine.pages is not None:
         fewer = {n for n in map(engine.pages_for_slots, fewer) if n < engine.pages}
     if fewer and not engine.episodes:
-        name = "fewer slots" if engine.pages is None else "fewer pages"
-        layer = [(keys, values)], size[1], rows(max(fewer) * shards)
+        name = "fewer pages" if paged else "fewer slots"
+        layer: Any = [(keys, values)], size[1], rows(max(fewer) * shards)
         calls = len(layers) * len(fewer)
-        yield program(name, decode.resize, *layer, beside=others, calls=calls)
+        yield program(name, decode.resize, *layer, beside=held, calls=calls)
 
     if engine.episodes:
-        arrays: Any
         answers, calls = ANSWER_ROWS * shards, -(-prompts * samples // ANSWER_ROWS)
-        arrays = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
-        arrays = params, slots, shared, *arrays
-        yield program("answers of environments", decode.extend, *arrays, beside=(), calls=calls)
-    if engine.pages is not None:
+        texts = whole(answers, ANSWER_TOKENS[1]), *[whole(answers)] * 5
+        arrays: Any = params, slots, shared, *texts
+        yield program("answers of environments", decode.extend, *arrays, calls=calls)
+    if paged:
         new = engine.max_new_tokens
         longest = engine.prompt_width(engine.max_prompt_tokens + new, beyond=new)
-        arrays, beside = (whole(shards, longest), whole(shards)), (shared, slots)
-        yield program("read again", decode.prefill, params, *arrays, beside=beside, calls=0)
-        copies, beside = (slots, shared, cache(shards, longest)), params
+        arrays, held = (params, whole(shards, longest), whole(shards)), (shared, slots)
+        yield program("read again", decode.prefill, *arrays, beside=held, calls=0)
+        copies = slots, shared, cache(shards, longest)
         targets = whole(shards), whole(shards), whole(shards, pages_of(longest))
-        name = "insert again"
-        yield program(name, decode.insert_again, *copies, *targets, beside=beside, calls=0)
+        arrays = *copies, *targets
+        yield program("insert again", decode.insert_again, *arrays, beside=params, calls=0)
 
     knobs = sampling_arrays(sampling, 0, 0)
     knobs = jax.tree.map(lambda x: array(x.shape, x.dtype, PartitionSpec()), knobs)
@@ -705,7 +651,6 @@ def engine_programs(
         "decode",
         decode.launch_on(engine.target, mesh),
         *(params, slots, whole(engine.slots, 6), whole(), knobs, (shared, seats), pages),
-        beside=(),
         calls=launches * -(-prompts * samples // engine.slots),
         n_tokens=engine.launch_tokens,
         check_every=engine.check_every,

@@ -9,7 +9,7 @@ these programs also say which share of them travels while something is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,7 +18,6 @@ from typing import Any
 
 from jaxrl.algorithms.methods import needed_roles, sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
-from jaxrl.aot.machine import Machine
 from jaxrl.config.keys import mappings
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
@@ -29,15 +28,15 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.experts import MOVES
 from jaxrl.plan import services
 from jaxrl.plan.accounts import pool_peaks
-from jaxrl.plan.advice import REMATS, Change, set_key, with_choices
+from jaxrl.plan.advice import REMATS, Change, set_key, with_axes, with_choices
 from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes, split, trained_bytes
 from jaxrl.plan.plan_inputs import GB, PlanInputs, Setting
 from jaxrl.plan.table import Plan
 from jaxrl.profile.waits import Stage, predict, splits
-from jaxrl.profile.work import RunModels, StepBatch, Work, step_work
+from jaxrl.profile.work import StepBatch, Work, step_work
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.placement import place
-from jaxrl.sharding.targets import Ceilings, ceilings_of, ridge
+from jaxrl.sharding.targets import Ceilings, TargetMachine, ceilings_of, ridge
 
 PRODUCTS, MEMORY, LINKS = 0.5, 0.65, 0.7
 """Shares of the published ceilings that programs are assumed to reach: matrix products, reads and
@@ -79,9 +78,8 @@ LONG = 8192
 
 
 OTHERS, REPLICAS = "others", "replicas"
-Sent = Mapping[str, float]
-"""Bytes that a device sends, by kind: those of `HIDDEN`; `OTHERS`, which it waits for; and
-`REPLICAS`, the same, to the other copies of the weights (`data`)."""
+"""Kinds of bytes that a device sends, beside those of `HIDDEN`: what it waits for; and the same, to
+the other copies of the weights (`data`)."""
 
 
 @dataclass(frozen=True)
@@ -95,51 +93,33 @@ class Traffic:
     missing."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bytes per second at which a device sends to others, one direction."""
-
-    inside: float
-    """Of its host."""
-    between: float
-    """Hosts."""
-
-    def of(self, devices: Iterable[int], host_size: int) -> float:
-        """Returns the slowest link among these devices, which are numbered host after host."""
-        hosts = {device // host_size for device in devices}
-        return self.inside if len(hosts) == 1 else self.between
-
-
 def stage_costs(
-    config: Config,
-    inputs: PlanInputs,
-    axes: Mapping[str, Axes],
+    m: Setting,
     ceilings: Ceilings,
-    links: Links,
-    host_size: int,
+    target: TargetMachine,
     compiled: Mapping[str, Traffic] = MappingProxyType({}),
 ) -> dict[Stage, float]:
     """Predicts (role, method) -> seconds a step, of the roles whose model is known.
 
     Args:
-        config: with dtypes.
-        host_size: devices of a host.
+        m: of a config with dtypes.
+        ceilings: of a device.
+        target: has the links between devices.
         compiled: role -> what the compiled programs say of its collectives.
     """
-    m = Setting(config, inputs, axes)
-    known = inputs.teachers if "teacher" in axes else ()
+    config, axes, c = m.config, m.axes, m.student
     slots = min(config.rollout.slots or m.sequences, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
     batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs)
-    work = step_work(RunModels(config, m.student, known, m.vocab), axes, [batch])
+    work = step_work(m, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])
-    if (c := m.student).experts is not None:
+    if c.experts is not None:
         # What decode steps compute and move for their experts beside `decode_work`: rows that no
         # token chose, kernels that are gathered, and what goes in and out of each product.
         run, sampler = m.run("rollout", c, m.slots("rollout").slots, 1), axes["rollout"]
-        rows, gathered = run.step_blocks(ridge(inputs.target.kind))
+        rows, gathered = run.step_blocks(ridge(m.inputs.target.kind))
         wide, times = split(c.d_ff, sampler.tensor), sampler.size * c.n_layers * steps
         chosen = c.n_layers * c.d_ff * c.experts.chosen * batch.tokens
         moved = rows * 6 * wide
@@ -149,44 +129,43 @@ def stage_costs(
         flops = decode.flops + max(6 * c.d_model * (times * wide * rows - chosen), 0)
         decode = Work(flops, decode.bytes + times * moved * run.itemsize)
         work["rollout", "generate"] = [prefill, decode]
-    if config.distill.signal == "student_topk" and known:
-        once = forward * (1 / config.actor.epochs_per_batch)
-        work["rollout", "generate"].append(once)  # the rollout's pass that chooses the tokens
-    roles = inputs.placement.roles
+    # The rollout's pass that chooses the tokens.
+    if config.distill.signal == "student_topk" and "teacher" in axes:
+        work["rollout", "generate"].append(forward * (1 / config.actor.epochs_per_batch))
+
+    roles = m.inputs.placement.roles
     found: dict[Stage, float] = {}
     for (role, method), parts in work.items():
         where = roles[role].devices
         n, block = len(where), len(where) // axes[role].data
         # `data` is the outermost axis: the devices of one copy of the weights are consecutive.
-        copies = [where[i : i + block] for i in range(0, n, block)]
-        link = min(links.of(copy, host_size) for copy in copies) * LINKS
-        across = links.of(where, host_size) * LINKS
-        computed = sum(part_seconds(part, n, ceilings) for part in parts)
+        link = min(target.link(where[i : i + block]) for i in range(0, n, block)) * LINKS
         sent, seen = _sent(m, role), compiled.get(role, Traffic())
         hidden = sum(sent[kind] * seen.hidden.get(kind, share) for kind, share in HIDDEN.items())
         replicas = sent.get(REPLICAS, 0.0)
-        waited = (sum(sent.values()) - hidden - replicas) / link + replicas / across
+        waited = (sum(sent.values()) - hidden - replicas) / link
+        waited += replicas / (target.link(where) * LINKS)
+        computed = sum(part_seconds(part, n, ceilings) for part in parts)
         found[role, method] = max(computed, seen.scale * hidden / link) + seen.scale * waited
-    found["rollout", "generate"] += launch_seconds(m.sampled("rollout"), m.axes["rollout"], steps)
+    found["rollout", "generate"] += launch_seconds(m.sampled("rollout"), axes["rollout"], steps)
     found["rollout", "generate"] *= sampled_share(config)
-    for sender, receiver in m.sent:
+    for (sender, receiver), size in m.sent.items():
         stored = m.store_seconds(sender, receiver)
         if sender == "teacher":  # from device to device its signal takes next to nothing
             found["teacher", "score"] += stored or 0.0
             continue
         name = "publish" if receiver == "rollout" else "publish_to_teacher"
         both = (*roles["actor"].devices, *roles[receiver].devices)
-        speed = links.of(both, host_size) * LINKS * axes["actor"].size
-        found["actor", name] = m.sent[sender, receiver] / speed if stored is None else stored
+        speed = target.link(both) * LINKS * axes["actor"].size
+        found["actor", name] = size / speed if stored is None else stored
         found[receiver, "load"] = 0.0  # in its queue: what it does next waits for the weights
     return found
 
 
-def counted_bytes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> dict[str, float]:
+def counted_bytes(m: Setting) -> dict[str, float]:
     """Counts, for each role, the bytes that its collectives send from a device in a step."""
-    m = Setting(config, inputs, axes)
     roles = ("actor", "rollout", "teacher", "reference")
-    return {role: sum(_sent(m, role).values()) for role in roles if role in axes}
+    return {role: sum(_sent(m, role).values()) for role in roles if role in m.axes}
 
 
 def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
@@ -198,27 +177,19 @@ def part_seconds(work: Work, n: int, ceilings: Ceilings) -> float:
 def launch_seconds(model: DecoderConfig, axes: Axes, steps: int) -> float:
     """Returns the seconds that so many decode steps spend between kernels, and in the latency of
     `tensor`'s collectives."""
-    layers, kernels = model.n_layers, KERNELS + (OF_EXPERTS if model.experts is not None else 0)
-    if model.lora is not None:
-        kernels += ADAPTER_KERNELS
-    latency = 2 * layers * LATENCY_S if axes.tensor > 1 else 0.0
-    return steps * (layers * kernels * LAUNCH_S + latency)
+    kernels = KERNELS + OF_EXPERTS * (model.experts is not None)
+    kernels += ADAPTER_KERNELS * (model.lora is not None)
+    return steps * model.n_layers * (kernels * LAUNCH_S + 2 * LATENCY_S * (axes.tensor > 1))
 
 
-def _reduced(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
-    """Returns the bytes that `tensor` sends on a device in a forward pass over the tokens of that
-    device."""
-    tensor = m.axes[role].tensor
-    size = tokens * model.d_model * ITEMSIZE[m.config.roles[role].compute_dtype]
-    return 2 * model.n_layers * size * 2 * (tensor - 1) / tensor
-
-
-def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> float:
-    """Returns the bytes that `context` and `expert` send from a device in a forward pass over the
-    tokens of that device. Of `context`: queries and results each to one other device, and so keys
-    and values where it divides them."""
+def exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> tuple[float, float]:
+    """Returns the bytes that a device sends in a forward pass over its tokens: what `tensor` sums,
+    and what `context` and `expert` exchange. Of `context`: queries and results each to one other
+    device, and so keys and values where it divides them."""
     axes, item = m.axes[role], ITEMSIZE[m.config.roles[role].compute_dtype]
-    moved = 0.0
+    width = model.n_layers * tokens * 2 * model.d_model * item
+    # Of `expert` the other devices' tokens come, and what this device's experts add to them goes.
+    moved = width * (axes.expert - 1.0)
     for one, n in model.shapes.items():
         once = 2 * split(one.n_heads, axes.tensor)
         kv = 2 * split(one.n_kv_heads, axes.tensor)
@@ -226,47 +197,37 @@ def _exchanged(m: Setting, role: str, model: DecoderConfig, tokens: int) -> floa
             once, kv = once + kv, 0
         heads = once / axes.context + kv
         moved += n * tokens * heads * one.head_dim * item * (axes.context - 1)
-    # And `expert`: the other devices' tokens come, and what this device's experts add to them goes.
-    return moved + model.n_layers * tokens * 2 * model.d_model * item * (axes.expert - 1)
+    return width * 2 * (axes.tensor - 1) / axes.tensor, moved
 
 
-def _gathered(m: Setting, role: str, model: DecoderConfig) -> float:
-    """Returns the bytes that `fsdp` brings to a device in one pass over the layers."""
-    axes = m.axes[role]
-    whole = layer_bytes(model, axes.gathered, m.config.roles[role].compute_dtype)
-    return whole * (axes.weights - 1) / axes.weights
-
-
-def _sent(m: Setting, role: str) -> Sent:
-    """Returns the bytes that a device of a role sends in a step."""
+def _sent(m: Setting, role: str) -> Mapping[str, float]:
+    """Returns the bytes that a device of a role sends in a step, by kind: those of `HIDDEN`, of
+    `fsdp`; and `OTHERS` and `REPLICAS`."""
     axes, c, student = m.axes[role], m.config, m.student
     if role == "rollout":
         prompts = c.batch_size * m.prompt_tokens // axes.rows
         tokens = prompts + m.rows(role, m.sequences) * m.new_tokens
-        waited = _reduced(m, role, student, tokens) + _exchanged(m, role, student, tokens)
-        return {GATHER: 0.0, SCATTER: 0.0, OTHERS: waited}
+        return {GATHER: 0.0, SCATTER: 0.0, OTHERS: sum(exchanged(m, role, student, tokens))}
+    dtype, others = c.roles[role].compute_dtype, (axes.weights - 1) / axes.weights
     if role != "actor":
         models = m.inputs.teachers if role == "teacher" else (student,)
         section: Any = c.roles[role]
         tokens = m.rows(role, m.sequences) * (m.prompts(role) + m.new_tokens) // axes.context
-        gathered = section.num_microbatches * sum(_gathered(m, role, model) for model in models)
+        whole = sum(layer_bytes(model, axes.gathered, dtype) for model in models)
         share = 1 / len(models) if c.mixture is None else 1.0
-        each = (_reduced(m, role, x, tokens) + _exchanged(m, role, x, tokens) for x in models)
-        return {GATHER: gathered, SCATTER: 0.0, OTHERS: share * sum(each)}
+        waited = share * sum(sum(exchanged(m, role, model, tokens)) for model in models)
+        return {GATHER: section.num_microbatches * whole * others, SCATTER: 0.0, OTHERS: waited}
     count, rows = m.micro_batches()
     passes = count * c.minibatches * c.actor.epochs_per_batch
-    forward = 2 if c.actor.remat == "full" else 1
-    reduced = c.actor.reduce_dtype or c.actor.compute_dtype
+    over = 3 if c.actor.remat == "full" else 2  # passes over the layers
     counted = layer_bytes if student.lora is None else trained_bytes
-    grads = counted(student, axes.gathered, reduced)
-    tokens = rows * m.width // axes.context
+    grads = counted(student, axes.gathered, c.actor.reduce_dtype or dtype)
+    summed, moved = exchanged(m, role, student, rows * m.width // axes.context)
     exchanges = 2 if c.actor.remat == "none" else 3  # dots keeps no exchanged heads either
-    moved = (forward + 1) * _reduced(m, role, student, tokens)
-    moved += exchanges * _exchanged(m, role, student, tokens)
     return {
-        GATHER: passes * (forward + 1) * _gathered(m, role, student),
-        SCATTER: passes * grads * (axes.weights - 1) / axes.weights,
-        OTHERS: passes * moved,
+        GATHER: passes * over * layer_bytes(student, axes.gathered, dtype) * others,
+        SCATTER: passes * grads * others,
+        OTHERS: passes * (over * summed + exchanges * moved),
         REPLICAS: passes * grads / axes.weights * 2 * (axes.data - 1) / axes.data,
     }
 
@@ -278,7 +239,7 @@ class Candidate:
     config: Config
     inputs: PlanInputs
     stages: Mapping[Stage, float]
-    """Seconds a step of each stage."""
+    """Seconds a step."""
     step: float
     """Seconds of a step once the pipeline is full."""
     peaks: Mapping[str, int]
@@ -302,17 +263,15 @@ class Search:
     """Tries placements and keys on a machine: for each placement it improves one key after the
     other, which finds a good choice, not always the best."""
 
-    def __init__(self, plan: Plan, machine: Machine, compiled: Mapping[str, Traffic]):
+    def __init__(self, plan: Plan, target: TargetMachine, compiled: Mapping[str, Traffic]):
         """
         Args:
             plan: of the run as configured, on that machine.
             compiled: role -> what its compiled programs say of its collectives.
         """
         self.config, self.inputs, self.compiled = plan.config, plan.inputs, compiled
-        self.ceilings = ceilings_of(machine.devices[0], "bfloat16")
-        target = machine.target
-        self.links = Links(target.inside, target.link)
-        self.host_size = target.count // target.hosts
+        self.ceilings = ceilings_of(target.devices[0], "bfloat16")
+        self.target = target
         self.now = self.judge(self.config, self.inputs)
 
     def judge(self, config: Config, inputs: PlanInputs) -> Candidate:
@@ -322,8 +281,7 @@ class Search:
             UserError: axes that do not divide a role's devices or its model's heads.
         """
         whole, _ = with_choices(config, inputs)
-        machine = (self.ceilings, self.links, self.host_size)
-        stages = stage_costs(whole, inputs, inputs.axes(whole), *machine, self.compiled)
+        stages = stage_costs(Setting(whole, inputs), self.ceilings, self.target, self.compiled)
         names = {role: inputs.placement.pool_of(role).name for role in inputs.placement.roles}
         pools = pool_peaks(inputs, whole)
         return Candidate(
@@ -346,7 +304,7 @@ class Search:
         for candidate in sorted((x for x in found if x.fits), key=lambda x: x.step):
             config, inputs = candidate.config, candidate.inputs
             for role in self.inputs.roles:
-                own = _with_axes(config, role, self.config.roles[role].parallel.model_dump())
+                own = with_axes(config, role, **self.config.roles[role].parallel.model_dump())
                 with suppress(UserError):
                     now, then = (inputs.axes(with_choices(c, inputs)[0]) for c in (config, own))
                     config = own if now == then else config
@@ -366,16 +324,17 @@ class Search:
         roles = [role for role in needed_roles(config) if role not in services(config)]
         slices = {role: section.devices for role, section in config.roles.items()}
         placement = place(spec, roles, slices)
-        for pool in placement.pools:  # whose devices are numbered host after host
-            hosts = {device // self.host_size for device in pool.devices}
-            if len(hosts) > -(-len(pool.devices) // self.host_size):
+        size = self.target.host_size
+        for pool in placement.pools:
+            hosts = {device // size for device in pool.devices}
+            if len(hosts) > -(-len(pool.devices) // size):
                 raise UserError(f"{spec}: a cluster would not split a pool that one host can hold")
         inputs = replace(self.inputs, placement=placement)
         for role in inputs.roles:
             axes = next(_axes(config, inputs, role), None)
             if axes is None:
                 raise UserError(f"{spec}: the devices of {role} do not divide its model")
-            config = _with_axes(config, role, axes)
+            config = with_axes(config, role, **axes)
         return self.judge(config, inputs)
 
     def _improved(self, start: Candidate) -> Candidate:
@@ -403,7 +362,7 @@ def _ladders(at: Candidate, roles: Sequence[str]) -> Iterator[list[Config]]:
     config = at.config
     for role in roles:
         if role not in ("reward", "grouper"):  # their seconds are not predicted
-            yield [_with_axes(config, role, axes) for axes in _axes(config, at.inputs, role)]
+            yield [with_axes(config, role, **axes) for axes in _axes(config, at.inputs, role)]
     width = -(-sum(at.inputs.widths(config)) // at.inputs.axes(config)["actor"].context)
     yield [set_key(config, "actor.remat", remat) for remat in REMATS]
     tokens = [*(width * n for n in (1, 2, 4, 8, 16)), None]
@@ -439,10 +398,6 @@ def _axes(config: Config, inputs: PlanInputs, role: str) -> Iterator[dict[str, i
             if divided and model.n_heads % axes.heads == 0:
                 above = {axis: size for axis, size in axes._asdict().items() if size > 1}
                 yield above or {"fsdp" if role == "actor" else "data": 1}
-
-
-def _with_axes(config: Config, role: str, axes: Mapping[str, int | None]) -> Config:
-    return set_key(config, f"{role}.parallel", type(config.roles[role].parallel)(**axes))
 
 
 def candidate_lines(now: Candidate, found: Sequence[Candidate]) -> list[str]:

@@ -325,6 +325,20 @@ def shard_inputs(
     """
     cut = models if outcomes is None else models[:1]
     rows = min(head.shape[0] for _, head in cut)
+    if v is not None and not 0 < v <= rows:
+        raise ValueError(f"v is {v}; the heads have {rows} rows in common: give 1 to {rows}")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk} tokens; it must be at least 1 ({CHUNK} is the default)")
+    for hidden, head in models:
+        if hidden.shape[-1] != head.shape[1]:
+            raise ValueError(
+                f"hidden states are {hidden.shape[-1]} wide and their head {head.shape[1]}: "
+                "both must come from one model"
+            )
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(
+            f"temperature is {temperature}; it must be above 0 (1 leaves logits as they are)"
+        )
     sharded = ShardedTerm(term, v or rows, chunk, mesh, lean)
     (hidden, head), *teachers = models
     if mask is None:

@@ -84,7 +84,7 @@ def divergence_from_hidden(
         of tokens where the term acts).
 
     Raises:
-        ValueError: top_k outside [1, V].
+        ValueError: beta outside [0, 1], or top_k outside [1, V].
     """
     teachers = [(teacher_hidden, teacher_head)]
     if isinstance(teacher_hidden, Sequence):

@@ -75,12 +75,20 @@ def generalised_jsd(
 
     Args:
         student, teacher: log-probs, nats, not below `MIN`.
-        beta: in [0, 1], weight of the teacher in the mixture; static.
+        beta: weight of the teacher in the mixture; static.
         total: sums over the last dim (and over the devices that share it).
 
     Returns:
         D, nats, and the `centre` that `logits_gradient` needs.
+
+    Raises:
+        ValueError: beta outside [0, 1].
     """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(
+            f"beta is {beta}; it must lie in [0, 1]: 0 is KL(teacher || student), "
+            "1 is KL(student || teacher)"
+        )
     p, q = jnp.exp(teacher), jnp.exp(student)
     # An outcome of probability 0 adds 0, whatever the logarithm there.
     if beta == 0:
@@ -154,6 +162,8 @@ def sampled_reverse_kl(
         The sum, the number of tokens, and the metrics reverse_kl_k1, whose sum and count are [B,
         T], ratio_capped and gap_clamped.
     """
+    if ratio_cap <= 0:
+        raise ValueError(f"ratio_cap is {ratio_cap}; it must be above 0 (2 is usual)")
     fixed = jax.lax.stop_gradient(student_logprobs)
     sampler = fixed if sampler_logprobs is None else jax.lax.stop_gradient(sampler_logprobs)
     ratio = jnp.exp(jnp.where(mask, fixed - sampler, 0))

@@ -5,11 +5,9 @@ Made before any weight is read.
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
@@ -32,7 +30,7 @@ from jaxrl.models.kernels import (
 )
 from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.plan.accounts import pool_peaks, role_accounts
-from jaxrl.plan.advice import advise, faster, relief, room, set_key, with_choices, with_loss_chunk
+from jaxrl.plan.advice import advise, faster, room, set_key, with_choices, with_loss_chunk
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
 from jaxrl.plan.plan_inputs import GB, HostMemory, PlanInputs, PoolPeak, Setting
 from jaxrl.plan.table import Plan
@@ -42,7 +40,7 @@ from jaxrl.process.json_types import Keywords
 from jaxrl.roles.reward import read_reward
 from jaxrl.runtime.cluster import ClusterDevice
 from jaxrl.sharding.axes import Axes
-from jaxrl.sharding.mesh import DeviceFacts, Visible, bytes_limit
+from jaxrl.sharding.mesh import Visible, bytes_limit
 from jaxrl.sharding.placement import Placement, check_visible, place, place_without_devices
 from jaxrl.sharding.targets import TargetMachine
 from jaxrl.teacher.cache import ScoreCache
@@ -52,8 +50,6 @@ GPU_SIZES = (8, 12, 16, 24, 40, 80, 141)
 PROCESS_BYTES = 600_000_000
 """What a process grows by from its plan to the end of a run, arrays aside: the tokenizers' library,
 compiled programs, buffers of the allocator. Measured on the quickstart."""
-HAVE_MODELS = ("student", "teacher", "reward", "grouper")
-"""Sections with a key `model`."""
 
 
 def target_plan(config: Config, roles: Sequence[str], target: TargetMachine) -> Plan:
@@ -144,7 +140,8 @@ def services(config: Config) -> dict[str, str]:
 
 def without_weights(config: Config) -> list[str]:
     """Returns the keys of models that are folders with a `config.json` and no weights."""
-    models = {f"{role}.model": getattr(config, role).model for role in HAVE_MODELS}
+    sections = ("student", "teacher", "reward", "grouper")
+    models = {f"{role}.model": getattr(config, role).model for role in sections}
     models |= {config.teacher_key(name): model for name, model in config.teacher_models.items()}
     return [key for key, name in models.items() if name and _only_described(name)]
 
@@ -183,22 +180,21 @@ def build(
     target = target_of(seen.devices) if seen.devices else UNKNOWN_GPU
     asked, config = config, config.with_dtypes(default_dtype(target))
 
-    # A process of another launcher than Ray's has a host alone.
+    # A process of another launcher than Ray's has a host alone. Emulated devices share the free
+    # memory of their host, where that is known, with each process.
     names = [getattr(device, "host", device.process_index) for device in seen.devices]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-
-    # Emulated devices share the free memory of their host, where that is known, with each process.
-    by_host: dict[str, list[tuple[int, DeviceFacts]]] = {}
-    for item in enumerate(seen.devices if target.platform == "cpu" and limit_gb is None else ()):
-        host = item[1].host if isinstance(item[1], ClusterDevice) else "this host"
-        by_host.setdefault(host, []).append(item)
+    by_host: dict[str, list[int]] = {}
+    emulated = seen.devices if target.platform == "cpu" and limit_gb is None else ()
+    for i, device in enumerate(emulated):
+        host = device.host if isinstance(device, ClusterDevice) else "this host"
+        by_host.setdefault(host, []).append(i)
     hosts = []
-    for host, devices in by_host.items():
-        if (free := bytes_limit(devices[0][1])) is not None:
-            own = {number for number, _ in devices}
-            beside = len({device.process_index for _, device in devices}) * PROCESS_BYTES + mapped
-            counts = tuple(len(own.intersection(pool.devices)) for pool in placement.pools)
-            hosts.append(HostMemory(host, free, beside, counts))
+    for host, own in by_host.items():
+        if (free := bytes_limit(seen.devices[own[0]])) is not None:
+            processes = len({seen.devices[i].process_index for i in own})
+            counts = tuple(len({*own}.intersection(pool.devices)) for pool in placement.pools)
+            hosts.append(HostMemory(host, free, processes * PROCESS_BYTES + mapped, counts))
 
     # The smallest device of each pool counts; of accelerators that all know their own.
     limits: list[int | None] = []
@@ -225,11 +221,12 @@ def build(
     config, chosen = (config, ()) if seen.emulated else with_choices(config, inputs)
     if config.rollout.slots != run.rollout.slots:
         run = set_key(run, "rollout.slots", config.rollout.slots)
-    axes, sized = inputs.axes(config), with_loss_chunk(config, inputs)
+    sized = with_loss_chunk(config, inputs)
     if (chunk := sized.distill.chunk_tokens) != run.distill.chunk_tokens:
         run = set_key(run, "distill.chunk_tokens", chunk)
         what = f"distill.chunk_tokens={chunk}: the losses read the LM head once for so many tokens"
         chosen = (*chosen, what)
+    m = Setting(sized, inputs)
     accounts = role_accounts(inputs, sized)
     pools = inputs.pools(accounts)
 
@@ -246,11 +243,11 @@ def build(
         *dict.fromkeys(shares),
         *placement.notes,
         *chosen,
-        *_mesh_notes(config, inputs, axes),
+        *_mesh_notes(m),
         *_checkpoint_notes(config, student, here=limit_gb is None),
         *_compute_notes(asked, run, inputs),
-        *_sampling_notes(config, inputs),
-        *_transfer_notes(config, inputs),
+        *_sampling_notes(m),
+        *transfer_notes(m),
         *(host.note([pool.bytes for pool in pools]) for host in hosts),
     )
 
@@ -258,36 +255,30 @@ def build(
     verdict += filter(None, [room(config, inputs)])
     verdict += faster(config, inputs)
 
-    planning = fits_elsewhere = False
+    elsewhere = fits_elsewhere = None
     if (seen.emulated or not seen.devices) and limit_gb is None:
         gpus = replace(inputs, target=UNKNOWN_GPU, hosts=())
         elsewhere = _elsewhere(asked.with_dtypes(default_dtype(UNKNOWN_GPU)), gpus)
-        planning = elsewhere is not None
-        if elsewhere is not None:
-            lines, advice, smallest = elsewhere
-            fits_elsewhere = smallest is not None
-            verdict += lines
-            if seen.devices:
-                here = verdict[0].removeprefix("verdict: ")
-                verdict[0] = f"on the CPU of this host, which has no accelerator: {here}"
-            words = f"of {smallest} GB and more" if smallest else f"of up to {GPU_SIZES[-1]} GB"
-            fits = "fits" if smallest else "does not fit"
-            verdict.append(f"verdict: {fits} on GPUs {words}; --target h100x8 plans for a machine")
+    if elsewhere is not None:
+        lines, advice, smallest = elsewhere
+        fits_elsewhere = smallest is not None
+        verdict += lines
+        if seen.devices:
+            here = verdict[0].removeprefix("verdict: ")
+            verdict[0] = f"on the CPU of this host, which has no accelerator: {here}"
+        words = f"of {smallest} GB and more" if smallest else f"of up to {GPU_SIZES[-1]} GB"
+        fits = "fits" if smallest else "does not fit"
+        verdict.append(f"verdict: {fits} on GPUs {words}; --target h100x8 plans for a machine")
     return Plan(
         run,
-        placement,
-        axes,
+        m,
         seen.devices,
         seen.launcher,
         accounts,
         pools,
-        {r: p.bytes for p in pools for r in p.pool.roles if r in accounts},
-        inputs,
         tuple(filter(None, notes)),
         tuple(verdict),
         tuple(advice),
-        partial(relief, sized, inputs),
-        planning=planning,
         fits_elsewhere=fits_elsewhere,
     )
 
@@ -316,59 +307,55 @@ def _compute_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterato
     if inputs.on_cpu:
         return
     dtypes = ("bfloat16", "float32") if inputs.target.platform == TPU else ("bfloat16",)
-    why: dict[str, list[str]] = {}
-    for role in (r for r in inputs.roles if config.roles[r].compute_dtype in dtypes):
-        for dim in (dim for model in inputs.models(role) for dim in model.head_dims):
-            reason = why_not_fused(inputs.target, dim, config.roles[role].compute_dtype)
-            if reason is not None and role not in why.setdefault(reason, []):
-                why[reason].append(role)
+    uses = [(role, *use) for role in inputs.roles for use in inputs.kernel_uses(config, [role])]
+    uses = [use for use in uses if use[2] in dtypes]
+    why: dict[str, dict[str, None]] = {}
+    for role, dim, computed, _ in uses:
+        if (reason := why_not_fused(inputs.target, dim, computed)) is not None:
+            why.setdefault(reason, {})[role] = None
     for reason, roles in why.items():
         yield (
             f"attention of {', '.join(roles)}: {reason}; matrix products are used, slower and with"
             " the scores in memory"
         )
-    uses = inputs.kernel_uses(config, inputs.roles)
-    steps = [
-        why_no_step_kernel(inputs.target, dim, dtype)
-        for dim, dtype, step in uses
-        if step and dtype in dtypes
-    ]
-    for reason in dict.fromkeys(filter(None, steps)):
+    steps = (why_no_step_kernel(inputs.target, *use[1:3]) for use in uses if use[3])
+    for reason in filter(None, dict.fromkeys(steps)):
         yield (
             f"sampling: {reason}; each decode step reads the cache as far as its longest"
             " sequence reaches, for every slot"
         )
 
 
-def _sampling_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
+def _sampling_notes(m: Setting) -> Iterator[str]:
     """Yields what a pool of pages saves, and that the samples of a prompt share its keys and
     values, where there are several.
 
     Raises:
         UserError: the cache cannot be in pages, and why.
     """
-    if "rollout" not in inputs.roles:
+    config, rollout = m.config, m.config.rollout
+    if "rollout" not in m.axes:
         return
-    if config.rollout.cache_tokens is not None:
-        model, dtype = inputs.model("rollout"), config.rollout.compute_dtype
-        assert isinstance(model, DecoderConfig)
-        key = f"rollout.cache_tokens={config.rollout.cache_tokens}"
+    if rollout.cache_tokens is not None:
+        model, dtype = m.student, rollout.compute_dtype
+        key = f"rollout.cache_tokens={rollout.cache_tokens}"
         episodes = config.environment.name is not None
-        if (why := why_not_paged(model, inputs.target, dtype, episodes=episodes)) is not None:
+        if (why := why_not_paged(model, m.inputs.target, dtype, episodes=episodes)) is not None:
             raise UserError(
                 f"{key} needs prompts apart from completions, and here a cache holds both: {why};"
                 " set it to null"
             )
-        m = Setting(config, inputs, inputs.axes(config))
-        of, sizes = m.slots("rollout"), []
-        for size in (of.own, (of.slots, of.positions)):
-            sizes.append(cache_bytes(model, m.axes["rollout"], *size, dtype) / 1e9)
+        of = m.slots("rollout")
+        paged, whole = (
+            cache_bytes(model, m.axes["rollout"], *size, dtype) / 1e9
+            for size in (of.own, (of.slots, of.positions))
+        )
         room = f"All slots have room for {of.pages // of.slots * PAGE} tokens"
         if of.pages < of.slots:
             room = f"Each page is one slot's, so no more than {of.pages} slots are used at once"
         yield (
-            f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {sizes[0]:.2f} GB;"
-            f" its {of.slots} slots with {of.positions} tokens each would take {sizes[1]:.2f} GB."
+            f"sampling: {key}: a device's {of.pages} pages of {PAGE} tokens take {paged:.2f} GB;"
+            f" its {of.slots} slots with {of.positions} tokens each would take {whole:.2f} GB."
             f" {room}; where pages run out, the youngest sample waits"
         )
     if config.group_size > 1:
@@ -378,13 +365,12 @@ def _sampling_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
         )
 
 
-def _transfer_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
+def transfer_notes(m: Setting) -> Iterator[str]:
     """Yields what a run on several hosts sends through the object store in a step, in seconds."""
-    m = Setting(config, inputs, inputs.axes(config))
     for (sender, receiver), size in m.sent.items():
         seconds, what = m.store_seconds(sender, receiver), "the weights"
         if sender == "teacher":
-            what = f"its signal ({config.distill.signal})"
+            what = f"its signal ({m.config.distill.signal})"
         if seconds is not None:
             yield (
                 f"{sender} to {receiver}: {what}, {size / GB:.2f} GB a step, take about"
@@ -392,8 +378,9 @@ def _transfer_notes(config: Config, inputs: PlanInputs) -> Iterator[str]:
             )
 
 
-def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) -> Iterator[str]:
+def _mesh_notes(m: Setting) -> Iterator[str]:
     """Yields what the mesh does to the models and to the batch without being asked."""
+    config, inputs, axes = m.config, m.inputs, m.axes
     for key in without_weights(config):
         yield f"{key}: no weights here, only a config.json: planned for another machine"
     for model in dict.fromkeys(inputs.model(role) for role in axes):
@@ -408,10 +395,11 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
     if config.served and config.distill.signal == "hidden":
         yield "actor: the teacher's LM head, which it also holds, is not counted here"
     for role, sizes in axes.items():
-        model = inputs.model(role)
-        decoder = model if isinstance(model, DecoderConfig) else None
-        shapes = () if decoder is None else decoder.shapes
-        for heads in dict.fromkeys([one.n_kv_heads for one in shapes] or [model.n_heads]):
+        model, kv_heads, states = inputs.model(role), [], 0
+        if isinstance(model, DecoderConfig):
+            kv_heads = [one.n_kv_heads for one in model.shapes]
+            states = 0 if model.delta is None else model.delta.k_heads
+        for heads in dict.fromkeys(kv_heads or [model.n_heads]):
             if heads % sizes.tensor:
                 yield (
                     f"{role}: tensor={sizes.tensor} does not divide the {heads} KV heads:"
@@ -422,7 +410,6 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                     f"{role}: {sizes.heads} parts of the heads (tensor times context) do not divide"
                     f" the {heads} KV heads: for attention each device gathers all"
                 )
-        states = decoder.delta.k_heads if decoder is not None and decoder.delta is not None else 0
         width = "fsdp times context" if sizes.context > 1 else "fsdp"
         for axis, size, name, dim in (
             (width, sizes.weights, "d_model", model.d_model),
@@ -435,12 +422,9 @@ def _mesh_notes(config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]) ->
                     f"{role}: {axis}={size} does not divide the {name} of {dim}:"
                     " these weights are replicated on each device"
                 )
-    rows = config.batch_size * config.group_size
-    multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
-    if rows % multiple:
-        padded = -(-rows // multiple) * multiple
+    if m.padded_rows != m.sequences:
         yield (
-            f"the {rows} sequences of a batch are padded to {padded},"
+            f"the {m.sequences} sequences of a batch are padded to {m.padded_rows},"
             " so that every mesh divides them"
         )
 
@@ -480,10 +464,10 @@ def _checkpoint_notes(config: Config, student: DecoderConfig, here: bool) -> Ite
 def _verdict(pools: Sequence[PoolPeak], hosts: Sequence[HostMemory] = ()) -> str:
     if not hosts and all(pool.limit is None for pool in pools):
         return "verdict: no limit is known"
-    over = [text for host in hosts if (text := host.excess(pools))]
-    if not hosts:
-        over = [pool.excess for pool in pools if not pool.fits]
-    return "verdict: " + ("fits" if not over else "does not fit: " + "; ".join(over))
+    over = [pool.excess for pool in pools if not pool.fits]
+    if hosts:
+        over = [text for host in hosts if (text := host.excess(pools))]
+    return f"verdict: does not fit: {'; '.join(over)}" if over else "verdict: fits"
 
 
 def _elsewhere(
@@ -496,7 +480,7 @@ def _elsewhere(
     What each GPU needs is counted with the axes that the roles get on the smallest size that fits.
     Sizes of less than half of that have one line together, and no advice.
     """
-    share = gpu_share()
+    share, before = gpu_share(), inputs.axes(config)
     needed, lines, advice = pool_peaks(inputs, config), list[str](), list[str]()
     if max(pool.bytes for pool in needed) < GB:
         return None
@@ -507,25 +491,20 @@ def _elsewhere(
         there = replace(inputs, limits=(usable,) * len(inputs.placement.pools))
         choice, _ = with_choices(config, there)
         pools = pool_peaks(there, choice)
-        fits = all(pool.fits for pool in pools)
         if 2 * usable < max(pool.bytes for pool in pools) and size != GPU_SIZES[-1]:
             far_too_small.append(size)
             continue
         verdict = _verdict(pools).removeprefix("verdict: ")
-        axes = there.axes(choice)
-        split = [
-            f"{role}: {axes[role]}" for role, own in there.axes(config).items() if axes[role] != own
-        ]
+        axes = there.axes(choice).items()
+        split = [f"{role}: {sizes}" for role, sizes in axes if sizes != before[role]]
         if choice.rollout.slots != config.rollout.slots:
             split.append(f"rollout.slots={choice.rollout.slots}")
-        if split:
-            verdict += f" ({', '.join(split)})"
+        verdict += f" ({', '.join(split)})" if split else ""
         lines.append(f"on GPUs of {size} GB, of which jax takes {share:.0%}: {verdict}")
-        lines += [f"  {line}" for line in filter(None, [room(choice, there)])]
-        lines += [f"  {line}" for line in faster(choice, there)]
-        if not fits:
-            advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
-        elif smallest is None:
+        more = [room(choice, there), *faster(choice, there)]
+        lines += [f"  {line}" for line in more if line]
+        advice += [f"for {size} GB: {line}" for line in advise(choice, there)]
+        if smallest is None and all(pool.fits for pool in pools):
             needed, smallest = pools, size
     if far_too_small:
         sizes = ", ".join(map(str, far_too_small))

@@ -1,9 +1,9 @@
 """Accounts for the memory of each role on one of its devices, before any weight is read.
 
 By `plan/array_bytes.py` the arrays that a role keeps are exact, and what a program needs besides is
-an estimate. An entry is resident or belongs to a phase. A worker does one
-thing at a time, so the peak of a device is the largest over the phases of all roles there: what is
-resident and not away then, and the phase.
+an estimate. An entry is resident or belongs to a phase. A worker does one thing at a time, so the
+peak of a device is the largest over the phases of all roles there: what is resident and not away
+then, and the phase.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def actor(m: Setting) -> Iterable[Entry]:
     c, a, axes, student = m.config, m.config.actor, m.axes["actor"], m.student
     lora, gathers = student.lora is not None, axes.weights > 1
     count, rows = m.micro_batches()
-    run = m.run("actor", student, rows, m.width, joined=m.shared_group > 1)
-    if m.shared_group > 1:
-        run = replace(run, shared=(m.shared_group, m.prompt_tokens))
+    run = m.run("actor", student, rows, m.width, m.shared_group)
     computed = trained_bytes(student, axes, a.compute_dtype)
     layers = computed if lora else layer_bytes(student, axes, a.compute_dtype)
     # The sum over micro-batches is in float32, beside the gradient of one in the compute dtype.
@@ -100,14 +98,14 @@ def actor(m: Setting) -> Iterable[Entry]:
     if m.signal == "hidden":
         item = ITEMSIZE[c.teacher.compute_dtype]
         theirs = sum(table_bytes(m.teacher_rows, width, axes, item) for width in m.teacher_widths)
-    # A loss that sums the head's gradient as it goes forward does so in float32, at full width.
-    head_gradient = head * F32 // run.itemsize if m.loss_fused and not lora else 0
     sent = m.rows("actor", m.sequences) * m.new_tokens * (m.signal_bytes + F32 * len(c.teachers))
     taken = sent * rows // max(m.rows("actor", m.sequences), 1)
     d, softcap = c.distill, student.final_softcap is not None
-    arrays = TILE_ARRAYS + 2 * softcap  # float32 [chunk, V], alive at once in the loss
+    arrays, head_gradient = TILE_ARRAYS + 2 * softcap, 0  # float32 [chunk, V], alive in the loss
     if m.signal not in (None, "sampled"):
         arrays = LOSS_ARRAYS + softcap
+        if not d.lean and not lora:  # which sums the head's gradient as it goes forward, in float32
+            head_gradient = head * F32 // run.itemsize
     if m.signal == "hidden":
         arrays += UNFUSED_ARRAYS * m.inputs.on_cpu + len(c.teachers)
         arrays += ENTROPY_ARRAYS * d.entropy_aware + (d.lean and axes.tensor > 1)
@@ -220,23 +218,22 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
     if m.inputs.on_cpu and model.quantised is not None:  # which dequantises all layers at once
         floats = (s for s in shards(model.plain, axes) if s.path.startswith("layers"))
         gathered += sum(s.bytes(dtype) for s in floats if "experts/" not in s.path)
-    longer = max(cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
     step = m.run(role, model, of.slots, 1).step_experts(ridge(m.inputs.target.kind))
     work = {
         "prefill": run.forward() + gathered,
         "decode": max(scores, step) + drawn + gathered,
-        "longer cache": longer,
     }
     if role == "rollout" and c.environment.name is not None:  # of full length from the start
         answers = m.run(role, model, ANSWER_ROWS, ANSWER_TOKENS[1])
         picked = 2 * cache // of.slots * min(of.slots, ANSWER_ROWS)
         scored = heads * ANSWER_ROWS * ANSWER_TOKENS[1] * of.positions
         work["answers of environments"] = picked + max(answers.forward(), 2 * F32 * scored)
-    if of.pages:  # the pool does not grow
+    elif of.pages:  # the pool does not grow
         read = cache_bytes(model, axes, 1, of.whole, dtype)
         work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
-    if of.pages or "answers of environments" in work:
-        del work["longer cache"]
+    else:
+        grown = (cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
+        work["longer cache"] = max(grown)
     yield Entry("cache", "keys and values of prompts", held, "prefill")
     for phase, size in work.items():
         yield Entry("cache", "KV cache", cache, phase)
@@ -368,12 +365,7 @@ def _widths(longest: int) -> frozenset[int]:
 
 
 ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
-    "actor": actor,
-    "rollout": rollout,
-    "teacher": teacher,
-    "reference": reference,
-    "reward": reward,
-    "grouper": grouper,
+    entries.__name__: entries for entries in (actor, rollout, teacher, reference, reward, grouper)
 }
 """Role -> the function that yields its entries."""
 
@@ -381,7 +373,7 @@ ACCOUNTS: dict[str, Callable[[Setting], Iterable[Entry]]] = {
 def role_accounts(inputs: PlanInputs, config: Config) -> dict[str, Account]:
     """Returns the account of each role of the run; each entry says when it is offloaded or
     freed (`away`)."""
-    setting, accounts = Setting(config, inputs, inputs.axes(config)), {}
+    setting, accounts = Setting(config, inputs), {}
     for pool in inputs.placement.pools:
         for role in (r for r in pool.roles if r in inputs.roles and r in ACCOUNTS):
             entries = []
@@ -416,26 +408,23 @@ def _away(role: str, entry: Entry, others: set[str], config: Config) -> frozense
     """
     if entry.phase is not None or entry.column not in ("weights", "optimizer"):
         return frozenset()
-    offload = config.offload
-    if entry.name == BASE and role in ("actor", "rollout"):
-        return frozenset(
-            (others | (PUBLISH if role == "actor" else set())) if offload.params else ()
-        )
-    if role == "rollout" or (role == "teacher" and config.teacher_follows):
-        stale = UPDATES if "actor" in others else set()
-        asked = offload.params if role == "rollout" else config.offloads_follower
-        return frozenset(stale | (others - {"actor"} if asked else set()))
+    offload, always = config.offload, set[str]()
     asked, gone = offload.frozen, others
     if role == "actor":
         gone = others | PUBLISH
         if entry.column == "optimizer":
             asked = offload.optimizer
-            gone -= {f"actor: {TO_TEACHER}"} if entry.name == AVERAGE else set()
-        elif entry.name == SHARED:
-            asked, gone = offload.params, others - {"rollout"}
-        elif entry.name == "parameters":
-            asked, gone = offload.params, others
-    return frozenset(gone if asked else ())
+            gone = gone - {f"actor: {TO_TEACHER}"} if entry.name == AVERAGE else gone
+        elif entry.name in (BASE, SHARED, "parameters"):
+            asked = offload.params
+            gone = {BASE: gone, SHARED: others - {"rollout"}}.get(entry.name, others)
+    elif role == "rollout" and entry.name == BASE:
+        asked = offload.params
+    elif role == "rollout" or (role == "teacher" and config.teacher_follows):
+        always = UPDATES if "actor" in others else always  # the weights are stale then
+        asked = offload.params if role == "rollout" else config.offloads_follower
+        gone = others - {"actor"}
+    return frozenset(always | gone if asked else always)
 
 
 def pool_peaks(inputs: PlanInputs, config: Config) -> tuple[PoolPeak, ...]:

@@ -4,11 +4,9 @@ named."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
-
-from pydantic import BaseModel
 
 from jaxrl.config.roles import LongParallelConfig
 from jaxrl.config.schema import Config
@@ -47,16 +45,15 @@ def advise(config: Config, inputs: PlanInputs) -> list[str]:
     for index, peak in enumerate(pool_peaks(inputs, config)):
         if peak.limit is None or peak.fits:
             continue
-        helpful = _helpful(config, inputs, index)
+        name, helpful = peak.pool.name, _helpful(config, inputs, index, peak.bytes, peak.limit)
         for (key, value), size in helpful[:LINES]:
             fits = ", which fits" if size <= peak.limit else ""
-            lines.append(f"{peak.pool.name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
+            lines.append(f"{name}: {key}={shown(value)} takes {size / 1e9:.1f} GB{fits}")
         if any(size <= peak.limit for _, size in helpful):
             continue
-        changes, name = [change for change, _ in helpful], peak.pool.name
-        together = _peak(config, inputs, index, changes) if changes else None
         more = f"give {name} more than its {counted(len(peak.pool.devices), 'device')} in the mesh"
-        if together is None or inputs.limits[index] is None:
+        together = _peak(config, inputs, index, [change for change, _ in helpful])
+        if not helpful or together is None or inputs.limits[index] is None:
             lines.append(f"{name}: {more}")
         elif together <= peak.limit:
             lines.append(f"{name}: all of them together take {together / 1e9:.1f} GB, which fits")
@@ -80,11 +77,10 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
         config = set_key(config, "rollout.slots", slots)
     found = []
     for key, limit in most.items():
-        now: int = getattr(config, key)
-        high = now  # by bisection, exact up to 5%
-        while high < limit and _fits(set_key(config, key, min(2 * high, limit)), inputs):
-            high = min(2 * high, limit)
-        largest, high = high, min(2 * high, limit)
+        largest = now = getattr(config, key)  # doubled, then by bisection exact up to 5%
+        high = min(2 * now, limit)
+        while largest < limit and _fits(set_key(config, key, high), inputs):
+            largest, high = high, min(2 * high, limit)
         while high - largest > max(1, largest // 20):
             middle = (largest + high) // 2
             fits = _fits(set_key(config, key, middle), inputs)
@@ -100,30 +96,28 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
     """
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
-    m = Setting(config, inputs, inputs.axes(config))
+    m = Setting(config, inputs)
     slots, count = config.rollout.slots or m.sequences, m.micro_batches()[0]
     budgets: list[int | None] = [None] * (count > 1)  # that cut an update in fewer; null in one
     for fewer in range(2, count):
-        rows = -(-m.update_rows // fewer)
-        rows = -(-rows // m.shared_group) * m.shared_group
-        apart = rows // m.shared_group * (m.shared_group - 1) * m.prompt_tokens
-        # A group has its prompt once, and devices of `context` share the tokens.
-        budgets.append(-(-(rows * m.width - apart) // m.axes["actor"].context))
+        groups = -(-m.update_rows // (fewer * m.shared_group))
+        tokens = groups * (m.prompt_tokens + m.shared_group * m.new_tokens)  # its prompt once
+        budgets.append(-(-tokens // m.axes["actor"].context))
     merges = config.trains_adapters and config.quantised is None and not config.rollout.merge
     every = (m.sequences, *fractions(m.sequences))
-    # Role, key, and the values that are faster than its own, the fastest first.
-    keys: list[tuple[str, str, Sequence[int | str | bool | None]]] = [
-        ("rollout", "rollout.slots", [n for n in every if n > slots]),
-        ("rollout", "rollout.merge", [True] * merges),
-        ("actor", "actor.remat", REMATS[: REMATS.index(config.actor.remat)]),
-        ("actor", "actor.micro_batch_tokens", budgets),
-        ("teacher", "teacher.num_microbatches", range(1, config.teacher.num_microbatches)),
-    ]
+    # Keys of roles, and their values that are faster than the present one, the fastest first.
+    keys: dict[str, Sequence[int | str | bool | None]] = {
+        "rollout.slots": [n for n in every if n > slots],
+        "rollout.merge": [True] * merges,
+        "actor.remat": REMATS[: REMATS.index(config.actor.remat)],
+        "actor.micro_batch_tokens": budgets,
+        "teacher.num_microbatches": range(1, config.teacher.num_microbatches),
+    }
     lines = []
-    for role, key, values in (item for item in keys if item[0] in inputs.roles):
-        section, _, name = key.partition(".")
-        now = getattr(getattr(config, section), name)
-        for value in values:
+    for key, values in keys.items():
+        role, _, name = key.partition(".")
+        now = getattr(getattr(config, role), name)
+        for value in values if role in inputs.roles else ():
             choice = with_loss_chunk(set_key(config, key, value), inputs)
             pools = pool_peaks(inputs, choice)
             if all(pool.fits for pool in pools):
@@ -146,29 +140,28 @@ def relief(config: Config, inputs: PlanInputs, role: str) -> list[str]:
     same."""
     index = inputs.placement.roles[role].pool
     now = pool_peaks(inputs, config)[index].bytes
-    limits = list(inputs.limits)
-    limits[index] = now // 2
-    tight = replace(inputs, limits=tuple(limits), hosts=())
     return [
         f"{key}={shown(value)} takes {size / 1e9:.2f} GB in place of {now / 1e9:.2f}"
-        for (key, value), size in _helpful(config, tight, index)[:LINES]
+        for (key, value), size in _helpful(config, inputs, index, now, now // 2)[:LINES]
     ]
 
 
-def _helpful(config: Config, inputs: PlanInputs, index: int) -> list[tuple[Change, int]]:
-    """Changes that save something, with the pool's peak after each; what fits comes first."""
-    now = pool_peaks(inputs, config)[index]
-    limit = now.limit
-    assert limit is not None
+def _helpful(
+    config: Config, inputs: PlanInputs, index: int, now: int, limit: int
+) -> list[tuple[Change, int]]:
+    """Returns changes that save something, with the pool's peak after each; what fits comes first.
+
+    Args:
+        now, limit: bytes that the pool takes, and that it is to take at most.
+    """
     found = []
-    for steps in _ladders(config, inputs, inputs.placement.pools[index]):
-        tried = [(change, _peak(config, inputs, index, [change])) for change in steps]
+    for key, values in _ladders(config, inputs, inputs.placement.pools[index]):
+        tried = [((key, value), _peak(config, inputs, index, [(key, value)])) for value in values]
         known = [(change, size) for change, size in tried if size is not None]
-        if not known:
-            continue
-        enough = [item for item in known if item[1] <= limit]
-        best = enough[0] if enough else min(known, key=lambda item: item[1])
-        if best[1] < (1 - WORTH) * now.bytes:
+        # The first that fits, or else the smallest.
+        smallest = min((size for _, size in known), default=0)
+        best = next((x for x in known if x[1] <= max(limit, smallest)), None)
+        if best is not None and best[1] < (1 - WORTH) * now:
             found.append(best)
     return sorted(found, key=lambda item: (item[1] > limit, item[1]))
 
@@ -183,54 +176,48 @@ def _peak(config: Config, inputs: PlanInputs, index: int, changes: list[Change])
         return None
 
 
-def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[list[Change]]:
-    """Yields, for each key that may help the pool, values to try, the mildest first."""
-    m = Setting(config, inputs, inputs.axes(config))
+def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yields keys that may help the pool, each with values to try, the mildest first."""
+    m = Setting(config, inputs)
     roles = [role for role in pool.roles if role in inputs.roles]
     if "actor" in roles:
         width, (_, rows) = -(-m.width // m.axes["actor"].context), m.micro_batches()
         fewer = sorted({max(1, rows // n) for n in (2, 4, 8, 16, 32)} - {rows}, reverse=True)
-        yield [("actor.micro_batch_tokens", width * n) for n in fewer]
-        yield [("actor.remat", "full")]
-        if config.distill.loss_chunk > SMALL_CHUNK:
-            yield [("distill.chunk_tokens", SMALL_CHUNK)]
-        yield [("distill.lean", True)]
+        yield "actor.micro_batch_tokens", [width * n for n in fewer]
+        yield "actor.remat", ["full"]
+        yield "distill.chunk_tokens", [SMALL_CHUNK] * (config.distill.loss_chunk > SMALL_CHUNK)
+        yield "distill.lean", [True]
         kept = average_dtype(config.optimizer, "bfloat16")
         if kept != "float32" and config.optimizer.name != "adafactor":  # else nothing is smaller
-            yield [("actor.moment_dtype", "bfloat16")]
-        yield [("actor.param_dtype", "bfloat16")]
-        if not inputs.on_cpu:
-            yield [("actor.dtype", "bfloat16")]
+            yield "actor.moment_dtype", ["bfloat16"]
+        yield "actor.param_dtype", ["bfloat16"]
     if "rollout" in roles:
         slots = config.rollout.slots or m.sequences
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
         each = longest * (slots // m.axes["rollout"].rows)
         if config.rollout.cache_tokens is None:
-            pools = (each // n for n in (2, 4))
-            yield [("rollout.cache_tokens", tokens) for tokens in pools if tokens >= longest]
-        yield [("rollout.slots", slots // n) for n in (2, 4, 8, 16) if slots >= n]
+            yield "rollout.cache_tokens", [each // n for n in (2, 4) if each // n >= longest]
+        yield "rollout.slots", [slots // n for n in (2, 4, 8, 16) if slots >= n]
     if "teacher" in roles:
-        n = config.teacher.num_microbatches
-        yield [("teacher.num_microbatches", n * k) for k in (2, 4, 8, 16)]
-    if len(roles) > 1:
-        asked = config.offload.model_dump()
-        yield from ([(f"offload.{key}", True)] for key, on in asked.items() if not on)
+        parts = config.teacher.num_microbatches
+        yield "teacher.num_microbatches", [parts * n for n in (2, 4, 8, 16)]
+    for key, on in config.offload.model_dump().items():
+        yield f"offload.{key}", [True] * (len(roles) > 1 and not on)
     for role in roles:
         now, given = m.axes[role], config.roles[role].parallel
         whole_vocabulary = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
         if given.tensor is None and not whole_vocabulary:
             sizes = [t for t in (2, 4, 8) if t > now.tensor and now.size % t == 0]
-            yield [(f"{role}.parallel.tensor", t) for t in sizes]
+            yield f"{role}.parallel.tensor", sizes
         if isinstance(given, LongParallelConfig) and given.context is None:
             # Where one sequence is all that a device computes at once: fewer cannot help.
             at_once = m.micro_batches()[1]
             if role != "actor":
                 section = config.teacher if role == "teacher" else config.reference
                 at_once = -(-m.rows(role, m.sequences) // section.num_microbatches)
-            sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0]
-            yield [(f"{role}.parallel.context", c) for c in sizes if at_once == 1]
-        if role != "actor" and not inputs.on_cpu:
-            yield [(f"{role}.dtype", "bfloat16")]
+            sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0 and at_once == 1]
+            yield f"{role}.parallel.context", sizes
+        yield f"{role}.dtype", ["bfloat16"] * (not inputs.on_cpu)
 
 
 def fractions(sequences: int) -> list[int]:
@@ -243,14 +230,11 @@ def fractions(sequences: int) -> list[int]:
 
 def set_key(config: Config, key: str, value: object) -> Config:
     """Returns the `config` with one dotted key changed."""
-    *sections, name = key.split(".")
-    owners: list[BaseModel] = [config]
-    for section in sections:
-        owners.append(getattr(owners[-1], section))
-    for owner, field in zip(reversed(owners), (name, *reversed(sections)), strict=True):
-        value = owner.model_copy(update={field: value})
-    assert isinstance(value, Config)
-    return value
+    section, _, name = key.rpartition(".")
+    if section:
+        owner = functools.reduce(getattr, section.split("."), config)
+        return set_key(config, section, owner.model_copy(update={name: value}))
+    return config.model_copy(update={name: value})
 
 
 # A whole copy of the weights on each device needs no collective, so it comes first: for the
@@ -267,9 +251,7 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     where fewer slots alone do not make the rollout fit."""
     notes: list[str] = []
     where = inputs.placement.roles
-    for role in ("rollout", *FROZEN):
-        if role not in inputs.roles or _given(config, role):
-            continue
+    for role in (r for r in ("rollout", *FROZEN) if r in inputs.roles and not _given(config, r)):
         pool, before = where[role].pool, inputs.axes(config)[role]
         limit, n = inputs.limits[pool], before.size
         if limit is None or n == 1:
@@ -279,10 +261,9 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
         # Whole copies first, then ever smaller pieces.
         for tensor in range(1, 2 if whole_vocabulary else n + 1):
             if n % tensor == 0 and heads % tensor == 0:
-                choice = set_key(config, f"{role}.parallel.data", n // tensor)
-                choice = set_key(choice, f"{role}.parallel.tensor", tensor)
-                size = pool_peaks(inputs, choice)[pool].bytes
-                tried.append((size, Axes(n // tensor, 1, tensor), choice))
+                axes = Axes(n // tensor, 1, tensor)
+                choice = with_axes(config, role, data=axes.data, tensor=tensor)
+                tried.append((pool_peaks(inputs, choice)[pool].bytes, axes, choice))
         fitting = [item for item in tried if item[0] <= limit]
         if not fitting and role in FROZEN:  # as it is, and the advice names what would help
             continue
@@ -303,32 +284,29 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
     # that fits (hybrid sharding): gradients travel between hosts then, and no weights. On one host,
     # and on TPUs, whose links are as fast between hosts, `fsdp` divides them among all devices; so
     # it does where it is not known whether a copy fits.
-    actor = inputs.axes(config).get("actor")
-    gpus = actor is not None and inputs.target.platform in GPU
-    hosts = inputs.spanned("actor") if gpus and not _given(config, "actor") else 1
-    known = hosts > 1 and inputs.limits[where["actor"].pool] is not None
-    if actor is not None and known and hosts != actor.size:
-        choice = set_key(config, "actor.parallel.data", hosts)
-        choice = set_key(choice, "actor.parallel.fsdp", actor.size // hosts)
+    chooses = "actor" in inputs.roles and inputs.target.platform in GPU
+    hosts = inputs.spanned("actor") if chooses and not _given(config, "actor") else 1
+    n = len(where["actor"].devices) if chooses else 1
+    if 1 < hosts != n and inputs.limits[where["actor"].pool] is not None:
+        choice = with_axes(config, "actor", data=hosts, fsdp=n // hosts)
         peak = pool_peaks(inputs, choice)[where["actor"].pool]
         takes = f"its pool takes {peak.bytes / GB:.1f} GB"
         if peak.fits:
             config = choice
             notes.append(
-                f"actor.parallel.data={hosts} fsdp={actor.size // hosts}: each host has a copy"
-                f" of the weights, so that only gradients travel between hosts; {takes}"
+                f"actor.parallel.data={hosts} fsdp={n // hosts}: each host has a copy of the"
+                f" weights, so that only gradients travel between hosts; {takes}"
             )
         else:
             notes.append(
-                f"actor.parallel.fsdp={actor.fsdp} divides the weights among all hosts: with a"
-                f" copy in each host {takes}"
+                f"actor.parallel.fsdp={n} divides the weights among all hosts: with a copy in each"
+                f" host {takes}"
             )
 
     if "rollout" not in inputs.roles or config.rollout.slots is not None:
         return config, tuple(notes)
-    pool = where["rollout"].pool
+    pool, sequences = where["rollout"].pool, config.batch_size * config.group_size
     whole = pool_peaks(inputs, config)[pool]
-    sequences = config.batch_size * config.group_size
     for slots in () if whole.fits else fractions(sequences):
         choice = set_key(config, "rollout.slots", slots)
         if pool_peaks(inputs, choice)[pool].fits:
@@ -339,6 +317,11 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
             )
             return choice, tuple(notes)
     return config, tuple(notes)
+
+
+def with_axes(config: Config, role: str, **sizes: int | None) -> Config:
+    """Sets the mesh axes of a role: these sizes, null for the others."""
+    return set_key(config, f"{role}.parallel", type(config.roles[role].parallel)(**sizes))
 
 
 def _given(config: Config, role: str) -> bool:

@@ -26,7 +26,7 @@ from jaxrl.config.settings import OptimizerConfig
 from jaxrl.models.attention import BLOCK, block_size
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.decoder import Remat
-from jaxrl.models.experts import AT_ONCE, block_rows, more_blocks, step_rows
+from jaxrl.models.experts import AT_ONCE, Experts, block_rows, more_blocks, step_rows
 from jaxrl.models.lora import NAMES, frozen_and_trained
 from jaxrl.models.parameters import abstract_params, param_shardings
 from jaxrl.roles.optimizer import make_optimizer, state_shardings
@@ -264,14 +264,15 @@ class Pass:
         prompt."""
         return self.shared is not None and any(w is not None for w in self.config.windows)
 
-    @property
-    def layer(self) -> int:
-        """Returns the bytes of the widest layer's weights, gathered, in the compute dtype."""
-        return max(map(self._weights, self.config.shapes))
-
-    def _weights(self, one: DecoderConfig) -> int:
-        """Returns the bytes of a layer of a model with one kind of layers."""
+    def layer(self, one: DecoderConfig) -> int:
+        """Returns the bytes of the gathered weights of a layer, of a model with one kind of them,
+        in the compute dtype."""
         return layer_bytes(one, self.axes.gathered, self.dtype) // one.n_layers
+
+    @property
+    def widest(self) -> int:
+        """Returns the bytes of the widest layer's weights, gathered, in the compute dtype."""
+        return max(map(self.layer, self.config.shapes))
 
     @property
     def gathered(self) -> int:
@@ -280,8 +281,8 @@ class Pass:
         and their copies with them."""
         c = self.config
         if self.axes.weights == 1 and c.delta is None:
-            return self.layer
-        return sum(self._weights(c.of(kind)) for kind in c.kinds[: c.cycle])
+            return self.widest
+        return sum(self.layer(c.of(kind)) for kind in c.kinds[: c.cycle])
 
     @property
     def beside(self) -> int:
@@ -296,16 +297,21 @@ class Pass:
         inputs = (c.n_layers * c.layer_inputs + lent) * self.itemsize
         return self.tokens * (sum(c.head_dims) * F32 + inputs) + mask
 
+    def _experts(self, experts: Experts) -> tuple[int, int, int]:
+        """Returns how many experts are on a device, their width there, and its tokens with those
+        that come from the other devices of `expert`."""
+        own = split(experts.count, self.axes.expert)
+        wide = split(self.config.d_ff, self.axes.tensor)
+        return own, wide, self.tokens * (experts.count // own)
+
     def mixture(self, differentiated: bool = False) -> int:
         """Returns the bytes alive while the experts of a layer compute: the results of all rows,
         and the input, products and kernels of the rows that are computed at a time; where it is
         differentiated, the gradients of the kernels in float32 too. 0 without experts."""
-        c, item = self.config, self.itemsize
+        c, d, item = self.config, self.config.d_model, self.itemsize
         if c.experts is None:
             return 0
-        d, wide = c.d_model, split(c.d_ff, self.axes.tensor)
-        own = split(c.experts.count, self.axes.expert)
-        tokens = self.tokens * (c.experts.count // own)
+        own, wide, tokens = self._experts(c.experts)
         size = block_rows(tokens * c.experts.chosen, c.experts.count)
         blocks = tokens * c.experts.chosen // size + own
         at_once = min(max(AT_ONCE // size, 1), blocks)
@@ -327,29 +333,22 @@ class Pass:
         c = self.config
         if c.experts is None:
             return 0, 0
-        own, wide = split(c.experts.count, self.axes.expert), split(c.d_ff, self.axes.tensor)
-        tokens, chosen = self.tokens * (c.experts.count // own), c.experts.chosen
-        size = step_rows(tokens, chosen, own, c.d_model, wide, ridge)
-        more = more_blocks(tokens, chosen, own, size)
+        own, wide, tokens = self._experts(c.experts)
+        size = step_rows(tokens, c.experts.chosen, own, c.d_model, wide, ridge)
+        more = more_blocks(tokens, c.experts.chosen, own, size)
         return (own + more) * size, more
 
     def step_experts(self, ridge: float) -> int:
         """Returns the bytes while a decode step computes the experts of a layer, as in
         `step_blocks`."""
-        c = self.config
+        c, d = self.config, self.config.d_model
         if c.experts is None:
             return 0
-        own, d, wide = (
-            split(c.experts.count, self.axes.expert),
-            c.d_model,
-            split(c.d_ff, self.axes.tensor),
-        )
+        own, wide, _ = self._experts(c.experts)
         rows, gathered = self.step_blocks(ridge)
         further = rows * gathered // (own + gathered)
         summed = gathered > 0 or c.lora is not None  # beside the products, not by the last of them
-        computed = rows * (3 * wide + (d if summed else 0))
-        if c.quantised is not None:
-            computed += own * d * wide
+        computed = rows * (3 * wide + d * summed) + own * d * wide * (c.quantised is not None)
         return max(computed, 3 * gathered * d * wide + further * (d + 2 * wide)) * self.itemsize
 
     def saved(self, remat: Remat) -> int:
@@ -379,11 +378,11 @@ class Pass:
         work = max(work, 3 * self.residual + self.mixture(differentiated=True))
         # Blocks of a cycle without a neighbour of their shape are no scan: XLA may begin all.
         runs = [len(list(same)) for _, same in groupby(kind.shape for kind in c.kinds[: c.cycle])]
-        weights = 2 * self.gathered if c.cycle == 1 or self.axes.weights > 1 else self.layer
+        weights = 2 * self.gathered if c.cycle == 1 or self.axes.weights > 1 else self.widest
         if c.lora is not None:  # weights under adapters have no gradients
             weights = self.gathered
         if c.cycle > 1:  # layers of one shape are stacked to be differentiated
-            weights += 2 * max(runs) * self.layer
+            weights += 2 * max(runs) * self.widest
         return work * max(sum(n == 1 for n in runs), 1) + weights + self.beside
 
     def forward(self) -> int:

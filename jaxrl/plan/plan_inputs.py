@@ -8,14 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from jaxrl.algorithms.methods import sampled_share
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
-from jaxrl.config.section import DType
+from jaxrl.config.section import DType, shown
 from jaxrl.errors import UserError, counted
 from jaxrl.models.batching import round_up
 from jaxrl.models.bert import EncoderConfig
@@ -36,6 +37,7 @@ STORE = 1.1e9
 """Bytes per second from a process to another through Ray's object store, packed and loaded: the
 least of docs/cluster.md's best rounds, of hosts without GPUs."""
 Column = Literal["weights", "gradients", "optimizer", "cache", "activations"]
+Size = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Entry:
     column: Column
     """Temporary copies of weights count as activations."""
     name: str
-    bytes: int
+    bytes: Size
     phase: str | None = None
     """The phase that it exists in; None: it is resident."""
     away: frozenset[str] = frozenset()
@@ -66,7 +68,7 @@ class Account:
 
     @property
     def resident(self) -> int:
-        return sum(p.bytes for p in self.entries if p.phase is None)
+        return sum(e.bytes for e in self.entries if e.phase is None)
 
     def phases(self) -> dict[str, int]:
         """Maps each phase to its bytes beyond what is resident."""
@@ -85,19 +87,17 @@ class Account:
         return peak((self,))[0]
 
 
-def peak(accounts: Iterable[Account]) -> tuple[int, str]:
+def peak(accounts: Sequence[Account]) -> tuple[int, str]:
     """Returns the peak bytes of a device that holds these roles, and the moment of it (`actor:
     update`)."""
-    accounts = tuple(accounts)
     moments = {f"{a.role}: {name}": size for a in accounts for name, size in a.phases().items()}
     resident = [entry for a in accounts for entry in a.entries if entry.phase is None]
-
-    def total(moment: str) -> int:
-        there = sum(entry.bytes for entry in resident if entry.there(moment))
-        return there + moments.get(moment, 0)
-
-    moment = max(moments, key=total, default="")
-    return total(moment), moment
+    totals = {
+        moment: size + sum(entry.bytes for entry in resident if entry.there(moment))
+        for moment, size in (moments or {"": 0}).items()
+    }
+    moment = max(totals, key=totals.__getitem__)
+    return totals[moment], moment
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class HostMemory:
 
     def excess(self, pools: Sequence[PoolPeak]) -> str:
         """Says by how much a run of these pools does not fit; empty where it fits."""
-        needed = self.needed([pool.bytes for pool in pools])
-        if needed <= self.limit:
+        over = self.needed([pool.bytes for pool in pools]) - self.limit
+        if over <= 0:
             return ""
         parts = [
             f"{f'{n} x ' if n > 1 else ''}{peak.bytes / GB:.1f} {peak.pool.name}"
@@ -153,8 +153,8 @@ class HostMemory:
         ]
         parts.append(f"{self.beside / GB:.1f} processes and mapped files")
         return (
-            f"{self.name} needs {needed / GB:.1f} GB of {self.limit / GB:.1f}"
-            f" ({' + '.join(parts)}), {(needed - self.limit) / GB:.1f} too much"
+            f"{self.name} needs {(self.limit + over) / GB:.1f} GB of {self.limit / GB:.1f}"
+            f" ({' + '.join(parts)}), {over / GB:.1f} too much"
         )
 
     def note(self, sizes: Sequence[int]) -> str:
@@ -226,14 +226,13 @@ class PlanInputs:
         """Returns the mesh axes of each role of the run.
 
         Raises:
-            UserError: axes that do not divide the role's devices or the model's heads.
+            UserError: axes that do not divide the role's devices or the model's heads; keys that
+                need a mixture of experts, of a model that is none.
         """
         found = {}
         for role in self.roles:
             n = len(self.placement.roles[role].devices)
-            given = config.roles[role].parallel
-            sizes = {axis: getattr(given, axis) for axis in type(given).model_fields}
-            axes = found[role] = resolve_axes(role, n, **sizes)
+            axes = found[role] = resolve_axes(role, n, **config.roles[role].parallel.model_dump())
             whole = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
             if whole and axes.tensor > 1:
                 raise UserError(
@@ -242,7 +241,9 @@ class PlanInputs:
                     f" {role}.parallel.tensor=1, and fsdp or data"
                 )
             for model in self.models(role):
-                heads = model.n_heads
+                heads, experts = model.n_heads, 1
+                if isinstance(model, DecoderConfig) and model.experts is not None:
+                    experts = model.experts.count
                 if heads % axes.heads:
                     allowed = [t for t in range(1, n + 1) if heads % t == 0 and n % t == 0]
                     asked = {"tensor": axes.tensor, "context": axes.context}
@@ -252,30 +253,28 @@ class PlanInputs:
                         f"{keys[0]}{product} does not divide its model's n_heads={heads}:"
                         f" on {n} devices, use {' or '.join(map(str, allowed))}"
                     )
-                experts = model.experts if isinstance(model, DecoderConfig) else None
-                count = 1 if experts is None else experts.count
-                if count % axes.expert:
-                    has = "has no experts" if experts is None else f"has num_experts={count}"
-                    use = "data or fsdp" if experts is None else f"a divisor of {count}"
+                if experts % axes.expert:
+                    has, use = f"has num_experts={experts}", f"a divisor of {experts}"
+                    if experts == 1:
+                        has, use = "has no experts", "data or fsdp"
                     raise UserError(
                         f"{role}.parallel.expert={axes.expert} does not divide the experts of its"
                         f" model, which {has}: use {use}"
                     )
         balances = config.student.router_aux_loss_coef
-        if balances and self.student.experts is None:
-            raise UserError(
-                f"student.router_aux_loss_coef={balances:g} needs a mixture of experts, and"
-                f" student.model is of the family {self.student.family}: set it to 0"
-            )
+        for key, now, off in (
+            ("student.router_aux_loss_coef", balances, 0),
+            ("policy.router_replay", config.policy.router_replay, False),
+        ):
+            if now and self.student.experts is None:
+                raise UserError(
+                    f"{key}={shown(now)} needs a mixture of experts, and student.model is of the"
+                    f" family {self.student.family}: set it to {shown(off)}"
+                )
         if balances and config.spec.method is not None:
             raise UserError(
                 f"student.router_aux_loss_coef={balances:g} is a term of jaxrl's losses, and"
                 f" algorithm={config.algorithm} has its own method: set it to 0"
-            )
-        if config.policy.router_replay and self.student.experts is None:
-            raise UserError(
-                "policy.router_replay=true needs a mixture of experts, and student.model is of the"
-                f" family {self.student.family}: set policy.router_replay=false"
             )
         return found
 
@@ -288,10 +287,10 @@ class PlanInputs:
         where, pools = self.placement.roles, []
         for pool, limit in zip(self.placement.pools, self.limits, strict=True):
             mine = [role for role in pool.roles if role in accounts]
-            loads = [
-                peak(accounts[role] for role in mine if device in where[role].devices)
+            loads = (
+                peak([accounts[role] for role in mine if device in where[role].devices])
                 for device in pool.devices
-            ]
+            )
             pools.append(PoolPeak(pool, *max(loads, default=(0, "nothing")), limit))
         sizes = [pool.bytes for pool in pools]
         for i, pool_peak in enumerate(pools if self.hosts else ()):
@@ -328,13 +327,16 @@ def generates(config: Config, role: str) -> bool:
 class Setting:
     """A config with the mesh axes of its roles: all inputs from which the memory is computed."""
 
-    def __init__(self, config: Config, inputs: PlanInputs, axes: Mapping[str, Axes]):
-        self.config, self.inputs, self.axes = config, inputs, axes
+    def __init__(self, config: Config, inputs: PlanInputs):
+        self.config, self.inputs, self.axes = config, inputs, inputs.axes(config)
         self.student, self.teacher = inputs.student, inputs.teacher
         self.sequences = config.batch_size * config.group_size  # B, the rows of a batch
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
+        # With its padding, so that every mesh divides it.
+        multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
+        self.padded_rows = -(-self.sequences // multiple) * multiple
         # Whether the teacher reads completions in its own tokens.
         self.aligned = self.teacher is not None and config.teacher.tokenizer == "own"
         self.teacher_widths = [model.d_model for model in inputs.teachers]
@@ -343,13 +345,21 @@ class Setting:
         self.vocab = self.student.vocab_size  # V of the losses: rows common to both heads
         if self.teacher is not None:
             self.signal = config.distill.signal
-            self.signal_bytes = signal_bytes(config, self.teacher_widths)
+            combine = max if config.mixture is None else sum
+            width, dtype = combine(self.teacher_widths), config.teacher.compute_dtype
+            tensors = Options.of(config.distill, 1).tensors(dtype, width).values()
+            self.signal_bytes = 3 * F32 * self.aligned + sum(
+                np.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in tensors
+            )
             if not self.aligned:
                 self.vocab = min(self.vocab, *(model.vocab_size for model in inputs.teachers))
         # Rows of a teacher's LM head on the actor.
         self.teacher_rows = self.teacher.vocab_size if self.teacher and self.aligned else self.vocab
-        # Whether the loss sums the head's gradient in float32 during its forward pass.
-        self.loss_fused = self.signal not in (None, "sampled") and not config.distill.lean
+        # The most tokens of a micro-batch in one row shard (`roles.update.ActorPrograms.budget`).
+        tokens = config.actor.micro_batch_tokens
+        self.budget = None if tokens is None else tokens * self.axes["actor"].context
+        # The policy before training: with adapters that were trained before, merged weights.
+        self.reference = self.student.plain if inputs.adapted else self.student.base
 
     @property
     def sent(self) -> dict[tuple[str, str], int]:
@@ -389,12 +399,6 @@ class Setting:
             return self.teacher
         return self.student.plain if self.config.rollout.merge else self.student
 
-    @property
-    def reference(self) -> DecoderConfig:
-        """Returns the policy before training: with adapters that were trained before, merged
-        weights."""
-        return self.student.plain if self.inputs.adapted else self.student.base
-
     def layout(self, role: str) -> Layout:
         """Returns the layout of a role's weights: one array per layer where it samples."""
         return "unstacked" if generates(self.config, role) else "stacked"
@@ -416,28 +420,25 @@ class Setting:
         whole = trained_bytes(self.student, self.axes["actor"], dtype)
         if self.layout(role) == "stacked":
             return whole
-        if self.student.lora is not None:  # adapters are in the layers
-            return 0
-        return whole - layer_bytes(self.student, self.axes["actor"], dtype)
+        # Adapters are in the layers, which the actor has stacked.
+        lora = self.student.lora is not None
+        return 0 if lora else whole - layer_bytes(self.student, self.axes["actor"], dtype)
 
     def base_bytes(self, role: str) -> int:
         """Returns the bytes on one device of the frozen base weights, in arrays of the role's own:
         what it shares with the actor is the actor's. 0 without adapters."""
-        if self.student.lora is None:
+        if self.student.lora is None or self._shares_base(role):
             return 0
-        dtype = self.config.base_dtype
-        if role != "actor":
-            if self._shares_base(role):
-                return 0
-            dtype = self.config.roles[role].compute_dtype
+        c = self.config
+        dtype = c.base_dtype if role == "actor" else c.roles[role].compute_dtype
         model = self.reference if role == "reference" else self.student.base
         return weight_bytes(model, self.axes[role], dtype)
 
     def _shares_base(self, role: str) -> bool:
         """Returns whether the frozen base weights are arrays of the actor's."""
-        if role == "reference" and self.inputs.adapted:
-            return False
         c = self.config
+        if role == "actor" or (role == "reference" and self.inputs.adapted):
+            return False
         stacked = c.rollout.merge or self.layout(role) == "stacked"
         same = c.roles[role].compute_dtype == c.base_dtype and stacked and not c.offload.params
         return same and self.on_actors_mesh(role)
@@ -472,13 +473,6 @@ class Setting:
             return 0
         return self.rows("teacher", self.sequences) * self.new_tokens * self.signal_bytes
 
-    @property
-    def budget(self) -> int | None:
-        """Returns the most tokens of a micro-batch in one row shard
-        (`roles.update.ActorPrograms.budget`)."""
-        tokens = self.config.actor.micro_batch_tokens
-        return None if tokens is None else tokens * self.axes["actor"].context
-
     @cached_property
     def shared_group(self) -> int:
         """Returns the number of completions that share a prompt in an update, if all prompts and
@@ -507,26 +501,18 @@ class Setting:
         shared = 1 if apart else self._shared(role, None)
         group = scored_group(self.sequences, parts, shards, shared)
         rows = -(-self.sequences // (parts * shards * group)) * group
-        run = self.run(role, model, rows, prompts + self.completions(role), joined=group > 1)
-        return replace(run, shared=None if group == 1 else (group, prompts))
+        return self.run(role, model, rows, prompts + self.completions(role), group)
 
     def rows(self, role: str, sequences: int) -> int:
         """Returns how many of `sequences` are on one device of a role."""
         return -(-sequences // self.axes[role].rows)
 
-    @property
-    def padded_rows(self) -> int:
-        """Returns the number of sequences of a batch with its padding, so that every mesh divides
-        it."""
-        multiple = math.lcm(*(sizes.rows for sizes in self.axes.values()))
-        return -(-self.sequences // multiple) * multiple
-
-    def run(
-        self, role: str, model: DecoderConfig, rows: int, width: int, joined: bool = False
-    ) -> Pass:
-        dtype = self.config.roles[role].compute_dtype
-        fused = all(fuses(self.inputs.target, dim, dtype, joined) for dim in model.head_dims)
-        return Pass(model, self.axes[role], rows, width, dtype, fused)
+    def run(self, role: str, model: DecoderConfig, rows: int, width: int, group: int = 1) -> Pass:
+        """Returns a role's pass over rows of a device, of which so many share each prompt."""
+        dtype, shared = self.config.roles[role].compute_dtype, (group, self.prompts(role))
+        fused = all(fuses(self.inputs.target, dim, dtype, group > 1) for dim in model.head_dims)
+        axes = self.axes[role]
+        return Pass(model, axes, rows, width, dtype, fused, shared if group > 1 else None)
 
     def chunk(self, rows: int, role: str = "actor") -> int:
         """Returns how many completion tokens of `rows` sequences are projected onto the vocabulary
@@ -535,9 +521,9 @@ class Setting:
 
     def micro_batches(self) -> tuple[int, int]:
         """Returns the number of micro-batches of an update, and the rows of one on a device."""
-        rows, group = self.update_rows, self.shared_group
+        group = self.shared_group
         tokens = self.prompt_tokens + group * self.new_tokens  # of a group, its prompt once
-        groups = -(-rows // group)
+        groups = -(-self.update_rows // group)
         most = groups if self.budget is None else max(1, self.budget // tokens)
         count = -(-groups // most)
         return count, -(-groups // count) * group
@@ -555,38 +541,38 @@ class Setting:
     def slots(self, role: str) -> CacheSizes:
         """Returns the slots of the sampling engine of a role: the larger of those of training and
         of evaluations."""
-        c, axes = self.config, self.axes[role]
-        width, multiple = self.prompts(role), self.inputs.target.width_multiple
-        count = self.sampling_slots(role)
+        c, count = self.config, self.sampling_slots(role)
+        multiple = self.inputs.target.width_multiple
         most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
         if c.data.eval is not None:
             most = max(most, c.eval.max_new_tokens or 0)
         episodes = role == "rollout" and c.environment.name is not None
         tokens = c.rollout.cache_tokens if role == "rollout" else None
         pages = 0 if tokens is None else pool_pages(tokens, count, most)
-        whole = round_up(width + most, multiple)
+        whole = round_up(self.prompts(role) + most, multiple)
         positions = round_up(most + ANSWER_TOKENS[1] * episodes, multiple)
-        found = []
-        for prompts, samples in asked(c, role):
-            rows = rows_at_most(count, axes.rows, samples, prompts)
-            seats = seats_of_row(count, samples)
-            found.append(CacheSizes(count, positions, rows, seats, pages, whole))
-        return max(found, key=lambda each: each.rows * (each.seats + 1))
+        ways = (
+            (rows_at_most(count, self.axes[role].rows, samples, prompts), samples)
+            for prompts, samples in asked(c, role)
+        )
+        each = [(rows, seats_of_row(count, samples)) for rows, samples in ways]
+        rows, seats = max(each, key=lambda way: way[0] * (way[1] + 1))
+        return CacheSizes(count, positions, rows, seats, pages, whole)
 
 
 class CacheSizes(NamedTuple):
-    """The slots of a device that samples, and the prompts that they share, if any."""
+    """The slots of a device that samples, and the prompts that they share."""
 
     slots: int
     positions: int
     """Of each slot's cache, or of the longest completion in a pool of pages."""
-    rows: int = 0
+    rows: int
     """Shared prompts, at most."""
-    seats: int = 0
+    seats: int
     """Slots that read one of them, at most."""
-    pages: int = 0
+    pages: int
     """Of the pool, where there is one in place of the slots' caches."""
-    whole: int = 0
+    whole: int
     """Positions of the longest sequence with its prompt."""
 
     @property
@@ -608,15 +594,3 @@ def asked(config: Config, role: str) -> list[tuple[int, int]]:
 def evaluated(config: Config, role: str) -> bool:
     """Returns whether a role that samples is evaluated."""
     return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
-
-
-def signal_bytes(config: Config, widths: Sequence[int]) -> int:
-    """Returns the bytes that the teacher sends for each completion token.
-
-    Args:
-        widths: of the hidden states of each teacher.
-    """
-    width = max(widths, default=0) if config.mixture is None else sum(widths)
-    tensors = Options.of(config.distill, 1).tensors(config.teacher.compute_dtype, width).values()
-    aligned = 3 * F32 if config.teacher.tokenizer == "own" else 0
-    return aligned + sum(np.dtype(dtype).itemsize * math.prod(dims) for dtype, dims in tensors)

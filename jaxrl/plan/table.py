@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, get_args
 
 from pydantic import BaseModel, Field
-from rich import box
-from rich.table import Table
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import counted
-from jaxrl.plan.plan_inputs import GB, Account, Column, PlanInputs, PoolPeak
+from jaxrl.plan.advice import relief
+from jaxrl.plan.plan_inputs import GB, Account, Column, Entry, PlanInputs, PoolPeak, Setting, Size
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import WIDTH, table_lines
 from jaxrl.runtime.cluster import ClusterDevice
@@ -45,10 +44,9 @@ class Plan:
     """Where everything goes, what it takes, and what would help."""
 
     config: Config
-    """With the dtypes that these devices compute in."""
-    placement: Placement
-    axes: Mapping[str, Axes]
-    """For each role of the run."""
+    """Of the run, with the dtypes that these devices compute in."""
+    setting: Setting
+    """Where its roles are, with the mesh axes that the plan chose, and the models."""
     devices: tuple[DeviceFacts, ...]
     """What the numbers in `placement` count (`Visible.devices`); empty in a plan for another
     machine."""
@@ -56,22 +54,37 @@ class Plan:
     """`local` or `ray`."""
     accounts: Mapping[str, Account]
     pools: tuple[PoolPeak, ...]
-    peaks: Mapping[str, int]
-    """Role -> peak bytes of the fullest device that it is on, all roles there counted: what a
-    device's own statistics would say."""
-    inputs: PlanInputs
-    """The models, and what the devices are and have."""
     notes: tuple[str, ...]
     verdict: tuple[str, ...]
     advice: tuple[str, ...]
-    relief: Callable[[str], list[str]]
-    """Role -> keys to change where it runs out of memory though the plan says otherwise."""
     refusals: tuple[str, ...] = ()
     """What the run would refuse before it reads a weight; `dry_run` looks for it."""
-    planning: bool = False
-    """No device is here that such a model is trained on: GPUs elsewhere decide, not this host."""
-    fits_elsewhere: bool = False
-    """One of those sizes of GPUs is large enough."""
+    fits_elsewhere: bool | None = None
+    """Where no device is here that such a model is trained on, so that GPUs elsewhere decide and
+    not this host: whether one of their usual sizes is large enough. None: this host decides."""
+
+    @property
+    def placement(self) -> Placement:
+        return self.inputs.placement
+
+    @property
+    def inputs(self) -> PlanInputs:
+        return self.setting.inputs
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        """Returns the mesh axes of each role of the run."""
+        return self.setting.axes
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Maps each role to the peak bytes of the fullest device that it is on, all roles there
+        counted: what a device's own statistics would say."""
+        return {r: p.bytes for p in self.pools for r in p.pool.roles if r in self.accounts}
+
+    def relief(self, role: str) -> list[str]:
+        """Returns keys to change where a role runs out of memory though the plan says otherwise."""
+        return relief(self.setting.config, self.inputs, role)
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -88,9 +101,9 @@ class Plan:
     def misfit(self) -> tuple[str, ...]:
         """Returns the verdict and what to change, where a device is known to be too small: of the
         target, of this host, or of the GPUs that a plan on a host without any is made for."""
-        if self.fits_elsewhere if self.planning else self.fits:
+        if self.fits if self.fits_elsewhere is None else self.fits_elsewhere:
             return ()
-        verdict = self.verdict[-1] if self.planning else self.verdict[0]
+        verdict = self.verdict[0] if self.fits_elsewhere is None else self.verdict[-1]
         return (verdict, *(self.advice[:3] or ("see the table above",)))
 
     @property
@@ -109,7 +122,7 @@ class Plan:
         """
         refused = (f"the run would be refused: {line}" for line in self.refusals)
         lines = (*self.notes, *self.verdict, *self.advice, *refused)
-        if self.planning:  # the last word is about GPUs
+        if self.fits_elsewhere is not None:  # the last word is about GPUs
             lines = (*self.notes, *self.verdict[:-1], *self.advice, *refused, self.verdict[-1])
         return "\n".join((*self._role_lines(width), *lines)) + "\n"
 
@@ -138,20 +151,12 @@ class Plan:
         if width < TABLE_WIDTH:
             blocks = (line for row in rows for line in _block(row, width))
             return [*textwrap.wrap(title, width), *blocks]
-        table = Table(
-            box=box.SIMPLE, title=title, title_justify="left", collapse_padding=True, pad_edge=False
-        )
-        for name in ("pool", "worker", "role", "devices", "process", "mesh"):
-            table.add_column(name, no_wrap=True)
-        for name in TITLES:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        lines = table_lines(table)
+        columns = ("pool", "worker", "role", "devices", "process", "mesh", *TITLES)
+        options = {"collapse_padding": True, "pad_edge": False}
+        lines = table_lines(title, columns, TITLES, rows, **options)
         return [*lines[:2], *lines[3:]] if brief else lines
 
     def _rows(self) -> Iterator[list[str]]:
-        """Yields the cells of each row."""
         unit = GB if max(pool.bytes for pool in self.pools) >= GB else MB
 
         def show(n: int | None) -> str:
@@ -246,24 +251,13 @@ def plan_json(plan: Plan) -> str:
     return json.dumps(whole | {"notes": [*plan.notes, *plan.verdict]}, indent=1) + "\n"
 
 
-Size = Annotated[int, Field(ge=0)]
-
-
-class _Entry(BaseModel):
-    column: str
-    name: str
-    bytes: Size
-    phase: str | None
-    away: list[str] = []
-
-
 class _Role(BaseModel):
     role: str
     pool: int
     devices: list[int]
     axes: dict[str, int] | None
     peak: Size | None
-    parts: list[_Entry]
+    parts: list[Entry]
 
 
 class _Pool(BaseModel):
@@ -287,7 +281,7 @@ class _Record(BaseModel):
 def read_plan(text: str | bytes) -> JsonObject:
     """Reads the object that `plan_json` wrote. Raises ValueError for any other text."""
     value: JsonObject = parse_json(text)
-    plan = _Record.model_validate(value, strict=True)
+    plan = _Record.model_validate_json(text, strict=True)
     if any(not 0 <= role.pool < len(plan.pools) for role in plan.roles):
         raise ValueError("a role is in no pool")
     return value

@@ -9,12 +9,9 @@ import os
 import select
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from typing import IO, Any
 
 LOST = (OSError, ValueError)
 """What a stream raises that is gone: a ValueError is of a closed file."""
@@ -138,10 +135,37 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
-def table_lines(table: Table, width: int = WIDTH) -> list[str]:
-    """Returns the lines of a table, without empty ones."""
-    from rich.console import Console  # a tenth of a second, in every process of a user's code
+def table_lines(
+    title: str | None,
+    columns: Sequence[str],
+    figures: Collection[str],
+    rows: Iterable[Sequence[str]],
+    width: int = WIDTH,
+    wrap: bool = False,
+    **options: Any,
+) -> list[str]:
+    """Returns the lines of a table, without empty ones.
 
+    Args:
+        figures: of the columns, those that are aligned to the right.
+        rows: a cell for each column.
+        wrap: whether a cell that is too long goes on in the next line, where others are cut.
+        options: of `rich.table.Table`.
+    """
+    from rich import box  # a tenth of a second, in every process of a user's code
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", **options)
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in figures else "left",
+            no_wrap=not wrap,
+            overflow="fold" if wrap else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     # In a notebook, rich would show the table instead of writing it.
     console = Console(

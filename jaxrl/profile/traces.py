@@ -19,18 +19,15 @@ from statistics import fmean
 from typing import Annotated
 
 from pydantic import BaseModel, Field
-from rich import box
-from rich.table import Table
 
 from jaxrl.algorithms.schedule import Action
 from jaxrl.config.schema import Config
 from jaxrl.data.stream import PromptStream
-from jaxrl.plan.plan_inputs import signal_bytes
 from jaxrl.plan.table import Plan
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import table_lines
 from jaxrl.profile.waits import PoolWait, Span, Stage, Window, pool_waits, stage_seconds
-from jaxrl.profile.work import RunModels, StepBatch, Work, step_work
+from jaxrl.profile.work import StepBatch, Work, step_work
 from jaxrl.runtime.worker import Future, Times, Traced, WorkerGroup
 from jaxrl.sharding.targets import Ceilings
 from jaxrl.types import Row
@@ -38,7 +35,7 @@ from jaxrl.types import Row
 PROFILE_DIR = "profile"
 STAGES_FILE = "stages.json"
 TEXTS = ("stage", "pool")
-COLUMNS = (*TEXTS, "s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
+FIGURES = ("s", "share", "tokens/s", "GFLOP", "GB", "compute", "memory", "MB moved")
 BEFORE = 64
 """Calls that are remembered while nothing is profiled: the last update is among them."""
 
@@ -109,9 +106,7 @@ class StageTable:
         first, last = self.steps
         steps = f"step {first}" if first == last else f"steps {first}-{last}"
         title = f"profile of {steps}: {_number(self.step_seconds)} s a step"
-        table = Table(box=box.SIMPLE, title=title, title_justify="left")
-        for name in COLUMNS:
-            table.add_column(name, no_wrap=True, justify="left" if name in TEXTS else "right")
+        rows = []
         units = {"tokens_per_second": 1.0, "flops": 1e9, "bytes": 1e9, "moved": 1e6}
         for row in self.stages:
             tokens, flops, nbytes, moved = (
@@ -123,9 +118,9 @@ class StageTable:
                 for name, share in (("compute", row.compute), ("memory", row.memory))
             ]
             took = _number(row.seconds), f"{row.seconds / self.step_seconds:.0%}"
-            table.add_row(row.stage, row.pool, *took, tokens, flops, nbytes, *shares, moved)
+            rows.append((row.stage, row.pool, *took, tokens, flops, nbytes, *shares, moved))
         idle = ", ".join(f"{pool.pool} {pool.idle:.0%}" for pool in self.pools)
-        lines = [*table_lines(table), f"idle: {idle}"]
+        lines = [*table_lines(title, (*TEXTS, *FIGURES), FIGURES, rows), f"idle: {idle}"]
         if self.ceilings:
             lines.append(
                 "compute, memory: shares of what the devices of the pool can do; * bounds the stage"
@@ -181,7 +176,6 @@ def stage_rows(
 class Profile:
     """Waits for its steps, has them traced, and reports the table once."""
 
-    models: RunModels
     prompts: PromptStream
     plan: Plan
     worker_group: WorkerGroup
@@ -233,10 +227,9 @@ class Profile:
             self._finish()
 
     def _ask(self, folder: Path | None) -> Mapping[str, Future[Traced]]:
-        config = self.models.config
-        return self.worker_group.profile(
-            folder, config.actor.compute_dtype, config.deadlines.checkpoint
-        )
+        config = self.plan.config
+        dtype, deadline = config.actor.compute_dtype, config.deadlines.checkpoint
+        return self.worker_group.profile(folder, dtype, deadline)
 
     def _finish(self) -> None:
         """Waits for the traces, then reports the table."""
@@ -254,7 +247,7 @@ class Profile:
         # The table of the steps that have a row.
         placement, rows = self.plan.placement, list(self._rows.values())
         pool_of = {role: placement.pool_of(role).name for role in self.plan.runs}
-        steps = [row["step"] for row in rows]
+        steps, n = [row["step"] for row in rows], len(rows)
         spans = [
             Span(role, method, times.started, times.finished, step)
             for role, method, times, step in self._calls
@@ -272,10 +265,23 @@ class Profile:
             mean = row["rollout/completion_tokens_mean"]
             samples = max(round(row["actor/tokens"] / mean / len(prompts)), 1)
             batches.append(StepBatch(prompts, samples, mean, row["rollout/decode_steps"], theirs))
+
+        # Bytes a step from one pool to another, of weights and of the teacher's signal; and those
+        # to the host and back for a call.
+        m, moved = self.plan.setting, defaultdict[Stage, float](float)
+        if pool_of["actor"] != pool_of["rollout"]:
+            moved["actor", "publish"] = sum(row.get("weights/sync_bytes", 0) for row in rows) / n
+        sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
+        moved["actor", "publish_to_teacher"] = sent / n
+        if "teacher" in m.axes and pool_of["teacher"] != pool_of["actor"]:
+            moved["teacher", "score"] = m.signal_bytes * fmean(row["actor/tokens"] for row in rows)
+        for role, method, times, _ in self._calls:
+            if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
+                moved[role, method] += sum(move.nbytes for move in times.moves) / n
         stages = stage_rows(
             stage_seconds(spans, windows, len(steps)),
-            step_work(self.models, self.plan.axes, batches),
-            self._moved(rows, windows),
+            step_work(self.plan.setting, batches),
+            {stage: nbytes for stage, nbytes in moved.items() if nbytes},
             fmean(batch.tokens for batch in batches),
             pool_of,
             {role: len(placement.roles[role].devices) for role in pool_of},
@@ -309,24 +315,6 @@ class Profile:
             for part in ((begin, min(end, pause.started)), (max(begin, pause.finished), end))
             if part[0] < part[1]
         ]
-
-    def _moved(self, rows: Sequence[Row], windows: Sequence[Window]) -> dict[Stage, float]:
-        """Counts the bytes a step moves from one pool to another, of weights and of the teacher's
-        signal; and those to the host and back for a call."""
-        pool_of, teachers = self.plan.placement.pool_of, self.models.teachers
-        found: dict[Stage, float] = defaultdict(float)
-        if pool_of("actor") != pool_of("rollout"):
-            sent = sum(row.get("weights/sync_bytes", 0) for row in rows)
-            found["actor", "publish"] = sent / len(rows)
-        sent = sum(row.get("weights/teacher_sync_bytes", 0) for row in rows)
-        found["actor", "publish_to_teacher"] = sent / len(rows)
-        if teachers and pool_of("teacher") != pool_of("actor"):
-            each = signal_bytes(self.models.config, [model.d_model for model in teachers])
-            found["teacher", "score"] = each * fmean(row["actor/tokens"] for row in rows)
-        for role, method, times, _ in self._calls:
-            if any(begin < (times.finished or 0.0) <= end for begin, end in windows):
-                found[role, method] += sum(move.nbytes for move in times.moves) / len(rows)
-        return {stage: nbytes for stage, nbytes in found.items() if nbytes}
 
 
 def steps_to_profile(config: Config, trained: int, notify: Callable[[str], None]) -> range:

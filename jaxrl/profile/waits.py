@@ -57,6 +57,9 @@ REPLAYED = 12
 FIXED = ("publish", "publish_to_teacher", "load")
 """Methods that more devices make no faster: the weight sync."""
 
+FASTER, WENT = "What would be faster", "Where the time of a step went"
+"""Headings of `run_advice`."""
+
 Window = tuple[float, float]
 Stage = tuple[str, str]
 """Role and method."""
@@ -333,32 +336,14 @@ class RunSetup:
         return SCHEDULES[self.config.schedule]
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What the times of a run say, in lines; empty where there is nothing to say."""
-
-    faster: tuple[str, ...] = ()
-    """Splits and schedules that would be faster, the fastest first."""
-    waits: tuple[str, ...] = ()
-    """What each pool did in a step, and which pool it waited for."""
-    emulated: bool = False
-    """Whether `faster` is about devices of their own, which this run did not have."""
-
-    @property
-    def headings(self) -> dict[str, tuple[str, ...]]:
-        """Returns heading -> lines, for what there is to say."""
-        only = " on real devices (emulated ones share the cores of this host)"
-        faster = f"What would be faster{only if self.emulated else ''}"
-        found = {faster: self.faster, "Where the time of a step went": self.waits}
-        return {heading: lines for heading, lines in found.items() if lines}
-
-
-def run_advice(run_dir: Path) -> Advice:
-    """Returns what the times of a run say, from its `config.yaml`, `plan.json` and
-    `timeline.json`."""
+def run_advice(run_dir: Path) -> dict[str, tuple[str, ...]]:
+    """Returns what the times of a run say, from its `config.yaml`, `plan.json` and `timeline.json`:
+    heading -> lines; empty where there is nothing to say. `FASTER`: splits and schedules that would
+    be faster, the fastest first; of a run on emulated devices, on devices of their own. `WENT`:
+    what each pool did in a step, and which pool it waited for."""
     found = measured_run(run_dir)
     if found is None or len(found[1].pools) < 2:
-        return Advice()
+        return {}
     setup, measured = found
     waits = []  # such as `actor: busy 0.40 s of 1.52 s a step; waited 1.00 s for rollout`
     for pool in measured.pools:
@@ -366,16 +351,17 @@ def run_advice(run_dir: Path) -> Advice:
         waited = ", ".join(f"{s:.2f} s for {name}" for name, s in longest if s >= 0.005)
         busy = f"{pool.pool}: busy {pool.busy * pool.seconds:.2f} s of {pool.seconds:.2f} s a step"
         waits.append(f"{busy}; waited {waited}" if waited else busy)
-    lines: list[
-        tuple[float, str]
-    ] = []  # the best split under the run's schedule, and what another schedule would do
+
+    # The best split under the run's schedule, and what another schedule would do.
+    lines: list[tuple[float, str]] = []
     top = max(measured.pools, key=lambda pool: pool.busy)
     split, best = best_split(setup, measured, setup.staleness)
     if split is not None:
         part = f"{top.pool} is {top.busy:.0%} of the step"
         lines.append((best, f"{part}; {split} would be {best:.1f}x faster"))
-    for name, staleness in SCHEDULES.items():
-        if staleness <= setup.staleness or setup.config.dynamic_sampling == "refill":
+    refills = setup.config.dynamic_sampling == "refill"
+    for name, staleness in () if refills else SCHEDULES.items():
+        if staleness <= setup.staleness:
             continue
         now = speedup(setup, measured, setup.devices, staleness)
         split, faster = best_split(setup, measured, staleness)
@@ -387,8 +373,10 @@ def run_advice(run_dir: Path) -> Advice:
         else:
             more = "" if split is None else f", and with {split} {faster:.1f}x"
             lines.append((best, f"schedule={name} would be {now:.1f}x faster{more}"))
-    fastest_first = (line for _, line in sorted(lines, key=lambda pair: -pair[0]))
-    return Advice(tuple(fastest_first), tuple(waits), setup.emulated)
+    fastest_first = tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+    only = " on real devices (emulated ones share the cores of this host)" * setup.emulated
+    faster_lines = {f"{FASTER}{only}": fastest_first} if lines else {}
+    return faster_lines | {WENT: tuple(waits)}
 
 
 def predict(stages: Mapping[Stage, float], pool_of: Mapping[str, str], staleness: int) -> float:

@@ -9,17 +9,16 @@ product of a mesh's `data` and `fsdp`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import jax.numpy as jnp
 
-from jaxrl.config.schema import Config
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.family import given
+from jaxrl.plan.plan_inputs import Setting
 from jaxrl.profile.waits import Stage
-from jaxrl.sharding.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -142,18 +141,6 @@ def decode_work(
 
 
 @dataclass(frozen=True)
-class RunModels:
-    """The models of a run, as far as its work depends on them."""
-
-    config: Config
-    student: DecoderConfig
-    teachers: Sequence[DecoderConfig]
-    """Those that score in the run."""
-    vocab_size: int
-    """Tokens that the losses are over."""
-
-
-@dataclass(frozen=True)
 class StepBatch:
     """The real sizes of the batch of a step."""
 
@@ -173,11 +160,9 @@ class StepBatch:
         return len(self.prompts) * self.samples * self.mean
 
 
-def step_work(
-    models: RunModels, axes: Mapping[str, Axes], batches: Sequence[StepBatch]
-) -> dict[Stage, list[Work]]:
+def step_work(m: Setting, batches: Sequence[StepBatch]) -> dict[Stage, list[Work]]:
     """Computes the work of each stage whose model is known here, the mean over some steps."""
-    each = [_batch_work(models, axes, batch) for batch in batches]
+    each = [_batch_work(m, batch) for batch in batches]
     return {
         stage: [
             Work(fmean(part.flops for part in same), fmean(part.bytes for part in same))
@@ -187,17 +172,21 @@ def step_work(
     }
 
 
-def _batch_work(
-    models: RunModels, axes: Mapping[str, Axes], batch: StepBatch
-) -> dict[Stage, list[Work]]:
-    config, student, teachers = models.config, models.student, models.teachers
+def _batch_work(m: Setting, batch: StepBatch) -> dict[Stage, list[Work]]:
+    config, student, found = m.config, m.student, dict[Stage, list[Work]]()
     # Role -> bytes of a weight, and how often the weights are read.
     reads = {
         role: (jnp.dtype(config.roles[role].dtype).itemsize, sizes.rows)
-        for role, sizes in axes.items()
+        for role, sizes in m.axes.items()
     }
-    hidden = config.distill.signal == "hidden"
-    found: dict[Stage, list[Work]] = {}
+
+    def scoring(model: DecoderConfig, role: str, vocab: int | None, batch: StepBatch) -> list[Work]:
+        """Returns a pass over the batch and, with a vocabulary, the logits of its completions."""
+        prompts, n, mean = batch.prompts, batch.samples, batch.mean
+        forward = forward_work(model, prompts, *reads[role], samples=n, mean=mean)
+        head = [head_work(vocab, model.d_model, batch.tokens, *reads[role])] if vocab else []
+        return [forward, *head]
+
     if batch.decode_steps:
         prompt, own = fmean(batch.prompts), batch.mean / 2
         sizes = prompt + own, batch.tokens, batch.decode_steps, *reads["rollout"]
@@ -206,38 +195,27 @@ def _batch_work(
             forward_work(student, batch.prompts, *reads["rollout"]),
             decode_work(student, *sizes, read=fetched),
         ]
+    teachers = m.inputs.teachers if "teacher" in m.axes else ()
+    hidden = config.distill.signal == "hidden"
     # Where each row has one of several teachers, each is counted as scoring its share of them.
     share = 1 / len(teachers) if teachers and config.mixture is None else 1.0
     if teachers:
-        vocab = None if hidden else models.vocab_size
+        vocab = None if hidden else m.vocab
         theirs = replace(batch, prompts=batch.teacher_prompts or batch.prompts)
-        found["teacher", "score"] = [
-            work * share
-            for teacher in teachers
-            for work in _scoring(teacher, vocab, theirs, reads["teacher"])
-        ]
-    if "reference" in axes:
-        found["reference", "score"] = _scoring(
-            student, student.vocab_size, batch, reads["reference"]
-        )
+        each = (work for model in teachers for work in scoring(model, "teacher", vocab, theirs))
+        found["teacher", "score"] = [work * share for work in each]
+    if "reference" in m.axes:
+        scored = scoring(student, "reference", student.vocab_size, batch)
+        found["reference", "score"] = scored
     # Forward and backward of each pass over the batch, and the optimizer at each update.
     width = sum(teacher.d_model for teacher in teachers) if hidden else 0
-    passes, read = config.actor.epochs_per_batch, reads["actor"]
-    (forward,) = _scoring(student, None, batch, read)
-    loss = divergence_work(models.vocab_size, student.d_model, width, batch.tokens, *read)
+    passes = config.actor.epochs_per_batch
+    (forward,) = scoring(student, "actor", None, batch)
+    loss = divergence_work(m.vocab, student.d_model, width, batch.tokens, *reads["actor"])
     backward = forward * (2 if student.lora is None else 1)  # frozen weights have no gradient
-    optimizer = adamw_work(student.n_trained) * (config.updates_per_batch * axes["actor"].data)
+    optimizer = adamw_work(student.n_trained) * (config.updates_per_batch * m.axes["actor"].data)
     update = [forward * passes, loss * passes, backward * passes, optimizer]
     if config.learns_from_rewards and config.updates_per_batch > 1:  # log-probs before the batch
-        update += _scoring(student, student.vocab_size, batch, read)
+        update += scoring(student, "actor", student.vocab_size, batch)
     found["actor", "update"] = update
     return found
-
-
-def _scoring(
-    c: DecoderConfig, vocab: int | None, batch: StepBatch, reads: tuple[int, int]
-) -> list[Work]:
-    """Returns the work of one pass over the batch and, with a vocabulary, of the logits of its
-    completions."""
-    forward = forward_work(c, batch.prompts, *reads, samples=batch.samples, mean=batch.mean)
-    return [forward, *([head_work(vocab, c.d_model, batch.tokens, *reads)] if vocab else [])]

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     from jaxrl.report.read import read_run
 
     runs = [read_run(path) for path in paths]
-    advice = run_advice(paths[0]).headings if len(paths) == 1 else {}
+    advice = run_advice(paths[0]) if len(paths) == 1 else {}
     output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
     if arguments.output is None and output.exists() and not output.is_file():
         raise UserError(f"{output} is not a file: name another with -o")

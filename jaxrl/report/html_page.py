@@ -89,7 +89,7 @@ def page(
     """Renders the whole file. Timeline, memory and samples are shown where there is one run.
 
     Args:
-        advice: heading -> lines about the run's split of devices (`Advice.headings`).
+        advice: heading -> lines about the run's split of devices (`waits.run_advice`).
     """
     activities = [understand(run.events) for run in runs]
     found = [facts(run, activity) for run, activity in zip(runs, activities, strict=True)]

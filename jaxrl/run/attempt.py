@@ -36,7 +36,6 @@ from jaxrl.process.xla_flags import (
 )
 from jaxrl.profile.traces import PROFILE_DIR, Profile, steps_to_profile
 from jaxrl.profile.waits import run_advice
-from jaxrl.profile.work import RunModels
 from jaxrl.roles.microbatch import scored_padding
 from jaxrl.roles.reward import open_reward
 from jaxrl.run.job import Job, check_job, dependencies, make_job
@@ -243,9 +242,7 @@ def _attempt(run: Run) -> None:
         timeline = Timeline(timeline_path, after is not None, notify)
         stack.callback(timeline.close)
         timeline.watch_states(worker_group.states)
-        teachers = [source.config for source in job.teachers.values()]
         profile = Profile(
-            RunModels(config, job.student.config, teachers, job.vocab_size),
             job.train,
             plan,
             worker_group,
@@ -333,7 +330,7 @@ def _attempt(run: Run) -> None:
                 f" {'no checkpoint could be written' if saved is None else whole}"
             )
         run.console.close()  # the result stands below the live display, and last
-        for heading, lines in reversed(run_advice(path).headings.items()):
+        for heading, lines in reversed(run_advice(path).items()):
             notify("\n  ".join((f"{heading}:", *lines)))
         for line in _summary(run, reporter):
             notify(line)

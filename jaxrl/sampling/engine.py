@@ -146,6 +146,16 @@ class Engine:
             tokenizer: decodes tokens to text, also to find stop strings.
             ledger: records the memory of cache and programs.
         """
+        sizes = {"slots": slots, "max_prompt_tokens": max_prompt_tokens}
+        sizes |= {"max_new_tokens": max_new_tokens, "launch_tokens": launch_tokens}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name}={size}: must be at least 1")
+        if max_prompt_tokens + max_new_tokens > config.max_positions:
+            raise UserError(
+                f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} exceeds "
+                f"the model's {config.max_positions} positions; lower one of them"
+            )
         if config.sequence_length is None:
             config = config.for_length(max_prompt_tokens + max_new_tokens)
         devices = 1 if mesh is None else mesh.size
@@ -225,7 +235,15 @@ class Engine:
         started = time.perf_counter()
         if n < 1:
             raise UserError(f"n={n}: must be at least 1")
-        assert sampling.max_new_tokens <= self.max_new_tokens
+        if prompt_ids is not None and len(prompt_ids) != len(prompts):
+            raise UserError(f"{len(prompt_ids)} prompt_ids for {len(prompts)} prompts")
+        if sampling.max_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"max_new_tokens={sampling.max_new_tokens} exceeds the {self.max_new_tokens} "
+                "that the engine was made for"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise UserError(f"stop={sampling.stop!r} needs a tokenizer; end on eos_ids instead")
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= self.max_prompt_tokens:
                 raise UserError(

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -161,6 +161,8 @@ class TargetMachine:
     shape: tuple[int, ...]
     """GPUs, or TPU chips along each dimension of the slice."""
     hosts: int
+    compiled: tuple[jax.Device, ...] = ()
+    """The devices as the compiler of XLA describes them, where it was asked (`aot.machine`)."""
 
     @property
     def count(self) -> int:
@@ -168,35 +170,39 @@ class TargetMachine:
         return math.prod(self.shape)
 
     @property
+    def kind(self) -> str:
+        """Returns the `jax.Device.device_kind` of its devices."""
+        return self.chip.kind if isinstance(self.chip, Gpu) else self.chip.kinds[0]
+
+    @property
+    def devices(self) -> tuple[DescribedDevice, ...]:
+        """Returns the devices, host after host, as a plan sees them."""
+        if isinstance(self.chip, Gpu):
+            platform, capability = "gpu", "{}.{}".format(*self.chip.capability)
+        else:
+            platform, capability = "tpu", None
+        return tuple(
+            DescribedDevice(i, platform, i // self.host_size, self.kind, capability)
+            for i in range(self.count)
+        )
+
+    @property
     def usable(self) -> int:
         """Returns the bytes of a device that a run may use."""
         return round(self.chip.memory * (gpu_share() if isinstance(self.chip, Gpu) else 1))
 
     @property
-    def inside(self) -> float:
-        """Returns the bytes per second at which a device sends to the others of its host, one
-        direction."""
-        return self.chip.link_gbs * 1e9
+    def host_size(self) -> int:
+        """Returns the number of devices of a host; they are numbered host after host."""
+        return self.count // self.hosts
 
-    @property
-    def link(self) -> float:
-        """Returns the same to any other device: over the slower links between hosts, where there
-        are some. A TPU's are the same between the hosts of a slice."""
-        slower = isinstance(self.chip, Gpu) and self.hosts > 1
-        return min(self.inside, HOST_LINK_GBS * 1e9) if slower else self.inside
-
-    @property
-    def devices(self) -> tuple[DescribedDevice, ...]:
-        """Returns the devices, host after host."""
-        if isinstance(self.chip, Gpu):
-            kind, platform = self.chip.kind, "gpu"
-            capability = "{}.{}".format(*self.chip.capability)
-        else:
-            kind, platform, capability = self.chip.kinds[0], "tpu", None
-        each = self.count // self.hosts
-        return tuple(
-            DescribedDevice(i, platform, i // each, kind, capability) for i in range(self.count)
-        )
+    def link(self, devices: Iterable[int]) -> float:
+        """Returns the bytes per second at which one of these devices sends to the others, one
+        direction: over the slower links between hosts, where they are on several. A TPU's are the
+        same between the hosts of a slice."""
+        inside = self.chip.link_gbs * 1e9
+        apart = len({device // self.host_size for device in devices}) > 1
+        return min(inside, HOST_LINK_GBS * 1e9) if apart and isinstance(self.chip, Gpu) else inside
 
 
 def block_shared_bytes(capability: tuple[int, int]) -> int:

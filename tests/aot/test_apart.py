@@ -48,7 +48,7 @@ class Row:
 
     name: str
     role: str = "actor"
-    seconds: float = 0.0
+    seconds_to_compile: float = 0.0
     compiled: int | None = None
     error: str | None = None
 

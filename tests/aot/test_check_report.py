@@ -10,14 +10,24 @@ from typing import Any
 import pytest
 
 from jaxrl.aot.compile_report import Checked, Report
-from jaxrl.aot.hlo import Collective, Compiled, Graphs
+from jaxrl.aot.hlo import Collective, Graphs
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 GB = 10**9
-FOUND = Compiled({"all-gather": Collective(2, 3 * GB, 0)}, {}, "cuDNN's flash attention")
-UPDATE = Checked("actor", "update", 2, 5 * GB, 4 * GB, 0, 1.0, 1, found=FOUND)
-DECODE = Checked("actor", "decode", 2, None, 2 * GB, 3 * GB, 1.0, 0, graphs=Graphs(1, 9, 2))
-BROKEN = Checked("actor", "score", 2, None, None, 0, 1.0, 1, error="no kernel")
+SENT = {"all-gather": Collective(2, 3 * GB, 0)}
+UPDATE = Checked(
+    *("actor", "update", 2, 5 * GB, 1),
+    compiled_bytes=4 * GB,
+    collectives=SENT,
+    attention="cuDNN's flash attention",
+)
+DECODE = Checked(
+    *("actor", "decode", 2, None, 0),
+    others=3 * GB,
+    compiled_bytes=2 * GB,
+    graphs=Graphs(1, 9, 2),
+)
+BROKEN = Checked("actor", "score", 2, None, 1, error="no kernel")
 
 
 def report(*programs: Checked, limit: int = 6 * GB) -> Report:
@@ -27,8 +37,8 @@ def report(*programs: Checked, limit: int = 6 * GB) -> Report:
         placement=SimpleNamespace(spec="actor=2"),
         pools=(SimpleNamespace(pool=pool, bytes=7),),
     )
-    target: Any = SimpleNamespace(name="h200x2", kind="NVIDIA H200", hosts=1)
-    return Report(target, plan, programs, limit)
+    target: Any = SimpleNamespace(name="h200x2", kind="NVIDIA H200", hosts=1, usable=limit)
+    return Report(target, plan, programs)
 
 
 def test_the_peak_of_a_pool_counts_what_other_roles_hold():

@@ -19,7 +19,7 @@ from compiled_runs import (
 )
 
 from jaxrl.aot.compile_report import check
-from jaxrl.aot.programs import local_bytes, shaped
+from jaxrl.aot.programs import local_bytes
 from jaxrl.roles.microbatch import micro_batch
 
 pytestmark = NEEDS_COMPILERS
@@ -31,7 +31,7 @@ def test_a_micro_batch_copies_no_other_rows(tmp_path):
     ((_, update),) = programs(run, "tpu-v5e", "update")
     _, _, batch, place, group = update.args
     mesh = batch.sequences.tokens.sharding.mesh
-    rows = shaped(place.shape[1:], place.dtype, place.sharding)
+    rows = jax.ShapeDtypeStruct(place.shape[1:], place.dtype, sharding=place.sharding)
     taken = jax.jit(lambda batch, rows: micro_batch(batch, rows, mesh, group, None)).lower(
         batch, rows
     )
@@ -45,7 +45,7 @@ def test_colab_s_chip_compiles_the_notebook_s_programs():
     report = check(notebook_run("gspo", "batch_size=4", "data.eval=null"), "tpu-v5e")
     assert not report.failures, report.failures
     assert report.plan.config.actor.compute_dtype == "bfloat16"
-    assert all(program.compiled for program in report.programs)
+    assert all(program.compiled_bytes for program in report.programs)
 
 
 def test_colab_s_chip_compiles_what_distillation_has_beside_sampling():

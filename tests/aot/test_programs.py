@@ -84,7 +84,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[str], set[For
 def listed(config: Config) -> tuple[set[str], set[Form]]:
     devices = jax.devices()
     plan = make_plan(config, needed_roles(config), lambda n: Visible(tuple(devices), None))
-    programs = list(RunPrograms(plan.config, plan.inputs, plan.axes, devices))
+    programs = list(RunPrograms(plan.setting, devices))
     forms = {form(program.jitted, program.args, program.kwargs) for program in programs}
     return {name for name, _ in forms}, forms
 

@@ -16,19 +16,16 @@ from sleeping_run import sleeping_run
 
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.aot.compile_report import Checked, traffic
-from jaxrl.aot.hlo import Collective, Compiled
-from jaxrl.aot.machine import Machine
+from jaxrl.aot.hlo import Collective
 from jaxrl.aot.suggest import (
     LINKS,
     Candidate,
-    Links,
     Search,
     Traffic,
     _axes,
-    _exchanged,
-    _with_axes,
     candidate_lines,
     counted_bytes,
+    exchanged,
     stage_costs,
 )
 from jaxrl.checkpoint.model_source import lora_of
@@ -36,8 +33,8 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import target_of
-from jaxrl.plan import _transfer_notes
-from jaxrl.plan.advice import with_choices
+from jaxrl.plan import transfer_notes
+from jaxrl.plan.advice import with_axes, with_choices
 from jaxrl.plan.array_bytes import ITEMSIZE, layer_bytes
 from jaxrl.plan.plan_inputs import STORE, PlanInputs, Setting
 from jaxrl.profile.waits import RunSetup, StepTimes, measure, speedup
@@ -51,9 +48,9 @@ ROLES = ("actor", "rollout", "teacher")
 LIMIT = 130_000_000_000
 
 
-def machine(n: int, hosts: int = 1) -> Machine:
-    target = TargetMachine(f"h200x{n}", GPUS["h200"], (n,), hosts)
-    return Machine(target, target.devices)
+def machine(n: int, hosts: int = 1, link: float = 450e9) -> TargetMachine:
+    chip = replace(GPUS["h200"], link_gbs=link / 1e9)
+    return TargetMachine(f"h200x{n}", chip, (n,), hosts)
 
 
 def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanInputs]:
@@ -80,15 +77,14 @@ def run_of(mesh: str, limit: int | None = LIMIT, **keys) -> tuple[Config, PlanIn
 
 def search(mesh: str, limit: int = LIMIT, hosts: int = 1, compiled=None, **keys) -> Search:
     config, inputs = run_of(mesh, limit, **keys)
-    plan = SimpleNamespace(config=config, inputs=inputs, axes=inputs.axes(config))
+    plan = SimpleNamespace(config=config, inputs=inputs)
     return Search(plan, machine(inputs.placement.n_devices, hosts), compiled or {})
 
 
 def costs(mesh: str, link: float = 450e9, **keys) -> dict:
     config, inputs = run_of(mesh, **keys)
     ceilings = ceilings_of(machine(1).devices[0], "bfloat16")
-    axes = inputs.axes(config)
-    return stage_costs(config, inputs, axes, ceilings, Links(link, link), 8)
+    return stage_costs(Setting(config, inputs), ceilings, machine(8, link=link))
 
 
 def test_a_stage_never_takes_less_than_its_products_at_the_data_sheet():
@@ -137,9 +133,10 @@ def test_context_sends_the_heads_of_a_device_s_tokens():
     for n_kv_heads in (STUDENT.n_kv_heads, 4):  # gathered whole; exchanged as the queries are
         config, inputs = run_of("actor=4,rollout=2,teacher=2", actor={"parallel": {"context": 4}})
         model = replace(STUDENT, n_kv_heads=n_kv_heads)
-        axes = inputs.axes(config)
-        assert axes["actor"].context == 4
-        sizes.append(_exchanged(Setting(config, inputs, axes), "actor", model, 8192))
+        setting = Setting(config, inputs)
+        assert setting.axes["actor"].context == 4
+        _, moved = exchanged(setting, "actor", model, 8192)
+        sizes.append(moved)
     layers = STUDENT.n_layers * 8192 * 128 * 2
     queries, kv = layers * 2 * 12 * 3 / 4, layers * 2 * 3
     assert sizes == pytest.approx([queries + 2 * kv, queries + 4 * kv / 4])
@@ -153,7 +150,7 @@ def test_context_is_tried_for_long_sequences_only():
             found = list(_axes(config, inputs, role))
             assert any("context" in axes for axes in found) == expected
             for axes in found:
-                inputs.axes(_with_axes(config, role, axes))  # refuses what cannot be
+                inputs.axes(with_axes(config, role, **axes))  # refuses what cannot be
 
 
 def test_one_device_has_no_collectives():
@@ -174,18 +171,18 @@ def test_what_crosses_hosts_takes_its_seconds_and_the_plan_says_them(signal):
         "actor": STUDENT.n_params * 2 / STORE,
     }
     stages = {"teacher": ("teacher", "score"), "actor": ("actor", "publish")}
-    ceilings, links = ceilings_of(machine(1).devices[0], "bfloat16"), Links(450e9, 50e9)
+    ceilings, target = ceilings_of(machine(1).devices[0], "bfloat16"), machine(16, hosts=2)
     for mesh, apart in (
         ("actor=8,rollout=4,teacher=4", {"teacher", "actor"}),
         ("actor+rollout=8,teacher=8", {"teacher"}),
         ("actor+rollout+teacher=16", set()),
     ):
         config, inputs = run_of(mesh, distill=distill)
-        axes = inputs.axes(config)
         two = replace(inputs, host_of=(0,) * 8 + (1,) * 8)
-        one, both = (stage_costs(config, x, axes, ceilings, links, 8) for x in (inputs, two))
-        notes = list(_transfer_notes(config, two))
-        assert len(notes) == len(apart) and not list(_transfer_notes(config, inputs))
+        settings = [Setting(config, each) for each in (inputs, two)]
+        one, both = (stage_costs(setting, ceilings, target) for setting in settings)
+        none, notes = (list(transfer_notes(setting)) for setting in settings)
+        assert len(notes) == len(apart) and not none
         for sender, stage in stages.items():
             expected = seconds[sender] if sender in apart else 0.0
             # From device to device the weights take a fiftieth of that at most.
@@ -198,7 +195,7 @@ def test_the_compiled_programs_say_what_collectives_send():
     tensor = {"teacher": {"model": "teacher", "parallel": {"tensor": 4}}}
     mesh, stage = "actor=2,rollout=2,teacher=4", ("teacher", "score")
     config, inputs = run_of(mesh, **tensor)
-    counted = counted_bytes(config, inputs, inputs.axes(config))
+    counted = counted_bytes(Setting(config, inputs))
     as_counted, twice = (
         search(mesh, compiled={"teacher": Traffic(float(n))}, **tensor) for n in (1, 2)
     )
@@ -217,7 +214,7 @@ def test_what_the_compiled_update_does_not_hide_takes_time(reduced):
     compiled = [{"actor": Traffic(1.0, each)} for each in shares]
     hidden, seen = (search(mesh, compiled=each, actor=actor) for each in compiled)
     config, inputs = run_of(mesh, actor=actor)
-    count, _ = Setting(config, inputs, inputs.axes(config)).micro_batches()
+    count, _ = Setting(config, inputs).micro_batches()
     dtype = reduced or "bfloat16"
     waited = 0.75 * count * layer_bytes(STUDENT, Axes(), dtype) / 2 / (450e9 * LINKS)
     more = seen.now.stages[stage] - hidden.now.stages[stage]
@@ -228,21 +225,19 @@ def test_the_shares_are_those_of_the_compiled_programs():
     """Of two programs by their bytes, as often as a step calls them; of all kinds the bytes that
     leave a device."""
     config, inputs = run_of("actor=2,rollout=2,teacher=4")
-    axes = inputs.axes(config)
-    plan = SimpleNamespace(config=config, inputs=inputs, axes=axes)
+    setting = Setting(config, inputs)
+    plan = SimpleNamespace(setting=setting)
 
     def program(calls: int, kind: str, size: int, overlapped: int) -> Checked:
-        found = Compiled({kind: Collective(1, size, overlapped)}, {}, None)
-        return Checked("actor", "update", 2, None, 1, 0, 0.0, calls, found=found)
+        sent = {kind: Collective(1, size, overlapped)}
+        return Checked("actor", "update", 2, None, calls, compiled_bytes=1, collectives=sent)
 
     gathered, scattered = "all-gather", "reduce-scatter"
     programs = (program(1, gathered, 100, 50), program(3, gathered, 100, 90))
     programs += (program(1, scattered, 40, 10),)
     found = traffic(SimpleNamespace(plan=plan, programs=programs))["actor"]
     assert found.hidden == pytest.approx({gathered: 0.8, scattered: 0.25})
-    assert found.scale == pytest.approx(
-        (400 + 40) / 2 / counted_bytes(config, inputs, axes)["actor"]
-    )
+    assert found.scale == pytest.approx((400 + 40) / 2 / counted_bytes(setting)["actor"])
 
 
 def test_the_best_fits_is_faster_and_says_what_to_change():
@@ -301,10 +296,9 @@ def test_a_copy_of_the_weights_in_each_host_is_tried_and_is_faster():
     ceilings = ceilings_of(machine(1).devices[0], "bfloat16")
 
     def update(axes: dict[str, int], host_size: int) -> float:
-        chosen = _with_axes(config, "actor", axes)
-        links = Links(450e9, 50e9)
-        made = stage_costs(chosen, inputs, inputs.axes(chosen), ceilings, links, host_size)
-        return made["actor", "update"]
+        chosen = with_axes(config, "actor", **axes)
+        target = machine(16, hosts=16 // host_size)
+        return stage_costs(Setting(chosen, inputs), ceilings, target)["actor", "update"]
 
     assert update({"data": 2, "fsdp": 8}, 8) < 0.95 * update({"fsdp": 16}, 8)
     assert update({"data": 2, "fsdp": 8}, 16) == pytest.approx(update({"fsdp": 16}, 16), rel=0.1)

@@ -92,7 +92,7 @@ def test_the_processes_of_jaxrl_are_listed(capsys: pytest.CaptureFixture[str]) -
         title = Path(f"/proc/{process.pid}/cmdline")
         while not title.read_bytes().startswith(b"ray::jaxrl:"):  # set a moment after it began
             time.sleep(0.01)
-        devices.show(devices.process_page())
+        print("\n".join(devices.process_page()))
         process.kill()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     (line,) = [line for line in lines if line[:1] == [str(process.pid)]]
@@ -207,16 +207,16 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [Host("id", "head", "10.0.0.1", has, free)]
     roles, chips = ("teacher",), ("gpu:4", "gpu:5")
     worker = WorkerState("teacher", "head", 77, roles, chips, "idle", "", 0.0, 0.0, 0)
-    devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [worker])))
+    print("\n".join(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [worker]))))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["cluster", "10.0.0.1:6379"] in lines
     memory = ["32.0", "of", "64.0", "GB"]
     assert ["head", "10.0.0.1", "4", "of", "16", "2", "of", "8", *memory] in lines
     assert ["teacher", "teacher", "head:77", "gpu:4,", "gpu:5", "idle"] in lines
-    devices.show(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, [])))
+    print("\n".join(devices.cluster_page(Cluster("10.0.0.1:6379", nodes, []))))
     printed = capsys.readouterr().out
     assert "no jaxrl workers" in printed and "TPU" not in printed
     nodes = [replace(nodes[0], has={**has, "TPU": 8}, free={**free, "TPU": 4})]
-    devices.show(devices.cluster_page(Cluster("h:1", nodes, [])))
+    print("\n".join(devices.cluster_page(Cluster("h:1", nodes, []))))
     printed = capsys.readouterr().out
     assert "GPUs free   TPUs free   memory free" in printed and "4 of 8      32.0 of" in printed

@@ -306,3 +306,10 @@ def test_no_single_token_is_the_gradient_of_a_batch(impossible):
     assert (gap[3, 5], gap[2, 2]) == (20, -20)
     np.testing.assert_allclose(total, gap.sum(), rtol=1e-4)
     assert metrics["gap_clamped"] == (2, 127)
+
+
+def test_bad_settings_are_refused(student, teacher):
+    with pytest.raises(ValueError, match=r"beta is 1\.5.*\[0, 1\]"):
+        jsd(student, teacher, MASK, beta=1.5)
+    with pytest.raises(ValueError, match="ratio_cap is 0"):
+        sampled_reverse_kl(student[..., 0], teacher[..., 0], MASK, ratio_cap=0)

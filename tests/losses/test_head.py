@@ -16,6 +16,7 @@ from cases import and_slow
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.losses.chunked import Term, shard_inputs
 from jaxrl.losses.distill import (
     divergence_from_hidden,
     entropy_aware_from_topk,
@@ -478,8 +479,18 @@ def test_no_array_of_all_tokens_by_all_vocabulary(name):
 
 def test_bad_settings_are_refused():
     call = partial(divergence_from_hidden, HIDDEN, HEAD, TEACHER, TEACHER_HEAD, MASK)
+    with pytest.raises(ValueError, match=r"beta is -0\.1"):
+        call(beta=-0.1)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        call(beta=0.5, temperature=0)
+    with pytest.raises(ValueError, match="chunk is 0"):
+        call(beta=0.5, chunk=0)
     with pytest.raises(ValueError, match="top_k is 51.*50 tokens"):
         call(beta=0.5, entropy_aware=EntropyAware(top_k=51))
+    with pytest.raises(ValueError, match="12 wide and their head 10"):
+        shard_inputs(Term(), [(HIDDEN, TEACHER_HEAD)], MASK, {}, chunk=8)
+    with pytest.raises(ValueError, match="v is 51; .* 50 rows"):
+        logprobs_from_hidden(HIDDEN, HEAD, TOKENS, v=51)
     with pytest.raises(ValueError, match="top-k is 0"):
         topk_from_hidden(HIDDEN, HEAD, 0)
     sent = shipped(2)

@@ -58,7 +58,7 @@ pytestmark = [
 def described(target: str, sizes: tuple[int, ...]) -> Mesh:
     """A mesh of devices that are not here."""
     prepare()
-    return role_mesh(machine(target).devices[: math.prod(sizes)], Axes(*sizes))
+    return role_mesh(machine(target).compiled[: math.prod(sizes)], Axes(*sizes))
 
 
 def compiled(

@@ -17,7 +17,7 @@ from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import encoder_bytes, role_accounts
-from jaxrl.plan.plan_inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.sharding.placement import place
@@ -64,7 +64,7 @@ def test_frozen_models_take_what_the_compiler_says(axes_name: str, batch_name: s
         placement, roles, student, None, limits, CPU, reward=REWARD, grouper=ENCODER
     )
     accounts, found = role_accounts(inputs, config), {}
-    for program in RunPrograms(config, inputs, inputs.axes(config), jax.devices()):
+    for program in RunPrograms(Setting(config, inputs), jax.devices()):
         if program.role in ("reward", "grouper"):
             planned = program.planned(accounts[program.role])
             found[program.role] = planned / program.held(program.compile(OPTIONS))

@@ -26,7 +26,7 @@ from jaxrl.models.family import LayerKind
 from jaxrl.models.kernels import CPU
 from jaxrl.plan.accounts import BASE, role_accounts
 from jaxrl.plan.array_bytes import Pass
-from jaxrl.plan.plan_inputs import PlanInputs
+from jaxrl.plan.plan_inputs import PlanInputs, Setting
 from jaxrl.process import compile_cache
 from jaxrl.roles.update import BASE as FROZEN
 from jaxrl.sharding.axes import Axes
@@ -144,9 +144,8 @@ class Programs:
         roles = tuple(r for r in ROLES if r != "teacher" or config.learns_from_teacher)
         taught = teacher if "teacher" in roles else None
         inputs = PlanInputs(placement, roles, student, taught, limits, CPU)
-        axes = inputs.axes(config)
         self.config, self.accounts = config, role_accounts(inputs, config)
-        found = RunPrograms(config, inputs, axes, jax.devices())
+        found = RunPrograms(Setting(config, inputs), jax.devices())
         self.found = {(program.role, program.name): program for program in found}
 
     def ratio(self, role: str, name: str) -> float:

@@ -23,7 +23,6 @@ from jaxrl.models.lora import Lora
 from jaxrl.profile.traces import Profile, stage_rows, steps_to_profile
 from jaxrl.profile.waits import Span
 from jaxrl.profile.work import (
-    RunModels,
     StepBatch,
     Work,
     adamw_work,
@@ -271,9 +270,8 @@ class Asked:
 
 def profile(log, steps):
     config = Config.load("builtin:quickstart", ["steps=8"])
-    return Profile(
-        SimpleNamespace(config=config), None, None, Asked(log), Path("x"), steps, log.append
-    )
+    plan = SimpleNamespace(config=config)
+    return Profile(None, plan, Asked(log), Path("x"), steps, log.append)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -354,7 +352,8 @@ def test_the_work_of_a_step_follows_its_algorithm():
 
     def work(*overrides, model=c):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
-        return step_work(RunModels(config, model, (), 264), axes, [batch])
+        setting = SimpleNamespace(config=config, student=model, axes=axes, vocab=264)
+        return step_work(setting, [batch])
 
     one = work("actor.minibatches=1", "actor.epochs_per_batch=1")
     forward, loss, backward, optimizer = one["actor", "update"]

@@ -183,8 +183,8 @@ def write_run(folder, calls, *overrides, limit=None):
 def test_the_advice_of_a_run_in_words(tmp_path):
     """0.71 s of sampling, 0.1 of scoring, 0.19 of training, on 2, 4 and 2 devices."""
     calls = measured(rollout=0.71, teacher=0.1, actor=0.19)
-    told = waits.run_advice(write_run(tmp_path, calls))
-    assert told.waits == (
+    faster, went = waits.run_advice(write_run(tmp_path, calls)).values()
+    assert went == (
         "actor: busy 0.19 s of 1.00 s a step; waited 0.71 s for rollout, 0.10 s for teacher",
         "rollout: busy 0.71 s of 1.00 s a step; waited 0.19 s for actor, 0.10 s for teacher",
         "teacher: busy 0.10 s of 1.00 s a step; waited 0.71 s for rollout, 0.19 s for actor",
@@ -192,11 +192,10 @@ def test_the_advice_of_a_run_in_words(tmp_path):
     # actor 0.19, rollout 0.71 / 2 and teacher 0.1 * 2 make 0.745 s; one step off, rollout alone is
     # as long as a step, and with this split half the way of a batch through all three: 0.3725 s
     split = "actor=2,rollout=4,teacher=2"
-    assert told.faster == (  # the fastest first
+    assert faster == (  # the fastest first
         f"schedule=one_step_off would be 1.4x faster, and with {split} 2.7x",
         f"rollout is 71% of the step; {split} would be 1.3x faster",
     )
-    assert list(told.headings.values()) == [told.faster, told.waits]
     _, measured_run = waits.measured_run(tmp_path)
     idle = {wait.pool: wait.idle for wait in measured_run.pools}
     assert idle == pytest.approx({"actor": 0.81, "rollout": 0.29, "teacher": 0.9}, abs=1e-3)
@@ -204,14 +203,16 @@ def test_the_advice_of_a_run_in_words(tmp_path):
 
 def test_a_split_that_cannot_be_had_is_not_named(tmp_path):
     calls = measured(rollout=0.5, teacher=0.1, actor=0.4)
-    free = waits.run_advice(write_run(tmp_path, calls))
-    assert any("rollout=3," in line for line in free.faster)
+
+    def faster(*overrides, limit=None):
+        told = waits.run_advice(write_run(tmp_path, calls, *overrides, limit=limit))
+        return told.get(waits.FASTER, ())
+
+    assert any("rollout=3," in line for line in faster())
     fixed = ("rollout.parallel.data=2", "rollout.parallel.tensor=1")
-    told = waits.run_advice(write_run(tmp_path, calls, *fixed))
-    assert any("rollout=2," in line for line in told.faster)
-    assert not any("rollout=3," in line for line in told.faster)
-    small = waits.run_advice(write_run(tmp_path, calls, limit=1000))  # bytes
-    assert not any("rollout=" in line for line in small.faster)
+    assert any("rollout=2," in line for line in faster(*fixed))
+    assert not any("rollout=3," in line for line in faster(*fixed))
+    assert not any("rollout=" in line for line in faster(limit=1000))  # bytes
 
 
 def test_a_role_without_devices_keeps_its_seconds(tmp_path):
@@ -232,21 +233,21 @@ def test_a_role_without_devices_keeps_its_seconds(tmp_path):
     keys = "mesh=actor=4,rollout=4 algorithm=gspo group_size=2 teacher.model=null"
     run = write_run(tmp_path, calls, *keys.split(), "reward.functions=[exact]")
     told = waits.run_advice(run)
-    (*_, line) = told.waits
+    line = told[waits.WENT][-1]
     assert line.startswith("reward: busy 0.20 s of 1.20 s a step; waited 0.75 s for rollout")
-    assert told.faster[-1] == "rollout is 62% of the step; actor=3,rollout=5 would be 1.1x faster"
+    assert (
+        told[waits.FASTER][-1]
+        == "rollout is 62% of the step; actor=3,rollout=5 would be 1.1x faster"
+    )
 
 
 def test_nothing_is_said_without_steps_or_need(tmp_path):
     calls = measured(rollout=0.5, teacher=0.5, actor=0.5)
-    nothing = waits.Advice()
-    assert not nothing.headings
-    assert waits.run_advice(tmp_path) == nothing and waits.measured_run(tmp_path) is None
-    assert (
-        waits.run_advice(write_run(tmp_path, calls[:12])) == nothing
-    )  # four steps, two to warm up
+    assert waits.run_advice(tmp_path) == {} and waits.measured_run(tmp_path) is None
+    few = write_run(tmp_path, calls[:12])  # four steps, two to warm up
+    assert waits.run_advice(few) == {}
     even = waits.run_advice(write_run(tmp_path, calls, "mesh=actor+rollout+teacher=1"))
-    assert even == nothing  # one pool: nothing to split
+    assert even == {}  # one pool: nothing to split
 
 
 def test_emulated_devices_are_told(tmp_path):
@@ -256,5 +257,5 @@ def test_emulated_devices_are_told(tmp_path):
     for pool in plan["pools"]:
         pool["device"] = "cpu"
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    heading, *_ = waits.run_advice(tmp_path).headings
+    heading, *_ = waits.run_advice(tmp_path)
     assert "emulated ones share the cores" in heading

@@ -535,12 +535,27 @@ def test_progress_and_abort_come_in_between_launches() -> None:
         ([[1, 61]], {}, "tokens from 1 to 61.*0 to 60"),
         ([[-1]], {}, "tokens from -1"),
         ([[1]], {"n": 0}, "n=0"),
+        ([[1]], {"prompt_ids": [1, 2]}, "2 prompt_ids for 1 prompts"),
+        ([[1]], {"sampling": SamplingParams(17)}, "max_new_tokens=17 exceeds"),
+        ([[1]], {"sampling": SamplingParams(4, stop=("a",))}, "needs a tokenizer"),
     ],
 )
 def test_bad_requests_are_named(prompts: Any, options: dict[str, Any], message: str) -> None:
     asked = {"n": 1, "sampling": SAMPLING, "seed": 0, **options}
     with pytest.raises(UserError, match=message):
         engine().generate(params(), prompts, **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots=0"),
+        ({"max_new_tokens": 250}, "exceeds the model's 256 positions"),
+    ],
+)
+def test_bad_shapes_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine(**options)
 
 
 def test_data_parallel_steps_exchange_nothing() -> None:

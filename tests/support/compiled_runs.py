@@ -19,13 +19,15 @@ import jax
 import pytest
 import yaml
 
-from jaxrl.aot.compile_report import MEMORY, THUNKS, plan_for
+from jaxrl.algorithms.methods import needed_roles
+from jaxrl.aot.compile_report import MEMORY, THUNKS
 from jaxrl.aot.hlo import Graphs, read_thunks, read_total
 from jaxrl.aot.machine import compilers, machine, prepare
 from jaxrl.aot.programs import Program, RunPrograms, local_bytes
 from jaxrl.aot.subprocess_compile import apart
 from jaxrl.config.schema import Config
 from jaxrl.models.kernels import compiling_for
+from jaxrl.plan import target_plan
 from jaxrl.plan.table import Plan
 
 MISSING = {"cuda", "tpu"} - compilers()
@@ -121,9 +123,9 @@ def programs(run: Config, target: str, *names: str) -> Iterator[tuple[Plan, Prog
     GPUs must be lowered before the next is asked for (`compiling_for`)."""
     prepare()
     there = machine(target)
-    plan = plan_for(run, there)
+    plan = target_plan(run, needed_roles(run), there)
     with compiling_for(plan.inputs.target):
-        for program in RunPrograms(plan.config, plan.inputs, plan.axes, there.devices):
+        for program in RunPrograms(plan.setting, there.compiled):
             if not names or program.name in names:
                 yield plan, program
 
