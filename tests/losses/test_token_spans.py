@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import jsd
 
 from jaxrl.losses import divergence as dense
 from jaxrl.losses import token_spans
@@ -112,7 +113,7 @@ def dense_loss(given=OUTCOMES, *, beta=0.4, softcap=None, teacher_softcap=None):
 
     def loss(hidden, head):
         student = in_outcomes(logprobs(hidden, head, softcap), given.student, given)
-        return dense.jsd(student, teacher, MASK, beta=beta)[0]
+        return jsd(student, teacher, MASK, beta=beta)[0]
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
@@ -271,7 +272,7 @@ def test_a_span_of_several_tokens_is_one_sampled_action(distributions):
         if distributions:
             student = in_outcomes(logp, OUTCOMES.student)
             teacher = in_outcomes(logprobs(THEIRS, THEIR_HEAD), OUTCOMES.teacher)
-            total, _ = dense.jsd(student, teacher, starts, beta=0.4)
+            total, _ = jsd(student, teacher, starts, beta=0.4)
         own = jnp.take_along_axis(logp, TOKENS[..., None], -1)[..., 0]
         for row, first, end in spans:
             q, mu = own[row, first:end].sum(), SAMPLER[row, first:end].sum()
