@@ -233,9 +233,10 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
 def lora_of(config: Config) -> Lora | None:
     """Returns `student.lora`."""
     c = config.student.lora
-    if c.rank is None:
-        return None
-    return Lora(c.rank, 2.0 * c.rank if c.alpha is None else c.alpha, c.targets, c.init)
+    rank, alpha, targets, init = c.rank, c.alpha, c.targets, c.init
+    return (
+        None if rank is None else Lora(rank, 2.0 * rank if alpha is None else alpha, targets, init)
+    )
 
 
 def resolve_student(config: Config) -> ModelSource:

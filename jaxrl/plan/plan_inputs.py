@@ -232,7 +232,9 @@ class PlanInputs:
         found = {}
         for role in self.roles:
             n = len(self.placement.roles[role].devices)
-            axes = found[role] = resolve_axes(role, n, **config.roles[role].parallel.model_dump())
+            given = config.roles[role].parallel
+            sizes = {axis: getattr(given, axis) for axis in type(given).model_fields}
+            axes = found[role] = resolve_axes(role, n, **sizes)
             whole = config.teacher.tokenizer == "own" and role in ("actor", "teacher")
             if whole and axes.tensor > 1:
                 raise UserError(
