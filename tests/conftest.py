@@ -58,18 +58,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 gc.set_threshold(50_000, 10, 10)
 
 LONGEST_FIRST = (
-    *("test_ray_train.py", "test_teachers.py", "test_rl.py", "test_two_hosts.py"),
-    *("test_objective.py", "test_resume.py", "test_episode_runs.py", "test_mixtures.py"),
-    *("test_self_distillation.py", "test_context.py", "test_ray.py", "test_plan_true.py"),
-    *("test_spmd.py", "test_ray_starts.py", "test_actor.py", "test_other_tokenizers.py"),
-    "test_engine.py",
+    *("test_two_hosts.py", "test_teachers.py", "test_mixtures.py", "test_ray_train.py"),
+    *("test_objective.py", "test_resume.py", "test_python_objects.py", "test_episode_runs.py"),
+    *("test_lora_runs.py", "test_rl.py", "test_self_distillation.py", "test_context.py"),
+    *("test_ray.py", "test_plan_true.py", "test_spmd.py", "test_actor.py", "test_ray_starts.py"),
+    *("test_other_tokenizers.py", "test_engine.py", "test_decoder.py"),
     *("test_shared_prompts.py", "test_profiling.py", "test_train.py", "test_compiled.py"),
-    *("test_lora_runs.py", "test_delta.py", "test_real_templates.py", "test_programs.py"),
+    *("test_delta.py", "test_programs.py", "test_doc_commands.py"),
     *("test_compiled_tpu.py", "test_kernels_aot.py", "test_gpu.py", "test_attention.py"),
     *("test_served_teachers.py", "test_head.py", "test_bad_input.py", "test_configs_dry_run.py"),
     *("test_flat_memory.py", "test_evaluate.py", "test_docs.py", "test_cache.py"),
-    *("test_mixture.py", "test_serve_teacher.py", "test_hybrid.py", "test_face.py"),
-    *("test_decoder.py", "test_rewards_pool.py", "test_environment_pool.py", "test_aligned.py"),
+    *("test_serve_teacher.py", "test_hybrid.py", "test_face.py"),
+    *("test_rewards_pool.py", "test_environment_pool.py", "test_aligned.py"),
     *("test_checkpoint.py", "test_generate.py", "test_config_page.py"),
 )
 """Files that take long: begun last, they would leave all processes but one with nothing to do.
