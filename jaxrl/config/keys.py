@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,9 @@ def allowed(group: Group) -> dict[str, str]:
     return found
 
 
+_BRANCH = re.compile(r".*\[|constrained-")
+
+
 def explain(model: type[BaseModel], error: ValidationError) -> str:
     """Returns a validation error in a few lines: the dotted key, what is wrong, the value.
 
@@ -145,7 +149,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     lines: list[str] = []
     for item in error.errors(include_url=False):
         # pydantic adds to a location what names a branch of a union, such as `constrained-int`.
-        parts = (part for part in item["loc"] if isinstance(part, int) or part.isidentifier())
+        parts = (part for part in item["loc"] if not _BRANCH.match(str(part)))
         path, message = ".".join(map(str, parts)), item["msg"].removeprefix("Value error, ")
         got = short(repr(item["input"]))
         if item["type"] == "missing":

@@ -281,7 +281,8 @@ class TeacherConfig(FrozenConfig):
                 "tokenizer=student, or model and no cache",
             )
         if self.address is not None and self.prompt is not None:
-            yield bad("address prompt", "the teacher there reads the student's prompts")
+            why = "the teacher there reads the student's prompts"
+            yield bad("address prompt", why, "prompt=null, or model in place of address")
         yield from _rules_of_server(self)
 
 
@@ -317,7 +318,7 @@ def _rules_of_server(one: TeacherConfig | NamedTeacherConfig) -> Iterator[str]:
     bad = partial(conflict, one)
     if one.address is None:
         for key in ("api", "api_model"):
-            if getattr(one, key) not in ("jaxrl", None):
+            if getattr(one, key) != type(one).model_fields[key].default:
                 yield bad(key, "it needs a server", f"address, or leave {key} out")
         return
     if one.model is not None:

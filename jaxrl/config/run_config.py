@@ -382,13 +382,13 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     if c.learns_from_rewards:
         yield from _with_rewards(c)
     else:
-        for key, given in (
-            ("reward.functions", c.reward.functions),
-            ("reward.model", c.reward.model),
-            ("distill_weight", c.distill_weight),
+        for key, given, none in (
+            ("reward.functions", c.reward.functions, "[]"),
+            ("reward.model", c.reward.model, "null"),
+            ("distill_weight", c.distill_weight, "0"),
         ):
             if given:
-                way = f"{key} to its default, or an algorithm that does, such as gspo"
+                way = f"{key}={none}, or an algorithm that does, such as gspo"
                 yield bad(f"algorithm {key}", "it learns from no reward", way)
     longest = max(c.max_new_tokens, c.eval.max_new_tokens or 0)
     if (c.rollout.cache_tokens or longest) < longest:
@@ -416,12 +416,14 @@ def _with_teacher(c: RunConfig) -> Iterator[str]:
     model, cache = c.teacher.model, c.teacher.cache
     alone = "teacher.model" if model else "teacher.address" if c.teacher.address else None
     if (alone or cache) is None and not c.teachers:
-        also = " distill_weight policy.opd_coef" if c.learns_from_rewards else ""
+        weights = (("distill_weight", c.distill_weight), ("policy.opd_coef", c.policy.opd_coef))
+        asked = [key for key, weight in weights if weight > 0] if c.learns_from_rewards else []
+        without = " and ".join(f"{key}=0" for key in asked) or "algorithm=sft"
         yield bad(
-            f"algorithm{also}",
-            "it needs a teacher",
-            "teacher.model (or teacher.address, teacher.cache, or teachers), or algorithm=sft to"
-            " train without one",
+            " ".join(asked) or "algorithm",
+            "it needs a teacher" if len(asked) < 2 else "they need a teacher",
+            "teacher.model (or teacher.address, teacher.cache, or teachers), or"
+            f" {without} to train without one",
         )
     share = 1.0 if c.learns_from_rewards else d.on_policy_fraction
     none = "the cache has no scores of the student's samples"
@@ -463,8 +465,10 @@ def _with_teacher(c: RunConfig) -> Iterator[str]:
             f"the {c.mixture} mixture of served teachers cannot be made of what each of them sends",
             "distill.signal=hidden, or data.teacher_key for a teacher a row",
         )
-    if any(one.model == POLICY for one in c.teachers.values()):
-        yield bad("teachers", "the policy is not one of several teachers", "teacher.model=policy")
+    for name, one in c.teachers.items():
+        if one.model == POLICY:
+            why, way = "the policy is not one of several teachers", "another model there"
+            yield bad(f"teachers.{name}.model", why, f"{way}, or teacher.model=policy alone")
     for key, given in (
         ("data.teacher_key", c.data.teacher_key),
         ("distill.mixture", d.mixture),
@@ -502,10 +506,10 @@ def _with_own_tokenizer(c: RunConfig) -> Iterator[str]:
         yield bad("teacher.tokenizer data.completion_turns", why)
     if c.environment.name is not None:
         yield bad("teacher.tokenizer environment.name", aligns.format("an episode"))
-    if d.signal == "student_topk" or d.entropy_aware:
+    needs = {"signal": d.signal == "student_topk", "entropy_aware": d.entropy_aware}
+    for key in (key for key, asked in needs.items() if asked):
         why = "it needs the teacher's probabilities of the student's tokens"
-        key = "distill.signal" if d.signal == "student_topk" else "distill.entropy_aware"
-        yield bad(f"teacher.tokenizer {key}", why)
+        yield bad(f"distill.{key} teacher.tokenizer", why)
     if d.lean:
         why = "the loss needs all of the vocabulary at once"
         yield bad("teacher.tokenizer distill.lean", why)
@@ -524,7 +528,7 @@ def _with_own_tokenizer(c: RunConfig) -> Iterator[str]:
         )
     if c.learns_from_rewards and c.policy.opd_coef > 0:
         yield bad(
-            "teacher.tokenizer policy.opd_coef",
+            "policy.opd_coef teacher.tokenizer",
             "it reads the teacher's log-prob of each token of the student",
             "policy.opd_coef=0 (and distill_weight above 0), or teacher.tokenizer=student",
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from jaxrl.errors import short
 from jaxrl.process.json_types import JsonObject
 
 LARGEST = 2**31 - 1
@@ -29,7 +30,7 @@ Name = Annotated[str, Field(min_length=1)]
 DType = Literal["float32", "bfloat16"]
 Quantisation = Literal["int8", "nf4"]
 Api = Literal["jaxrl", "openai"]
-NAMED = re.compile(r"[A-Za-z0-9_.-]+")
+NAMED = re.compile(r"[A-Za-z0-9_-]+([.][A-Za-z0-9_-]+)*")
 """Names of the user's choice that become parts of metric names."""
 T = TypeVar("T")
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
@@ -41,7 +42,9 @@ def check_names(value: T) -> T:
     """Returns the value; raises ValueError for a mapping with a name that is not `NAMED`."""
     for name in value if isinstance(value, dict) else ():
         if not isinstance(name, str) or NAMED.fullmatch(name) is None:
-            raise ValueError(f"the name {name!r} may have letters, digits, `_`, `.` and `-` only")
+            raise ValueError(
+                f"the name {name!r} may have letters, digits, `_`, `-` and, between them, `.` only"
+            )
     return value
 
 
@@ -51,7 +54,7 @@ def shown(value: object) -> str:
         return value
     if isinstance(value, dict) and any(isinstance(one, BaseModel) for one in value.values()):
         return ", ".join(value)
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, default=repr)
 
 
 def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
@@ -63,12 +66,17 @@ def conflict(section: BaseModel, keys: str, why: str, way: str = "") -> str:
     """
     given, defaults = [], []
     for path in keys.split():
-        *names, last = path.split(".")
+        above, _, last = path.rpartition(".")
         owner: Any = section
-        for name in names:
-            owner = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        while above:
+            if isinstance(owner, dict):  # a name of the user's, which may have dots
+                owner, above = owner[above], ""
+            else:
+                name, _, above = above.partition(".")
+                owner = getattr(owner, name)
         value, default = getattr(owner, last), type(owner).model_fields[last].default
-        given.append(f"{path}={shown(value)}")
+        text = shown(value)
+        given.append(f"{path}={text if text.isprintable() else short(repr(text))}")
         if value != default and not way:
             defaults.append(f"{path}={shown(default)}")
     return f"{' '.join(given)}: {why}: set {way or ' or '.join(defaults)}"

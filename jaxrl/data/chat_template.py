@@ -676,6 +676,8 @@ TEMPLATE_LINES = 5_000_000
 of it."""
 TEMPLATE_TEXT = 1 << 23
 """Characters or items of what a template makes: more than the longest context has."""
+LONGEST_DATE = 1000
+"""Characters of the form of a date, of which each may become hundreds."""
 _OFTEN = 32
 """So often TEMPLATE_TEXT may all texts together have that are made."""
 _WIDTH = re.compile(r"\d{6}|\*")
@@ -764,6 +766,8 @@ def _check_arguments(name: str, value: Any, rest: tuple[Any, ...]) -> None:
         _check(max(_size(one), _count(one)))
     if name in ("replace", "join") and rest:
         _check(_size(value) * max(map(_size, rest)))
+    elif name == "strftime" and any(_size(form) > LONGEST_DATE for form in rest):
+        raise TemplateRuntimeError(f"it asks for a date of more than {LONGEST_DATE:,} characters")
     elif name in ("format", "format_map") and isinstance(value, str):
         _check_form(value)
     elif name == "join":

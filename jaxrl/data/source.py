@@ -168,9 +168,11 @@ def listed_rows(rows: Rows, label: str) -> Rows:
     elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
         check_names(rows.columns, f"{label}: {type(rows).__name__}")
         return rows.to_dict("records")
-    elif hasattr(rows, "__iter__") and not isinstance(rows, str | bytes):
+    elif isinstance(rows, str | bytes):
+        pass
+    elif hasattr(rows, "__iter__"):
         return list(rows)
-    elif hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes):
+    elif hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
         return [rows[index] for index in range(len(rows))]
     raise UserError(
         f"{label}: a list or another iterable of rows, a datasets.Dataset, a pyarrow.Table or a"
@@ -253,7 +255,7 @@ class _Opener:
         if path.suffix == ".parquet":
             name = str(path)
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
-        opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}[path.suffix]
+        opened = {".jsonl": JsonlFile, ".json": open_json}.get(path.suffix, open_csv)
         return opened(path, self.keys, self.label)
 
     def files(self, spec: str, paths: Iterable[Path]) -> Part:
@@ -272,7 +274,7 @@ class _Opener:
     def folder(self, spec: str, folder: Path, options: str) -> Part:
         place = f"{self.label}: {spec}"
         given = parse_options(options, place)
-        for key in given.keys() - {"split"}:
+        for key in sorted(given.keys() - {"split"}):
             hint = near(key, ["split"])
             raise UserError(f"{place}: no option {key!r}{hint}; a folder has split")
         asked = str(given["split"]) if given else None

@@ -296,7 +296,7 @@ def _checked(options: Options, config: Any, where: str, label: str) -> tuple[Opt
     """Returns the options, if they are fields of a dataclass, without `size`, and this."""
     names = dict.fromkeys((*(field.name for field in dataclasses.fields(config)), "size"))
     allowed = [name for name in names if name != "seed"]
-    for key in options.keys() - allowed:
+    for key in sorted(options.keys() - allowed):
         raise UserError(
             f"{where}: no option {key!r} among {', '.join(allowed)}{near(key, allowed)}"
         )

@@ -332,7 +332,7 @@ def weight_files(folder: Path, single: str, index: str) -> tuple[list[Path], dic
     if (folder / single).is_file() or not (folder / index).is_file():
         return [folder / single], {}
     file_of = read_index(folder / index)
-    for file in set(file_of.values()):
+    for file in sorted(set(file_of.values())):
         if not os.path.isfile(folder / file):  # also of names that no file can have
             raise UserError(f"{short(str(folder / file), 300)} is missing, but {index} names it")
     places = {name: folder / file for name, file in file_of.items()}

@@ -263,6 +263,8 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
     shape = tensors.shape(HEAD)
     if not config.tie_embeddings or shape is None:
         return config
+    if shape != tensors.shape(EMBEDDING) or len(shape) != 2:
+        return replace(config, tie_embeddings=False)
     count, width = shape
 
     def same(rows: slice) -> bool:
@@ -273,9 +275,7 @@ def held_against(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
         return np.array_equal(a.astype(np.float32), b.astype(np.float32))
 
     bands = (slice(at, at + COMPARED) for at in range(0, count, COMPARED))
-    if shape == tensors.shape(EMBEDDING) and all(map(same, bands)):
-        return config
-    return replace(config, tie_embeddings=False)
+    return config if all(map(same, bands)) else replace(config, tie_embeddings=False)
 
 
 def check(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:

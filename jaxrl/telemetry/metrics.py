@@ -303,6 +303,7 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
             raise ValueError(f"metric {name!r} is not documented in METRICS{hint}")
         number = math.nan if value is None else float(value)
         whole = isinstance(value, int) or (metric.unit in _WHOLE and number.is_integer())
+        number = value if isinstance(value, int) else number  # which float32 may not hold
         row[name] = int(number) if whole else number if math.isfinite(number) else None
     return row | {"step": step}
 
