@@ -259,12 +259,11 @@ def main(argv: Sequence[str]) -> None:
     )
     address, notes = parser.parse(argv).address, list[str]()
     devices = local_devices(notes.append)
-    page = [*host_page(devices), *notes, "", *process_page()]
+    print("\n".join([*host_page(devices), *notes, "", *process_page()]))
     if address:
         from jaxrl.runtime.ray.connect import cluster
 
-        page += ["", *cluster_page(cluster(address))]
-    print("\n".join(page))
+        print("\n".join(["", *cluster_page(cluster(address))]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.streams import Output
 
 FILES = ("certificate", "private_key", "token_file")
-Models = Annotated[dict[str, Name], AfterValidator(lambda models: check_names(models) or models)]
 
 
 class ServeOptions(Section):
@@ -32,9 +31,7 @@ class ServeOptions(Section):
 
     model: Name | None = None
     """the only teacher: HF folder, hub id, .gguf file, run directory, ..."""
-    teacher: Annotated[
-        dict[str, Name], AfterValidator(lambda names: check_names(names) or names)
-    ] = {}
+    teacher: Annotated[dict[str, Name], AfterValidator(check_names)] = {}
     """one of several teachers, at HOST:PORT/NAME; give the option once for each"""
     host: Name = "localhost"
     """address to listen at"""
@@ -218,6 +215,8 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
         first = error.errors(include_url=False, include_input=False)[0]
         where, message = [str(part) for part in first["loc"]], first["msg"]
         message = message.removeprefix("Value error, ")
+        if first["type"] == "missing":
+            raise UserError("give --port PORT; 0 takes a free one") from None
         if where and where[0] in file.keys() - words:
             message = f"{path}: {'.'.join(where)}: {message}"
         elif where:

@@ -389,7 +389,8 @@ def check_every_token(tokenizer: Tokenizer, rows: int, model: str) -> None:
         raise UserError(
             f"{model} has {rows} embedding rows (vocab_size), which {len(without)} tokens of its"
             f" tokenizer lie beyond: {_first([f'{i} {t!r}' for i, t in without.items()])}; give the"
-            " model rows for them (resize_token_embeddings), or take them out of every tokenizer that has them"
+            " model rows for them (resize_token_embeddings), or take them out of each"
+            " tokenizer that has them"
         )
 
 

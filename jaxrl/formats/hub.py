@@ -642,7 +642,7 @@ def open_tensors(
     shapes: dict[str, tuple[int, ...]],
 ) -> weights.Tensors:
     """Opens the tensors in a model's folder, after a check of their names and shapes. Those of a
-    model on a hub whose weights are not here are fetched, and checked, once one of them is needed."""
+    model on a hub whose weights are not here are fetched, and checked, once one is needed."""
     on_hub = model_name(name)
     if on_hub is not None and not is_whole(pin(on_hub), place):
         return Unfetched(on_hub, read, shapes)

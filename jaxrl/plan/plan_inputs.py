@@ -243,7 +243,7 @@ class PlanInputs:
                     f" {role}.parallel.tensor=1, and fsdp or data"
                 )
             for model in self.models(role):
-                heads, experts = model.n_heads, 1
+                heads, experts = model.n_heads, None
                 if isinstance(model, DecoderConfig) and model.experts is not None:
                     experts = model.experts.count
                 if heads % axes.heads:
@@ -255,9 +255,9 @@ class PlanInputs:
                         f"{keys[0]}{product} does not divide its model's n_heads={heads}:"
                         f" on {n} devices, use {' or '.join(map(str, allowed))}"
                     )
-                if experts % axes.expert:
+                if (experts or 1) % axes.expert:
                     has, use = f"has num_experts={experts}", f"a divisor of {experts}"
-                    if experts == 1:
+                    if experts is None:
                         has, use = "has no experts", "data or fsdp"
                     raise UserError(
                         f"{role}.parallel.expert={axes.expert} does not divide the experts of its"

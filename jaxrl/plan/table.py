@@ -281,7 +281,9 @@ class _Record(BaseModel):
 def read_plan(text: str | bytes) -> JsonObject:
     """Reads the object that `plan_json` wrote. Raises ValueError for any other text."""
     value: JsonObject = parse_json(text)
-    plan = _Record.model_validate_json(text, strict=True)
+    # Paths may have bytes that are no text, which pydantic does not read.
+    readable = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    plan = _Record.model_validate_json(readable, strict=True)
     if any(not 0 <= role.pool < len(plan.pools) for role in plan.roles):
         raise ValueError("a role is in no pool")
     return value

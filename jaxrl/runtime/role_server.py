@@ -135,7 +135,8 @@ class _Worker(LocalWorker):
             call.finish(error=InputLost("an earlier call lost its input"))
             return
         super()._execute(call, own)
-        self.input_lost |= isinstance(call._error, InputLost) and not call.aside
+        if isinstance(call._error, InputLost) and not call.aside:
+            self.input_lost = True
 
 
 class WorkerServer:
@@ -230,14 +231,14 @@ class WorkerServer:
         with self._turn:
             while self._next < request.position and not worker.stopping:
                 self._turn.wait(1.0)
-            call.args = tuple(resolved(list(request.args)))
-            call.kwargs = resolved(dict(request.kwargs))
             if request.keeps:
                 self._kept[request.number] = call
             self._running[request.number] = call
             if worker.stopping:
                 call.finish(error=Stopped("the run is over"))
             else:
+                call.args = tuple(resolved(list(request.args)))
+                call.kwargs = resolved(dict(request.kwargs))
                 worker.submit(call)
             if not call.aside:
                 self._next = request.position + 1
@@ -248,7 +249,8 @@ class WorkerServer:
         error, parcel, value = None, None, call._value
         if call._error is not None:
             text = str(call._error)
-            error = next(kind(text) for kind in REPORTED if isinstance(call._error, kind))
+            kinds = (kind for kind in REPORTED if isinstance(call._error, kind))
+            error = next(kinds, RunError)(text)
         elif not request.keeps:
             try:
                 parcel = value if isinstance(value, Parcel) else self._pack(value, None)

@@ -151,7 +151,10 @@ class Options(ProtocolMessage):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        _ = self.distill  # refuses options that do not go together
+        try:
+            _ = self.distill
+        except ValidationError as error:  # options that do not go together
+            raise ValueError(first_mistake(error)) from None
         return self
 
     @property
@@ -240,7 +243,7 @@ def read_request(body: bytes, info: Info) -> Request:
     except ValidationError as error:
         raise Refused(400, f"metadata {REQUEST!r}: {first_mistake(error)}") from error
     except ValueError as error:
-        raise Refused(400, str(error)) from error
+        raise Refused(400, f"the body cannot be read: {error}") from error
     check_meant(asked.fingerprint, info)
     options, v = asked.options, asked.options.vocab_size
     best = max(options.top_k if "topk" in options.signal else 0, options.entropy_top_k or 0)
@@ -297,8 +300,12 @@ def _require(condition: bool, message: str, status: int = 400) -> None:
 def first_mistake(error: ValidationError) -> str:
     """Describes the first error by the name of its field and the value there."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "it"
-    return f"{where}: {first['msg']}, not {shown(first['input'])}"
+    where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    if first["type"] != "value_error":  # which names the values
+        message += f", not {shown(first['input'])}"
+    return f"{where}: {message}" if where else message
 
 
 def present(signal: TeacherSignal) -> dict[str, np.ndarray]:

@@ -36,6 +36,7 @@ from urllib.parse import urlencode, urlsplit
 
 import jax
 import numpy as np
+from pydantic import ValidationError
 
 from jaxrl.algorithms.signals import teacher_weights
 from jaxrl.config.schema import Config
@@ -180,8 +181,9 @@ class Endpoint:
         """Says what is wrong with a connection, and whether it may be right the next time."""
         match error:
             case ssl.SSLCertVerificationError():
-                hint = "write the address with a host that the certificate names, or set"
-                hint += " teacher.ca_file to its issuer's"
+                hint = "set teacher.ca_file to its issuer's certificate"
+                if error.verify_code in (62, 64):  # another host, or another IP address
+                    hint = "write the address with a host that the certificate names"
                 return f"its certificate is not trusted: {error.verify_message}; {hint}", False
             case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
                 return "it speaks no TLS: write http://", False
@@ -259,7 +261,10 @@ class TeacherClient:
                     f"{self.endpoint} speaks version {shown(version)} of the protocol, this jaxrl"
                     f" version {protocol.PROTOCOL}: install the same jaxrl on both sides"
                 )
-            return Info.model_validate_json(body)
+            try:
+                return Info.model_validate_json(body)
+            except ValidationError as error:
+                raise ValueError(protocol.first_mistake(error)) from None
 
         return self.endpoint.ask("GET", "/v1/info", read)
 
@@ -360,7 +365,8 @@ class CompletionsClient:
             models: dict[str, int | None] = {}
             for model in json.loads(body)["data"]:
                 name, longest = model["id"], model.get("max_model_len")
-                if not isinstance(name, str) or not isinstance(longest, int | None):
+                known = longest is None or (type(longest) is int and longest > 0)
+                if not isinstance(name, str) or not known:
                     raise ValueError(f"a model is {shown(model)}: an id and a length are expected")
                 models[name] = longest
             return models

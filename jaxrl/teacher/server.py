@@ -260,7 +260,8 @@ class TeacherServer:
 
     def _make_room(self, host: str) -> bool:
         """Returns whether one more connection may open; may close an older, incomplete one."""
-        self._open = [one for one in self._open if one.wire.fileno() >= 0]
+        # One that is closed counts as long as its request is in memory.
+        self._open = [one for one in self._open if one.wire.fileno() >= 0 or one.held]
         of_host = [one for one in self._open if one.host == host]
         for rivals, most in ((of_host, MOST_OF_ONE), (self._open, MOST_CONNECTIONS)):
             if len(rivals) >= most:

@@ -526,7 +526,7 @@ TEACHERS = ["--teacher", "a=builtin:teacher"]
         ),
         (["--teacher", "builtin:teacher", "--port", "0"], "write NAME=MODEL"),
         (["--teacher", "a/b=builtin:teacher", "--port", "0"], "the name 'a/b' may have letters"),
-        (TEACHERS, "--port: Field required"),
+        (TEACHERS, "give --port PORT"),
         ([*TEACHERS, "--port", "0", "--private-key", "k"], "give --certificate too"),
         ([*TEACHERS, "--port", "0", "--certificate", "{pem}"], "--certificate"),
         (

@@ -92,10 +92,11 @@ def with_experts(raw: Raw, defaults: JsonObject) -> JsonObject:
     """Fills in the defaults of a mixture, and the number of experts, which transformers 5 writes
     under another name."""
     if size(raw, "decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        keys = ("decoder_sparse_step", "mlp_only_layers")
+        given = ", ".join(f"{key}={raw[key]!r}" for key in keys if key in raw)
         raise UserError(
-            f"decoder_sparse_step={raw.get('decoder_sparse_step')!r},"
-            f" mlp_only_layers={raw.get('mlp_only_layers')!r}: models that mix layers with and"
-            " without experts are not supported; supported: 1 and []"
+            f"{given}: models that mix layers with and without experts are not supported;"
+            " supported: decoder_sparse_step=1 and mlp_only_layers=[]"
         )
     count = stated_once(raw, "num_experts", "num_local_experts")
     return filled({**raw, "num_experts": count}, defaults)
@@ -195,6 +196,7 @@ QWEN3_5 = Family(
 
 
 def prepare_qwen3_5_moe(raw: Raw) -> Raw:
+    raw = {key: value for key, value in raw.items() if key != "decoder_sparse_step"}  # has no part
     raw = with_experts(raw, QWEN3_5_MOE_DEFAULTS)
     return prepare_qwen3_5({**raw, "intermediate_size": raw["moe_intermediate_size"]})
 

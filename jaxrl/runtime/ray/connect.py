@@ -233,7 +233,8 @@ def import_ray(address: str | None) -> ModuleType:
         UserError: ray was imported for another kind of cluster.
     """
     global _imported_for, _variables
-    if MODE in os.environ:
+    joined = address is None and _imported_for != "own" and in_cluster()
+    if MODE in os.environ or joined:  # a session of the caller's
         return import_module("ray")
     if "ray" not in sys.modules:
         _imported_for = "own" if address is None else "joined"
@@ -278,8 +279,8 @@ def _reach(address: str) -> None:
     if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or not 0 < int(port) < 65536:
         raise UserError(
             f"{address!r} is not the address of a Ray cluster: write HOST:PORT of its head, as in"
-            " 10.0.0.1:6379, or auto for the cluster of this host (ray.address, or else"
-            " RAY_ADDRESS)"
+            " 10.0.0.1:6379, or auto for the cluster of this host (ray.address or --address,"
+            " or else RAY_ADDRESS)"
         )
     try:
         socket.create_connection((host, int(port)), timeout=10).close()

@@ -197,7 +197,7 @@ class Guard(threading.Thread):
     """
 
     def __init__(self, lost: Callable[[str], None]):
-        """Takes what is called once, with what is wrong with the cluster."""
+        """Takes `lost`, which is called once, with what is wrong with the cluster."""
         super().__init__(name="guard", daemon=True)
         self._lost = lost
         self._head: str | None = None

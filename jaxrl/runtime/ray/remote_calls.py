@@ -255,7 +255,7 @@ class Sender:
                 continue
             # What stays in the processes is there by the order of their calls.
             if all(
-                needed.done() or (needed.keeps and needed.pool is pool)
+                needed.done() or (needed.keeps and needed.pool is pool and needed.refs)
                 for needed in future.inputs()
             ):
                 self._send(future)

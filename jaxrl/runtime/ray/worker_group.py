@@ -467,7 +467,9 @@ class RayWorkerGroup:
         report = reported.result()
         error = report.error
         if isinstance(error, InputLost):  # what its process has kept until then is in no other
-            raise RunLost(f"an input of {call} was made, but is lost: its node may be gone")
+            raise RunLost(
+                f"an input of {call} was made, but is lost ({error}): its node may be gone"
+            )
         if error is not None:
             if future.aside:
                 self._finished(future, error)
@@ -607,8 +609,9 @@ class RayWorkerGroup:
         self._guard.stop()
         self._sender.fail(Stopped("the run is over"))
         end = time.monotonic() + JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        for thread in [*self._threads]:
+            if thread.is_alive():  # it may never have been started
+                thread.join(max(0.0, end - time.monotonic()))
         if self.ending or not usable() or not bounded(self._end, END_S):
             end_here(self._pools)
             leave(answers=False)
