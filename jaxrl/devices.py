@@ -258,11 +258,13 @@ def main(argv: Sequence[str]) -> None:
         help="a Ray cluster to list too (default: RAY_ADDRESS, where set)",
     )
     address, notes = parser.parse(argv).address, list[str]()
+    if address:
+        from jaxrl.runtime.ray.connect import check_address, cluster
+
+        check_address(address)
     devices = local_devices(notes.append)
     print("\n".join([*host_page(devices), *notes, "", *process_page()]))
     if address:
-        from jaxrl.runtime.ray.connect import cluster
-
         print("\n".join(["", *cluster_page(cluster(address))]))
 
 

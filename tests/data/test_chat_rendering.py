@@ -42,6 +42,7 @@ from jaxrl.data.tokenizer import TurnEncoder, encode_prompt, load_tokenizer
 from jaxrl.environments.environment_process import observed
 from jaxrl.errors import UserError
 from jaxrl.roles.rollout import Sampler
+from jaxrl.sampling.sampler import SamplingParams
 
 ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "thoughts": (
@@ -97,7 +98,7 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
     engine = SimpleNamespace(generate=lambda weights, tokens, **_: tokens)
     sampler: Any = SimpleNamespace(
         **{"params": 1, "version": 0, "_weights": 1, "_episodes": None, "_teacher": False},
-        **{"_most": 8, "_eos_ids": ()},
+        **{"_most": 8, "_sampling": {"train": SamplingParams(8)}},
         engine=engine,
         config=Config.load("builtin:quickstart"),
     )
@@ -447,7 +448,7 @@ def test_fields_of_messages_reach_the_template_between_turns() -> None:
         assert "rainlookc1<|im_end|>" in spelt(
             tokenizer, (*prompt.tokens, *(prompt.completion or ()))
         )
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="must be JSON"):
         observed({"messages": [{**message, "x": object()}]})
 
 

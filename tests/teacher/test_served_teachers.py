@@ -377,7 +377,7 @@ def test_a_certificate_of_another_host_is_refused_with_what_to_write(
             ["http://h:1/a", "https://h:1/b"],
             r"teachers.a.address=http://h:1/a: the address has no TLS",
         ),
-        ([], "certificate of a served teacher: set teacher.address"),
+        ([], "no teacher is served: set teacher.address"),
     ],
 )
 def test_trusted_certificates_are_for_https_alone(addresses: list[str], word: str) -> None:

@@ -271,17 +271,25 @@ def _shown_token() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _reach(address: str) -> None:
-    """Connects to a head, at once: Ray waits minutes for one that is not there."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or not 0 < int(port) < 65536:
+def check_address(address: str) -> None:
+    """Raises UserError for a text that is no address of a cluster."""
+    port = address.rpartition(":")[2]
+    if address != "auto" and not (
+        re.fullmatch(r"[^\s/]+:\d{1,5}", address) and 0 < int(port) < 65536
+    ):
         raise UserError(
             f"{address!r} is not the address of a Ray cluster: write HOST:PORT of its head, as in"
             " 10.0.0.1:6379, or auto for the cluster of this host (ray.address or --address,"
             " or else RAY_ADDRESS)"
         )
+
+
+def _reach(address: str) -> None:
+    """Connects to a head, at once: Ray waits minutes for one that is not there."""
+    check_address(address)
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
