@@ -512,7 +512,7 @@ def _with_own_tokenizer(c: RunConfig) -> Iterator[str]:
         yield bad(f"distill.{key} teacher.tokenizer", why)
     if d.lean:
         why = "the loss needs all of the vocabulary at once"
-        yield bad("teacher.tokenizer distill.lean", why)
+        yield bad("distill.lean teacher.tokenizer", why)
     sampled = c.learns_from_rewards or d.on_policy_fraction > 0
     if sampled and (s.truncated or s.temperature != 1 or d.distill_temperature != 1):
         yield bad(

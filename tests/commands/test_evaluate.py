@@ -209,7 +209,7 @@ def test_eval_max_new_tokens_is_the_limit_whatever_the_run_s_was(tiny, tmp_path)
         ([*SUMS, "teacher.model=x"], "teacher.model has no part in an evaluation"),
         ([*SUMS, "data.train=x"], "data.train has no part in an evaluation"),
         ([*SUMS, "eval.sample=2"], "eval.samples"),
-        ([*SUMS, "eval.samples=2"], "eval: samples=2 greedy completions"),
+        ([*SUMS, "eval.samples=2"], "eval: samples=2 temperature=0: greedy completions"),
         ([*SUMS, "eval.top_p=0.5"], "have no effect on greedy completions"),
         ([*SUMS, "max_new_tokens=300"], "309 positions"),
         ([*SUMS, "--mesh", "teacher=2"], "add rollout=DEVICES"),

@@ -244,10 +244,11 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
     shown = [sample for sample in samples(result) if sample["step"] == 2]
     prompts = [sample["prompt"] for sample in shown]
     assert len(set(prompts)) == 6 and all(prompts.count(prompt) == 4 for prompt in prompts)
-    rewards = np.array([[s["reward"] for s in shown if s["prompt"] == p] for p in set(prompts)])
+    dull = {prompt for prompt in prompts if prompt[0] not in "1234"}
+    told = {*prompts} - dull  # of the dull ones only the penalty for length may differ
+    rewards = np.array([[s["reward"] for s in shown if s["prompt"] == p] for p in told])
     trained = rewards[rewards.min(1) < rewards.max(1)]
     assert result.metrics[2]["reward/trained_mean"] == pytest.approx(trained.mean())
-    dull = {prompt for prompt in prompts if prompt[0] not in "1234"}
     assert len(dull) <= result.metrics[2]["policy/degenerate_groups"]
 
 

@@ -17,6 +17,7 @@ from runs import SHORT
 from jaxrl import Config
 from jaxrl.errors import UserError
 from jaxrl.models.kernels import Target
+from jaxrl.plan.plan_inputs import Setting
 from jaxrl.process.xla_flags import (
     COSTLY,
     DETERMINISTIC,
@@ -104,7 +105,8 @@ def test_the_plan_of_a_run_on_gpus_has_the_notes(platform, monkeypatch):
 
     def planned(*given):
         plan = make(*given)
-        return replace(plan, inputs=replace(plan.inputs, target=Target(platform)))
+        inputs = replace(plan.setting.inputs, target=Target(platform))
+        return replace(plan, setting=Setting(plan.setting.config, inputs))
 
     monkeypatch.setattr(attempt, "make_plan", planned)
     noted = [
