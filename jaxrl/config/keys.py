@@ -138,7 +138,7 @@ def allowed(group: Group) -> dict[str, str]:
     return found
 
 
-_BRANCH = re.compile(r".*\[|constrained-")
+_BRANCH = re.compile(r".*\[|constrained-(int|float|str)$")
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:

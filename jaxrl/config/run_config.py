@@ -467,8 +467,11 @@ def _with_teacher(c: RunConfig) -> Iterator[str]:
         )
     for name, one in c.teachers.items():
         if one.model == POLICY:
-            why, way = "the policy is not one of several teachers", "another model there"
-            yield bad(f"teachers.{name}.model", why, f"{way}, or teacher.model=policy alone")
+            yield bad(
+                f"teachers.{name}.model",
+                "the policy is not one of several teachers",
+                "another model there, or teacher.model=policy and teachers={}",
+            )
     for key, given in (
         ("data.teacher_key", c.data.teacher_key),
         ("distill.mixture", d.mixture),
