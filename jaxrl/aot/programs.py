@@ -302,20 +302,21 @@ def actor(run: RunPrograms) -> Iterator[Program]:
     def one(name: str, jitted: Any, *given: Any, **more: Any) -> Program:
         return Program(role, name, jitted, given, beside=own - local_bytes(given), **more)
 
-    # At the start of a run, and of a batch before its first update.
-    at_start: list[tuple[str, Any, Any]] = [("optimizer state", programs.start, state.params)]
+    def at_start(name: str, jitted: Any, argument: Any) -> Program:
+        return Program(role, name, jitted, (argument,), calls=0, otherwise="start")
+
+    yield at_start("optimizer state", programs.start, state.params)
     if state.ema is not None:
-        at_start.append(("moving average", programs.initial_ema, state.params))
+        yield at_start("moving average", programs.initial_ema, state.params)
     if m.signal == "hidden" and c.teacher_follows:
+        # Before the first update of a batch.
         yield one("copy of the head", programs.copy_head, state.ema or state.params)
     elif m.signal == "hidden" and not m.aligned:
         for model in {model.vocab_size: model for _, model in run.teachers}.values():
             if model.vocab_size != m.vocab:
                 jitted = first_rows_program(m.vocab, model.d_model, mesh)
                 whole = _head(model.vocab_size, model.d_model, dtype, mesh)
-                at_start.append(("rows of the head", jitted, whole))
-    for name, jitted, argument in at_start:
-        yield Program(role, name, jitted, (argument,), calls=0, otherwise="start")
+                yield at_start("rows of the head", jitted, whole)
     if signal is not None and "teacher" in run.meshes:  # a batch's signal comes from there
         parts, sent = c.teacher.num_microbatches, []
         size = max(run.scored("teacher", model, parts)[0] for _, model in run.teachers)

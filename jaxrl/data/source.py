@@ -252,11 +252,12 @@ class _Opener:
         )
 
     def file(self, path: Path) -> Part:
-        if path.suffix == ".parquet":
-            name = str(path)
+        name = str(path)
+        if name.endswith(".parquet"):
             return TablePart(name, lambda: ParquetReader(name, self.cache), self.keys, self.label)
-        opened = {".jsonl": JsonlFile, ".json": open_json}.get(path.suffix, open_csv)
-        return opened(path, self.keys, self.label)
+        opened = {".jsonl": JsonlFile, ".json": open_json, ".csv": open_csv}
+        of_kind = next(opened[suffix] for suffix in opened if name.endswith(suffix))
+        return of_kind(path, self.keys, self.label)
 
     def files(self, spec: str, paths: Iterable[Path]) -> Part:
         parts = [self.file(path) for path in paths]

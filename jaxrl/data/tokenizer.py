@@ -299,8 +299,7 @@ def check_same_vocabulary(
 
         raise UserError(
             f"student and teacher have different vocabularies: {len(differing)} ids differ: "
-            f"{_first([*map(both, differing)])}; distillation needs a teacher with the student's"
-            " tokenizer"
+            f"{_first(differing, both)}; distillation needs a teacher with the student's tokenizer"
         )
     check_every_token(student, v, "the student" if student_rows <= teacher_rows else "the teacher")
     check_eos(student.eos_token_id, teacher.eos_token_id, set(student_eos), set(teacher_eos))
@@ -388,7 +387,7 @@ def check_every_token(tokenizer: Tokenizer, rows: int, model: str) -> None:
     if without:
         raise UserError(
             f"{model} has {rows} embedding rows (vocab_size), which {len(without)} tokens of its"
-            f" tokenizer lie beyond: {_first([f'{i} {t!r}' for i, t in without.items()])}; give the"
+            f" tokenizer lie beyond: {_first([*without.items()], _spell)}; give the"
             " model rows for them (resize_token_embeddings), or take them out of each"
             " tokenizer that has them"
         )
@@ -401,7 +400,7 @@ def check_rows(tokenizer: Tokenizer, rows: int, tokens: Iterable[int], what: str
         names = zip(without, tokenizer.convert_ids_to_tokens(without), strict=True)
         raise UserError(
             f"{what} has tokens without a row in the embedding of the model, which has {rows}"
-            f" (vocab_size): {_first([f'{i} {name!r}' for i, name in names])}; give the model"
+            f" (vocab_size): {_first([*names], _spell)}; give the model"
             " rows for them (resize_token_embeddings), or use none of them"
         )
 
@@ -451,9 +450,13 @@ def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.get_vocab().items()}
 
 
-def _first(texts: Sequence[str]) -> str:
-    shown = "; ".join(texts[:_SHOWN])
-    return shown + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+def _first(items: Sequence[Any], describe: Callable[[Any], str]) -> str:
+    shown = "; ".join(map(describe, items[:_SHOWN]))
+    return shown + (f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+
+
+def _spell(token: tuple[int, object]) -> str:
+    return f"{token[0]} {token[1]!r}"
 
 
 def _spelt(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

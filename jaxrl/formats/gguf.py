@@ -204,7 +204,8 @@ class GgufFile:
         self.path = Path(path)
         readers = {part: _read(part) for part in _parts(self.path)}
         first, self._reader = next(iter(readers.items()))
-        n, total = self.meta("split.count"), self.meta("split.tensors.count")
+        with about(first):
+            n, total = self.meta("split.count"), self.meta("split.tensors.count")
         if n not in (None, 0, 1, len(readers)):
             raise UserError(
                 f"{first}: it is one of {n} files of a model, by split.count: name them"

@@ -191,6 +191,7 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[tuple[s
         if kept != "float32" and config.optimizer.name != "adafactor":  # else nothing is smaller
             yield "actor.moment_dtype", ["bfloat16"]
         yield "actor.param_dtype", ["bfloat16"]
+        yield "actor.dtype", ["bfloat16"] * (not inputs.on_cpu)
     if "rollout" in roles:
         slots = config.rollout.slots or m.sequences
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -217,7 +218,8 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[tuple[s
                 at_once = -(-m.rows(role, m.sequences) // section.num_microbatches)
             sizes = [c for c in (2, 4, 8) if now.size % (now.tensor * c) == 0 and at_once == 1]
             yield f"{role}.parallel.context", sizes
-        yield f"{role}.dtype", ["bfloat16"] * (not inputs.on_cpu)
+        if role != "actor":
+            yield f"{role}.dtype", ["bfloat16"] * (not inputs.on_cpu)
 
 
 def fractions(sequences: int) -> list[int]:

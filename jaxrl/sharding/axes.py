@@ -86,6 +86,7 @@ def resolve_axes(role: str, n_devices: int, **asked: int | None) -> Axes:
     Raises:
         UserError: sizes that do not divide, or do not use, the devices of the role.
     """
+    assert asked.keys() <= set(AXIS_NAMES), asked
     given = {name: asked.get(name) for name in AXIS_NAMES}
     sizes = {name: size for name, size in given.items() if size is not None}
     axes_text = " ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items())

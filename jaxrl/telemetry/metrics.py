@@ -295,6 +295,8 @@ def describe(name: str) -> Metric | None:
 
 def _row(step: int, metrics: Mapping[str, Value]) -> Row:
     """Returns a row of Python numbers, of jax and numpy scalars too; null where not finite."""
+    if metrics.get("step", step) != step:
+        raise ValueError(f"row of step {step} carries step={metrics['step']}")
     row: Row = {"step": step}
     for name, value in metrics.items():
         metric = describe(name)
@@ -305,7 +307,7 @@ def _row(step: int, metrics: Mapping[str, Value]) -> Row:
         whole = isinstance(value, int) or (metric.unit in _WHOLE and number.is_integer())
         number = value if isinstance(value, int) else number  # which float32 may not hold
         row[name] = int(number) if whole else number if math.isfinite(number) else None
-    return row | {"step": step}
+    return row
 
 
 class JsonLines(LineFile):

@@ -36,6 +36,7 @@ from jaxrl.runtime.worker import (
     Stopped,
     WorkerState,
     map_leaves,
+    wall_clock,
 )
 
 LOCK_S = 5.0
@@ -173,14 +174,20 @@ class RemoteRef:
     refs: tuple[ray.ObjectRef, ...]
 
     def arrive(self) -> object:
-        """Fetches it into the process that needs it; the driver bounds the wait."""
+        """Fetches it into the process that needs it: it was made before the call was sent."""
+        began, awake_since = time.monotonic(), wall_clock().awake_since
+
+        def check() -> None:
+            if awake_since(began) > FETCH_S:
+                raise InputLost(f"what {self.role} made has not arrived within {FETCH_S:g} s")
+
         try:
-            return unpack(_get_all(self.refs), fetched)
+            return unpack(_get_all(self.refs, check), fetched)
         except RayError as error:
             raise InputLost(f"what {self.role} made is lost: {type(error).__name__}") from error
 
 
-def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None] = lambda: None) -> list[Any]:
+def _get_all(refs: Sequence[ray.ObjectRef], check: Callable[[], None]) -> list[Any]:
     """Returns what processes packed; `check` may end the wait."""
     waiting = list(refs)
     while waiting:
