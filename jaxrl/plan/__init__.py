@@ -28,7 +28,7 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
-from jaxrl.models.shared_prompts import PAGE, why_not_paged
+from jaxrl.models.shared_prompts import PAGE
 from jaxrl.plan.accounts import pool_peaks, role_accounts
 from jaxrl.plan.advice import advise, faster, room, set_key, with_choices, with_loss_chunk
 from jaxrl.plan.array_bytes import cache_bytes, optimizer_bytes, trained_bytes, weight_bytes
@@ -328,24 +328,13 @@ def _compute_notes(asked: Config, config: Config, inputs: PlanInputs) -> Iterato
 
 def _sampling_notes(m: Setting) -> Iterator[str]:
     """Yields what a pool of pages saves, and that the samples of a prompt share its keys and
-    values, where there are several.
-
-    Raises:
-        UserError: the cache cannot be in pages, and why.
-    """
+    values, where there are several."""
     config, rollout = m.config, m.config.rollout
     if "rollout" not in m.axes:
         return
     if rollout.cache_tokens is not None:
         model, dtype = m.student, rollout.compute_dtype
-        key = f"rollout.cache_tokens={rollout.cache_tokens}"
-        episodes = config.environment.name is not None
-        if (why := why_not_paged(model, m.inputs.target, dtype, episodes=episodes)) is not None:
-            raise UserError(
-                f"{key} needs prompts apart from completions, and here a cache holds both: {why};"
-                " set it to null"
-            )
-        of = m.slots("rollout")
+        key, of = f"rollout.cache_tokens={rollout.cache_tokens}", m.slots("rollout")
         paged, whole = (
             cache_bytes(model, m.axes["rollout"], *size, dtype) / 1e9
             for size in (of.own, (of.slots, of.positions))

@@ -228,12 +228,12 @@ def sampling(m: Setting, role: str) -> Iterator[Entry]:
         picked = 2 * cache // of.slots * min(of.slots, ANSWER_ROWS)
         scored = heads * ANSWER_ROWS * ANSWER_TOKENS[1] * of.positions
         work["answers of environments"] = picked + max(answers.forward(), 2 * F32 * scored)
-    elif not of.pages:
-        grown = (cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
-        work["longer cache"] = max(grown)
-    if of.pages:  # the pool does not grow
+    elif of.pages:  # the pool does not grow
         read = cache_bytes(model, axes, 1, of.whole, dtype)
         work["read again"] = read + m.run(role, model, 1, of.whole).forward() + gathered
+    else:
+        grown = (cache_bytes(one, axes, of.slots, of.positions, dtype) for one in model.shapes)
+        work["longer cache"] = max(grown)
     yield Entry("cache", "keys and values of prompts", held, "prefill")
     for phase, size in work.items():
         yield Entry("cache", "KV cache", cache, phase)

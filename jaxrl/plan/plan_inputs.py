@@ -23,7 +23,7 @@ from jaxrl.models.bert import EncoderConfig
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import Target, Use, fuses
 from jaxrl.models.parameters import Layout
-from jaxrl.models.shared_prompts import PAGE
+from jaxrl.models.shared_prompts import PAGE, why_not_paged
 from jaxrl.plan.array_bytes import F32, Pass, layer_bytes, trained_bytes, weight_bytes
 from jaxrl.roles.microbatch import scored_group, shares
 from jaxrl.sampling.engine import ANSWER_TOKENS, prefill_batch
@@ -542,7 +542,11 @@ class Setting:
 
     def slots(self, role: str) -> CacheSizes:
         """Returns the slots of the sampling engine of a role: the larger of those of training and
-        of evaluations."""
+        of evaluations.
+
+        Raises:
+            UserError: `rollout.cache_tokens`, where the cache cannot be in pages, and why.
+        """
         c, count = self.config, self.sampling_slots(role)
         multiple = self.inputs.target.width_multiple
         most = c.teacher_new_tokens if role == "teacher" else c.max_new_tokens
@@ -550,6 +554,14 @@ class Setting:
             most = max(most, c.eval.max_new_tokens or 0)
         episodes = role == "rollout" and c.environment.name is not None
         tokens = c.rollout.cache_tokens if role == "rollout" else None
+        if tokens is not None:
+            target, dtype = self.inputs.target, c.rollout.compute_dtype
+            why = why_not_paged(self.student, target, dtype, episodes=episodes)
+            if why is not None:
+                raise UserError(
+                    f"rollout.cache_tokens={tokens} needs prompts apart from completions, and here"
+                    f" a cache holds both: {why}; set it to null"
+                )
         pages = 0 if tokens is None else pool_pages(tokens, count, most)
         whole = round_up(self.prompts(role) + most, multiple)
         positions = round_up(most + ANSWER_TOKENS[1] * episodes, multiple)

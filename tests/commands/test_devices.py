@@ -220,3 +220,14 @@ def test_the_page_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     print("\n".join(devices.cluster_page(Cluster("h:1", nodes, []))))
     printed = capsys.readouterr().out
     assert "GPUs free   TPUs free   memory free" in printed and "4 of 8      32.0 of" in printed
+
+
+def test_a_cluster_that_does_not_answer_hides_nothing_of_this_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:  # nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.run(devices.main, ["--address", address]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith(f"host {socket.gethostname()}: ") and "does not answer" in err

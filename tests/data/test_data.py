@@ -428,3 +428,23 @@ def test_load_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="no such file or folder"):
         load_tokenizer(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", [".jsonl", "rows.jsonl", ".x.jsonl"])
+def test_a_file_is_read_by_its_ending(tmp_path, name):
+    assert open_source(write(tmp_path / name, {"prompt": "a"}, {"prompt": "b"}))[1].prompt == "b"
+
+
+class Unending:
+    """Rows by number, of which nobody knows how many there are."""
+
+    def __getitem__(self, index):
+        return {"prompt": str(index)}
+
+
+@pytest.mark.parametrize(
+    "rows", [Unending(), "rows", b"rows", 3, None], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_list_of_rows_is_refused(rows):
+    with pytest.raises(UserError, match="another iterable of rows"):
+        listed_rows(rows, "data.train")

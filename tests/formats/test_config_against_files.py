@@ -15,7 +15,7 @@ import safetensors.numpy
 from gguf_models import write_model
 from hub_server import Hub
 from references.tiny import batch
-from tiny_models import NAMES, RAW_CONFIGS, tiny_tensors
+from tiny_models import NAMES, RAW_CONFIGS, Memory, tiny_tensors
 
 from jaxrl import load_model
 from jaxrl.checkpoint.model_source import resolve_model
@@ -448,3 +448,13 @@ def test_fewer_layers_than_the_file_has_are_refused(tmp_path: Path) -> None:
     file = write_model(tmp_path / "m.gguf", "llama", n_layers=1, tensors=tiny_tensors("llama"))
     with pytest.raises(UserError, match="no place for tensor .*block_count=1"):
         resolve_model(file)
+
+
+@pytest.mark.parametrize("shape", [(64,), (), (64, 16, 1), (63, 16)])
+def test_a_head_of_another_shape_than_the_embedding_is_the_file_s_own(
+    shape: tuple[int, ...],
+) -> None:
+    """Which the check of all shapes then refuses by its name."""
+    config = DecoderConfig("llama", 64, 16, 1, 2, 1, 8, 24, tie_embeddings=True)
+    tensors = Memory({weights.EMBEDDING: np.ones((64, 16)), weights.HEAD: np.ones(shape)})
+    assert not weights.held_against(config, tensors).tie_embeddings

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from references.tiny import batch
-from tiny_models import REFERENCES, make_mesh, tiny_config, tiny_model
+from tiny_models import RAW_CONFIGS, REFERENCES, make_mesh, tiny_config, tiny_model
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder, experts, parameters
@@ -329,6 +329,12 @@ def test_balanced_routers_have_the_least_loss() -> None:
         routed = experts.Routed(jnp.array(given), jnp.zeros((2, 1, 4)), jnp.array(mass))
         tokens = experts.tokens_of_experts(mixture, routed, copies)
         assert float(experts.balance_loss(mixture, routed, tokens)) == expected
+
+
+def test_a_key_that_a_family_has_not_is_not_read() -> None:
+    """Qwen3.5's mixtures have experts in each layer, whatever an older family's key says."""
+    raw = RAW_CONFIGS["qwen3_5_moe"]
+    assert DecoderConfig.from_hf(raw | {"decoder_sparse_step": 2}) == DecoderConfig.from_hf(raw)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.checkpoint.model_source import lora_of
+from jaxrl.config import yaml_text
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import OptimizerConfig
 from jaxrl.errors import UserError
@@ -588,6 +589,32 @@ def test_a_pool_of_pages_is_refused_where_environments_answer() -> None:
     change = {"environment.name": "e"}
     with pytest.raises(UserError, match="rollout.cache_tokens=2048 needs .*answers"):
         plan("actor=2,rollout=2,teacher=4", max_new_tokens=512, **PAGED | change)
+
+
+RECURRENT = replace(
+    STATES,
+    **{"n_layers": 32, "kinds": STATES.kinds * 8, "n_heads": 16, "n_kv_heads": 16},
+    **{"head_dim": 256, "max_positions": 8192},
+)
+
+
+@pytest.mark.parametrize("model", [QWEN_1_5B, RECURRENT], ids=["qwen", "recurrent"])
+@pytest.mark.parametrize("name", [None, "guess_number"])
+def test_no_key_that_is_advised_is_refused(model: DecoderConfig, name: str | None) -> None:
+    """Of a rollout whose cache does not fit: its answers, or its states, are in no pages."""
+    mesh, changes = "actor=4,rollout=1,teacher=3", {"batch_size": 512, "max_new_tokens": 4096}
+    config = Config.parse({**BASE, "mesh": mesh, **changes, "environment": {"name": name}})
+
+    def planned(config: Config) -> Plan:
+        return build(config, ROLES, place(mesh, ROLES), model, model, Visible((), None), 0.5)
+
+    advised = [line.split()[1].split("=") for line in planned(config).advice if " takes " in line]
+    keys = [key for key, *value in advised if value]
+    assert "rollout.slots" in keys
+    assert ("rollout.cache_tokens" in keys) == (name is None and model is QWEN_1_5B)
+    for key, *value in advised:
+        if value:
+            planned(set_key(config, key, yaml_text.parse_value(value[0])))
 
 
 def test_a_plan_needs_only_config_json(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.config.schema import Config
 from jaxrl.plan import make_plan
-from jaxrl.plan.table import Plan, plan_json
+from jaxrl.plan.table import Plan, plan_json, read_plan
 
 
 def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
@@ -58,3 +58,10 @@ def test_a_role_without_devices_is_there_and_holds_nothing() -> None:
     teacher = next(role for role in record["roles"] if role["role"] == "teacher")
     assert (teacher["devices"], teacher["axes"], teacher["parts"]) == ([], None, [])
     assert teacher["peak"] is None and plan.accounts.keys() == {"actor", "rollout"}
+
+
+def test_a_path_that_is_no_text_loses_no_plan() -> None:
+    """A folder's name may have any byte, which JSON holds as half of a surrogate pair."""
+    _, record = planned("mesh=actor+rollout+teacher=1")
+    record["notes"] = ["the disk of /runs/caf\udce9 has 1 GB free"]
+    assert read_plan(json.dumps(record)) == record

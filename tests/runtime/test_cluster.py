@@ -4,8 +4,11 @@ import itertools
 import queue
 import signal
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import psutil
@@ -24,6 +27,7 @@ from jaxrl.runtime.cluster import (
     worker_variables,
 )
 from jaxrl.runtime.ray import local_cluster
+from jaxrl.runtime.role_server import InputLost
 from jaxrl.sharding import mesh
 from jaxrl.sharding.placement import ROLES, parse
 from jaxrl.sharding.targets import ridge
@@ -294,3 +298,28 @@ def test_the_guard_of_a_run_tells_which_daemon_of_its_cluster_is_lost(
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("imported_for", [None, "joined"])
+def test_a_session_that_the_caller_began_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, imported_for: str | None
+) -> None:
+    """One that ray was imported for without a session cannot become the run's own."""
+    connect = pytest.importorskip("jaxrl.runtime.ray.connect")
+    ray = ModuleType("ray")
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv(connect.MODE, raising=False)
+    monkeypatch.setattr(connect, "_imported_for", imported_for)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True, raising=False)
+    assert connect.import_ray(None) is ray
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match="imported in this process before"):
+        connect.import_ray(None)
+
+
+def test_an_input_that_does_not_arrive_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote_calls = pytest.importorskip("jaxrl.runtime.ray.remote_calls")
+    monkeypatch.setattr(remote_calls, "FETCH_S", 0.05)
+    monkeypatch.setattr(remote_calls.ray, "wait", lambda refs, **_: (time.sleep(0.02), refs))
+    with pytest.raises(InputLost, match="what rollout made has not arrived"):
+        remote_calls.RemoteRef("rollout", (object(),)).arrive()

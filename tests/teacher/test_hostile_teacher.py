@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import save
 from tiny_models import tiny_config
 from tiny_tokenizer import tiny_tokenizer
@@ -21,8 +22,17 @@ from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError, UserError
 from jaxrl.teacher import remote
-from jaxrl.teacher.protocol import PROTOCOL, SIGNALS, Info, check_answer, vocab_hash
+from jaxrl.teacher.protocol import (
+    PROTOCOL,
+    SIGNALS,
+    Info,
+    Options,
+    check_answer,
+    first_mistake,
+    vocab_hash,
+)
 from jaxrl.teacher.remote import Endpoint, TeacherError
+from jaxrl.teacher.server import Connection, TeacherServer
 from jaxrl.types import Prompt
 
 K, C, T = 3, 4, 8
@@ -376,3 +386,33 @@ def test_no_answer_is_waited_for_beyond_the_deadline(kind: str) -> None:
         assert time.monotonic() - began < 4
         assert len(str(caught.value)) < 1000
         stop.set()
+
+
+@pytest.mark.parametrize("longest", [0, -5, True, 1.5, "9"])
+def test_a_length_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, longest: object) -> None:
+    models = json.dumps({"data": [{"id": "m", "max_model_len": longest}]}).encode()
+    monkeypatch.setattr(Endpoint, "_once", lambda *_: (200, models))
+    with pytest.raises(UserError, match="an id and a length are expected"):
+        meet(config(api="openai"))
+
+
+def test_a_body_counts_until_its_request_has_ended() -> None:
+    """Also where the client has left: else each who leaves would make room for one more."""
+    here, there = socket.socketpair()
+    gone, idle = Connection(here, "h", held=5), Connection(there, "h")
+    for wire in (here, there):
+        wire.close()
+    server = object.__new__(TeacherServer)
+    server._open = [gone, idle]
+    assert server._make_room("h") and server._open == [gone]
+    gone.held = 0
+    assert server._make_room("h") and server._open == []
+
+
+def test_options_that_do_not_go_together_are_told_in_a_line() -> None:
+    asked = {"signal": "topk", "top_k": 2, "entropy_top_k": 9, "vocab_size": 64}
+    asked |= {"distill_temperature": 1.0, "chunk_tokens": 8}
+    with pytest.raises(ValidationError) as error:
+        Options.model_validate(asked)
+    told = first_mistake(error.value)
+    assert "entropy_top_k=9 top_k=2: " in told and "DistillConfig" not in told and "\n" not in told

@@ -74,6 +74,8 @@ def test_undocumented_names_and_bad_rows_are_refused_and_leave_no_trace(tmp_path
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
         with pytest.raises(ValueError, match=r"distill/divergnce.*did you mean distill/divergence"):
             writer.write(1, {"distill/divergnce": 1.0})
+        with pytest.raises(ValueError, match="row of step 1 carries step=2"):
+            writer.write(1, {"step": 2})
         writer.write(1, {})
         with pytest.raises(ValueError, match="step 1 after step 1"):
             writer.write(1, {})
@@ -725,3 +727,10 @@ def test_a_held_out_reward_says_something_where_it_is_not_0_or_alone() -> None:
     for reward, row, shown in ((0.0, judged, None), (0.0, {}, 0.0), (-1.0, judged, -1.0)):
         assert held_out_reward(row | {"eval/environment_reward": reward}) == shown
     assert held_out_reward({}) is None and held_out_reward(judged) is None
+
+
+@pytest.mark.parametrize("count", [0, 2**53 + 1])
+def test_a_count_is_written_as_it_is(tmp_path: Path, count: int) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write(0, {"compile/programs": count})
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0, "compile/programs": count}]
