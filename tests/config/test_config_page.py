@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from kept_programs import UNREAD
 from runs import save_reward_model
 from tiny_models import REFERENCES, make_mesh
 
@@ -27,6 +28,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.section import Section
 from jaxrl.errors import UserError
 from jaxrl.plan import make_plan
+from jaxrl.roles import update
 from jaxrl.run import attempt
 from jaxrl.train import train
 from jaxrl.types import Sequences, TrainBatch
@@ -101,6 +103,8 @@ class Reads:
 
     def __init__(self) -> None:
         self.found: set[str] = set()
+        self.by_programs: set[str] = set()
+        """Of `UNREAD`, what is read where the programs of an actor are made or traced."""
         self._paths: dict[int, str] = {}
         self._alive: list[Config] = []
 
@@ -117,6 +121,8 @@ class Reads:
         path = self._paths.get(id(section))
         if path is not None and not name.startswith("_") and _read_by_the_package():
             self.found.add(path + name)
+            if _is_unread(path, name) and _in_programs():
+                self.by_programs.add(path + name)
         return object.__getattribute__(section, name)
 
 
@@ -141,6 +147,19 @@ def _read_by_the_package() -> bool:
             return False
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _is_unread(path: str, name: str) -> bool:
+    section, _, rest = f"{path}{name}".partition(".")
+    unread = UNREAD.get(section, ())
+    return unread is True or rest.partition(".")[0] in unread
+
+
+def _in_programs() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != update.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Planted(Section):
@@ -281,6 +300,7 @@ def test_every_key_is_read_but_those_planted_here(
         tests = found.read_text(encoding="utf-8")
         (body,) = re.findall(rf"\ndef {name}\(.*?(?=\ndef |\Z)", tests, re.DOTALL)
         assert f"{key.rpartition('.')[2]}=" in body, key
+    assert not reads.by_programs  # `kept_programs` tells no runs apart by them
     keys = {key.path for key in config_keys.keys(PlantedConfig)}
     assert keys - reads.found - set(SHOWN_BY) == {"forgotten", "actor.nested", "planted.nested"}
     assert not (reads.found & set(SHOWN_BY)), sorted(reads.found & set(SHOWN_BY))
