@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,7 +51,7 @@ def fields_of(example: Example) -> frozenset[tuple[object, ...]]:
     return frozenset(found)
 
 
-class Part:
+class Part(ABC):
     """Rows of one kind under one name, with random access."""
 
     name: str
@@ -65,13 +66,13 @@ class Part:
         """Returns the place of a row, for error messages."""
         return f"{self.name}: row {index}"
 
+    @abstractmethod
     def digest(self) -> str:
         """Returns a hex hash of what decides the rows: the bytes of files, wherever they lie, or
         the settings of a task and its first row."""
-        raise NotImplementedError
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Example:
-        raise NotImplementedError
+    @abstractmethod
+    def __getitem__(self, index: int) -> Example: ...

@@ -1,5 +1,6 @@
 """Off-policy correction: by hand, and the laws of its weights and diagnostics."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl.losses.algorithm_table import ALGORITHMS
-from jaxrl.losses.correction import CORRECTIONS, correct, diagnostics, make_correction
+from jaxrl.losses.correction import (
+    CORRECTIONS,
+    LIMITS,
+    correct,
+    diagnostics,
+    make_correction,
+)
 from jaxrl.losses.policy import make_objective, policy_loss
 
 SHAPE = 4, 5
@@ -197,3 +204,19 @@ def test_bad_settings_are_refused():
     expected = correct(make_correction("tis_token", cap=2.0), OLD, SAMPLER, MASK).weights
     unset = correct(make_correction("tis_token", cap=None), OLD, SAMPLER, MASK).weights
     np.testing.assert_array_equal(unset, expected)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_limits_are_those_of_the_settings_that_there_are(name):
+    """With defaults inside; what is beyond is refused, and what is no number too."""
+    weights = CORRECTIONS[name]
+    defaults = (
+        {} if weights is None else dict(list(inspect.signature(weights).parameters.items())[2:])
+    )
+    assert LIMITS[name].keys() == defaults.keys()
+    for key, (least, most, words) in LIMITS[name].items():
+        assert least <= defaults[key].default <= most
+        outside = {float("nan"), np.nextafter(least, -np.inf), np.nextafter(most, np.inf)}
+        for value in outside - {np.inf}:
+            with pytest.raises(ValueError, match=f"{key} .* must be {words}"):
+                make_correction(name, **{key: float(value)})
