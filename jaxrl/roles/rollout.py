@@ -269,7 +269,7 @@ class Sampler:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> Rollout:
         """Pads the completions of each prompt to one rectangular batch, on the host."""
-        assert self._packing is not None
+        assert self._packing is not None, "a sampler without `packing` makes no batches"
         sampled = [prompt.to_sample for prompt in prompts]
         options = {"policy_version": self.version, **self._packing}
         rollout = make_rollout(sampled, completions, **options)
