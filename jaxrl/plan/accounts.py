@@ -342,8 +342,9 @@ def grouper(m: Setting) -> Iterable[Entry]:
         mlp = tokens * (2 * model.d_model + 2 * wide) * item
         work = max(work, mlp, tokens * 5 * model.d_model * item + scores)
     layer = model.d_model * (4 * model.d_model + 2 * model.d_ff) * item // axes.tensor
-    if axes.fsdp > 1:  # second kernels of all layers are transposed before they are gathered
-        layer = layer * model.n_layers // axes.fsdp + layer
+    if axes.fsdp > 1:
+        if target.platform in GPU:  # transposes second kernels of all layers, then gathers them
+            layer += layer * model.n_layers // axes.fsdp
         layer += table_bytes(model.vocab_size, model.d_model, axes, item)
     yield Entry("activations", "forward pass", work + layer, "embed")
 

@@ -46,7 +46,7 @@ def test_frozen_models_take_what_the_compiler_says(axes_name: str, batch_name: s
     raw: dict[str, Any] = {
         "algorithm": "grpo",
         "policy": {"advantages": "similarity"},
-        "mesh": f"actor=1,rollout=1,reward={n},grouper={n}",
+        "mesh": f"actor=1,rollout=1,reward+grouper={n}",
         "max_prompt_tokens": 64,
         "max_new_tokens": tokens,
         "student": {"model": "student"},
