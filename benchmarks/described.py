@@ -26,7 +26,7 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import default_dtype, target_of
 from jaxrl.models.shared_prompts import Seats
 from jaxrl.plan.accounts import role_accounts
-from jaxrl.plan.advice import with_choices
+from jaxrl.plan.advice import with_choices, with_loss_chunk
 from jaxrl.plan.plan_inputs import Account, PlanInputs, Setting
 from jaxrl.roles.rollout import sampling_params
 from jaxrl.sampling import decode
@@ -164,7 +164,7 @@ def describe(
         (limits,) * len(placement.pools),
         target,
     )
-    config, _ = with_choices(config, inputs)
+    config = with_loss_chunk(with_choices(config, inputs)[0], inputs)
     setting = Setting(config, inputs)
     accounts, programs = role_accounts(inputs, config), RunPrograms(setting, devices)
     return DescribedRun(config, inputs, setting, accounts, programs)
