@@ -111,6 +111,11 @@ def cases() -> Iterator[tuple[str, Case]]:
     keys = {"mesh": "actor=1,rollout=1,teacher=2", "rollout": {"slots": 64}}
     states = NAMED["Qwen/Qwen3.5-9B"]
     yield "H200: score, states, 32 x 1280", Case("h200x8", "teacher", "score", 32, states, keys)
+    for short in ("H200", "v5e"):
+        for signal in ("topk", "student_topk"):
+            more = keys | {"distill": {"signal": signal, "chunk_tokens": 2048}}
+            name = f"{short}: score, {signal}, 32 x 1280"
+            yield name, Case(TARGETS[short], "teacher", "score", 28, {}, more)
 
 
 CASES = dict(cases())

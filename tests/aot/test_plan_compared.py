@@ -10,6 +10,7 @@ from plan_compared import CASES
 
 pytestmark = NEEDS_COMPILERS
 BY_DEFAULT = {
+    "H200: score, topk, 32 x 1280",  # which sorts a chunk's logits
     "H200: update, GSPO, 32 x 1280, full, 4 devices",  # the vocabulary outweighs the layers
     "v6e: score, 192 x 4096, 28 layers",
     "v5e: update, GSPO, 32 x 1280, full, 4 devices",  # 224 columns, no whole lanes

@@ -337,11 +337,10 @@ SCORE_CASES = [
 def test_the_scores_in_other_settings(changed: str, shape_name: str, place_name: str) -> None:
     programs = Programs(shape_name, place_name, **SCORES[changed])
     ratios = {"score": programs.ratio("teacher", "score")}
-    assert LEAST <= ratios["score"] <= MOST
     if programs.config.distill.signal == "student_topk":
         ratios["top-k"] = programs.ratio("rollout", "top-k of the policy")
-        assert LEAST <= ratios["top-k"] <= 1.3
     print(f"planned / measured: { {k: round(v, 3) for k, v in ratios.items()} }")
+    assert all(LEAST <= ratio <= MOST for ratio in ratios.values()), ratios
 
 
 @pytest.mark.parametrize(
