@@ -312,14 +312,25 @@ class Measured:
 def measure(run: DescribedRun, program: Program, seconds: float) -> Measured:
     """Compiles a program, fills its arguments and calls it for so many seconds.
 
-    Raises whatever the compiler or the device does, out of memory for one.
+    Raises whatever the compiler or the device does, out of memory for one, with a note of the
+    bytes that the plan counts.
     """
+    planned = program.planned(run.accounts[program.role])
+    try:
+        return _measured(run, program, seconds, planned)
+    except Exception as error:
+        if planned is not None:
+            error.add_note(f"the plan counts {planned / 1e9:.1f} GB")
+        raise
+
+
+def _measured(run: DescribedRun, program: Program, seconds: float, planned: int | None) -> Measured:
     devices = list(run.programs.meshes[program.role].devices.flat)
     begin = time.perf_counter()
     compiled, graphs, total = compile_program(program, run.inputs.target)
     text = read(compiled.as_text())
     found = Measured(
-        planned=program.planned(run.accounts[program.role]),
+        planned=planned,
         compiled=total,
         attention=text.attention,
         graphs=graphs,

@@ -112,7 +112,9 @@ class Bench:
             return row | find()
         except Exception as error:  # whatever compiler and device refuse; the rest goes on
             lines = str(error).strip().splitlines()
-            return row | {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]}
+            notes = [f"{note}; " for note in getattr(error, "__notes__", ())]
+            first = f"{''.join(notes)}{type(error).__name__}: {lines[0] if lines else ''}"
+            return row | {"error": first[:400]}
 
     def floor(self, parts: Sequence[Work], n: int) -> float:
         """Seconds that the parts take at least on n devices."""

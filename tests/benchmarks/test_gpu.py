@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import gpu
 import gpu_sections
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from cases import and_slow
-from described import SIZES, arguments, describe, filled
+from described import SIZES, arguments, describe, filled, measure
 from gpu_sections import SECTIONS, Bench
 
 from jaxrl.aot.programs import local_bytes
@@ -109,6 +110,13 @@ def test_what_fails_is_a_row(rows):
     bench = Bench(TINY, jax.devices()[:1])
     failed = bench.row("decode", "large", find)
     assert failed["error"] == "RuntimeError: RESOURCE_EXHAUSTED: no room"
+    run = describe(TINY, jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("described.arguments", lambda *_: find())
+        find_bytes = partial(measure, run, run.program("teacher", "score"), 0.0)
+        assert bench.row("update", "large", find_bytes)["error"].startswith(
+            "the plan counts 0.0 GB; "
+        )
     late = Bench(TINY, jax.devices()[:1], limit=0.0).row("decode", "late", find)
     assert "budget" in late["error"]
     text = "\n".join(gpu.table({}, [*rows, failed, late], "out"))
