@@ -157,15 +157,14 @@ class Reporter:
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
         if self.first_step_at is None and peaks:
-            sizes = (
-                f"{role} {peaks[role] / MB:,.1f} MB, planned {size / MB:,.1f}"
-                for role, size in planned.items()
-                if role in peaks
-            )
-            self._notify(
-                "memory on the fullest device after the first step, as the device reports it or, on"
-                f" a CPU, arrays and what the compiler reports: {'; '.join(sizes)}"
-            )
+            sizes = []
+            for pool in self.run.plan.pools:
+                if found := max((peaks.get(role, 0) for role in pool.pool.roles), default=0):
+                    held = f"{pool.pool.name} {found / MB:,.1f} MB"
+                    sizes.append(f"{held}, planned {pool.bytes / MB:,.1f}")
+            on_cpu = self.run.plan.inputs.on_cpu
+            source = "arrays and compiled programs" if on_cpu else "as the device reports it"
+            self._notify(f"peak memory of the first step ({source}): {'; '.join(sizes)}")
         before, self._compiled = self._compiled, self.worker_group.compiled()
         new = self._compiled.since(before)
         row |= {"compile/programs": float(new.programs), "time/compile_s": new.seconds}
