@@ -85,7 +85,8 @@ def test_training_goes_on_from_adapters(models, whole, tmp_path):
     all weights are."""
     start = f"student.model={whole.run_dir / 'final'}"
     further = run([start, models[1]], tmp_path / "further", "steps=1")
-    merged = run([start, models[1]], tmp_path / "merged", "steps=1", "student.lora.rank=null")
+    full = ["student.lora.rank=null", "optimizer.learning_rate=3e-3"]  # as other files' runs
+    merged = run([start, models[1]], tmp_path / "merged", "steps=1", *full)
     assert (merged.run_dir / "final" / "model.safetensors").is_file()
     assert losses(further)[0] == pytest.approx(losses(merged)[0], rel=1e-4)
     assert losses(further)[0] != pytest.approx(losses(whole)[0], rel=1e-2)

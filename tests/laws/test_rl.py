@@ -368,8 +368,8 @@ def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, c
 def test_a_cache_in_pages_changes_a_run_by_rounding_alone(student, tmp_path):
     """Completions of up to three pages each, of which there are four for eight completions; those
     of evaluations too."""
-    asked = ["max_new_tokens=140", "rollout.slots=8", "steps=1", "data.eval=arithmetic:size=4"]
-    asked += ["eval.samples=2", "eval.temperature=1", "rollout.launch_tokens=64"]
+    asked = ["max_new_tokens=140", "rollout.slots=8", "steps=1", "data.eval=arithmetic:size=6"]
+    asked += ["eval.prompts=6", "eval.samples=4", "eval.temperature=1", "rollout.launch_tokens=64"]
     whole, paged = (
         run(student, tmp_path / name, *asked, *more)
         for name, more in (("whole", []), ("paged", ["rollout.cache_tokens=256"]))
