@@ -63,6 +63,7 @@ def run(student, run_dir, *overrides):
 
 
 SAMPLED = ("distill.seq_kd=true", "eval.teacher=true", "distill.jsd_beta=0.5")
+SAMPLED += ("eval.samples=2", "eval.temperature=1")  # by the program of the teacher's samples
 
 
 @pytest.fixture(scope="module")

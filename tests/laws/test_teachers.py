@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from dense_losses import log_softmax
-from runs import CONSTANT, MESH, SHORT, save_model
+from runs import CONSTANT, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
 
@@ -42,7 +42,7 @@ CAPS = {"chat": 1.5}
 """`final_softcap` of those that have one."""
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.1", *CONSTANT]
 """Adam would blow rounding up where a gradient is almost 0."""
-ALONE = "mesh=actor+rollout+teacher=1"
+ALONE, APART = "mesh=actor+rollout+teacher=1", "mesh=actor+rollout=1,teacher=1"
 
 
 def batch(columns, group=2):
@@ -276,12 +276,12 @@ own = AlgorithmSpec("teacher", method=method)
 
 @pytest.fixture(scope="module")
 def apart(models, tmp_path_factory):
-    """A run whose roles have devices of their own, by how it chooses a row's teacher."""
+    """A run whose teachers have a device of their own, by how it chooses a row's teacher."""
     done = {}
 
     def get(*how):
         if how not in done:
-            keys = [teachers(models, math="math", code="code"), *how, MESH]
+            keys = [teachers(models, math="math", code="code"), *how, APART]
             done[how] = run(models, tmp_path_factory.mktemp("apart"), *keys)
         return done[how]
 
@@ -291,7 +291,7 @@ def apart(models, tmp_path_factory):
 def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path, apart):
     """Its `prepare` knows nothing of them."""
     (tmp_path / "own.py").write_text(OWN)
-    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", MESH]
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", APART]
     built_in, _ = apart("data.teacher_key=kind")
     own, _ = run(models, tmp_path / "own", *keys, f"algorithm={tmp_path}/own.py:own")
     named = {name for name in built_in.metrics[1] if name.startswith("distill/")}
