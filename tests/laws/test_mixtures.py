@@ -86,7 +86,7 @@ def test_adapters_of_experts_learn_the_same_whatever_divides_them(
     in the folder that PEFT loads."""
     given = [student, REPLAY, "student.lora.rank=2", "student.base_dtype=nf4", *CONSTANT]
     given.append("optimizer.learning_rate=0.02")
-    one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", *given)
+    one = rows(tmp_path / "one", "mesh=actor+rollout=1", *given)
     axes = ["actor.parallel.expert=2", "rollout.parallel.expert=2", "rollout.merge=true"]
     two = rows(tmp_path / "two", "mesh=actor=2,rollout=2", *given, *axes)
     for a, b in zip(one, two, strict=True):
