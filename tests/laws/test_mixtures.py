@@ -39,7 +39,7 @@ from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
 GIVEN = [*SHORT, *GSPO, "max_prompt_tokens=9", "max_new_tokens=10", "actor.minibatches=1"]
-GIVEN += ["data.eval=null"]
+GIVEN += ["data.eval=null", "rollout.launch_tokens=10"]  # one launch: one program of it
 REPLAY = "policy.router_replay=true"
 KEYS = ("actor/grad_norm", "policy/entropy", "policy/experts_load", "policy/experts_entropy")
 KEYS += ("policy/experts_balance",)
