@@ -32,8 +32,7 @@ RUN = [
     "student.model=builtin:teacher",
     "teacher.model=null",
     "algorithm=sft",
-    "mesh=actor=1,rollout=2",
-    "rollout.parallel.tensor=2",
+    "mesh=actor+rollout=1",
     "steps=2",
     "batch_size=8",
     "group_size=1",
@@ -61,7 +60,7 @@ def tiny(tmp_path_factory):
     """A folder with a random model of bytes."""
     path = tmp_path_factory.mktemp("tiny")
     config = DecoderConfig(
-        "llama", 264, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,), max_positions=128
+        "llama", 264, 32, 1, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(258,), max_positions=128
     )
     save_hf(path, config, random_params(config), dtype="float32")
     tiny_tokenizer(template=None).save_pretrained(path)
@@ -95,7 +94,7 @@ def test_the_final_model_of_a_run_that_was_to_go_on_tells_no_step(run, tmp_path)
     shutil.copytree(run.run_dir, tmp_path / "longer")
     config = tmp_path / "longer" / "config.yaml"
     config.write_text(config.read_text().replace("steps: 2\n", "steps: 5\n", 1))
-    assert evaluate(tmp_path / "longer", overrides=["eval.prompts=2"])["step"] is None
+    assert evaluate(tmp_path / "longer", overrides=["eval.prompts=8"])["step"] is None
 
 
 def test_the_start_of_a_run_is_reproduced_from_its_config(run):
@@ -115,24 +114,24 @@ def test_the_mesh_changes_no_number(run):
 
 def test_the_command_tells_and_writes_its_numbers(run, tmp_path, capsys):
     out, samples = tmp_path / "out.json", tmp_path / "samples.jsonl"
-    argv = ["eval.samples=2", "eval.prompts=10", "--samples", str(samples), "--out", str(out)]
+    argv = ["eval.prompts=8", "--samples", str(samples), "--out", str(out)]
     assert cli.run(main, [str(run.run_dir), *argv]) == 0
     told = capsys.readouterr().out
     found = json.loads(out.read_text())
     assert found == {**found, "model": str(run.run_dir), "step": 2}
     (only,) = found["sets"]
-    assert (only["name"], only["prompts"], only["samples"]) == ("", 10, 2)
+    assert (only["name"], only["prompts"], only["samples"]) == ("", 8, 4)
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert len(lines) == 20 and {(line["split"], line["step"]) for line in lines} == {("eval", 2)}
+    assert len(lines) == 32 and {(line["split"], line["step"]) for line in lines} == {("eval", 2)}
     scores = [line["score"] for line in lines]
-    assert found["metrics"]["eval/accuracy"] == pytest.approx(sum(scores) / 20)
-    passed = [max(scores[i : i + 2]) for i in range(0, 20, 2)]
-    assert found["metrics"]["eval/pass@2"] == only["pass@2"] == pytest.approx(sum(passed) / 10)
+    assert found["metrics"]["eval/accuracy"] == pytest.approx(sum(scores) / 32)
+    passed = [max(scores[i : i + 4]) for i in range(0, 32, 4)]
+    assert found["metrics"]["eval/pass@4"] == only["pass@4"] == pytest.approx(sum(passed) / 8)
     assert only["tokens"] == sum(line["tokens"] for line in lines)
     assert all(line["completion"].endswith(f"={line['answer']}") == line["score"] for line in lines)
     accuracy, low, high = (only[f"accuracy{end}"] for end in ("", "_low", "_high"))
     assert f"{accuracy:.1%} [{100 * low:.1f}, {100 * high:.1f}]" in told
-    assert "mean@2" in told and "data.eval: 10 prompts" in told and f"wrote {out}" in told
+    assert "mean@4" in told and "data.eval: 8 prompts" in told and f"wrote {out}" in told
 
 
 def test_neither_teacher_nor_training_data_need_be_there(tiny, tmp_path):
@@ -153,7 +152,7 @@ def test_neither_teacher_nor_training_data_need_be_there(tiny, tmp_path):
 
 
 def test_where_nothing_can_be_judged_the_table_says_so(tiny, tmp_path, capsys):
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab"}\n')
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "b"}\n')
     argv = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "max_new_tokens=8"]
     assert cli.run(main, [str(tiny), *argv, "--out", str(tmp_path / "o"), "seed=1"]) == 0
     assert "not judged" in capsys.readouterr().out

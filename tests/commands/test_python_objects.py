@@ -16,7 +16,7 @@ import pytest
 from episode_environments import Doors, Echo
 from reward_functions import length
 from rich.console import Console
-from runs import SHORT, numbers, save_model, unlisted_files
+from runs import CONSTANT, SHORT, numbers, save_model, unlisted_files
 
 from jaxrl import Config, dry_run, evaluate, generate, load_model, train
 from jaxrl.config import cli
@@ -40,7 +40,6 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} 
 GSPO = {
     "algorithm": "gspo",
     "group_size": 2,
-    "mesh": "actor+rollout=1",
     "reward.workers": 1,
     "environment.workers": 1,
 }
@@ -52,7 +51,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def keys(**more: object) -> dict[str, object]:
-    short = dict(text.split("=", 1) for text in SHORT)
+    short = dict(text.split("=", 1) for text in (*SHORT, *CONSTANT, "mesh=actor+rollout=1"))
     return {
         key: Config.load(overrides=SHORT) and _value(text) for key, text in short.items()
     } | more
@@ -106,7 +105,6 @@ def test_a_run_of_objects_resumes_with_the_same_ones(
     """The config says where they came from; the rows are known by their fingerprint, and the
     command line says how to give them."""
     run = keys(run_dir=str(tmp_path / "run"), **GSPO)
-    run["optimizer.lr_schedule"] = "constant"
     sets = {"low": ROWS[:3], "high": ROWS[4:]}
     objects: dict[str, Any] = {"model": student, "environment": functools.partial(Doors, 4)}
     objects["rewards"] = [length]

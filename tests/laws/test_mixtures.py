@@ -39,7 +39,7 @@ from jaxrl.train import train
 from jaxrl.types import Completion, Prompt
 
 GIVEN = [*SHORT, *GSPO, "max_prompt_tokens=9", "max_new_tokens=10", "actor.minibatches=1"]
-GIVEN += ["data.eval=null"]
+GIVEN += ["data.eval=null", "rollout.launch_tokens=10"]  # one launch: one program of it
 REPLAY = "policy.router_replay=true"
 KEYS = ("actor/grad_norm", "policy/entropy", "policy/experts_load", "policy/experts_entropy")
 KEYS += ("policy/experts_balance",)
@@ -86,7 +86,7 @@ def test_adapters_of_experts_learn_the_same_whatever_divides_them(
     in the folder that PEFT loads."""
     given = [student, REPLAY, "student.lora.rank=2", "student.base_dtype=nf4", *CONSTANT]
     given.append("optimizer.learning_rate=0.02")
-    one = rows(tmp_path / "one", "mesh=actor=1,rollout=1", *given)
+    one = rows(tmp_path / "one", "mesh=actor+rollout=1", *given)
     axes = ["actor.parallel.expert=2", "rollout.parallel.expert=2", "rollout.merge=true"]
     two = rows(tmp_path / "two", "mesh=actor=2,rollout=2", *given, *axes)
     for a, b in zip(one, two, strict=True):

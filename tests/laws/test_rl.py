@@ -13,7 +13,6 @@ from runs import (
     FUNCTIONS,
     GSPO,
     HERE,
-    MESH,
     QUICK,
     SHORT,
     numbers,
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 GSPO = [
     *GSPO,
-    "mesh=actor=1,rollout=1",
+    "mesh=actor+rollout=1",
     "data.eval=null",
     "reference.dtype=float32",
     "optimizer.learning_rate=1e-3",
@@ -42,6 +41,11 @@ GSPO = [
 ]
 PENALISED = ["policy.kl_coef=0.1", "policy.entropy_coef=0.01", "policy.correction=tis_token"]
 """Of runs that share their programs."""
+TAUGHT = [
+    *("algorithm=dapo", "distill_weight=1", "distill.signal=student_topk", "distill.top_k=4"),
+    *("actor.minibatches=1", "mesh=actor+rollout+teacher=1", "steps=1", "seed=3"),
+]
+"""Of runs that share theirs."""
 
 
 @pytest.fixture(scope="module")
@@ -155,16 +159,23 @@ def weighed(reward_model):
     and_slow(
         [
             [
-                *("mesh=actor+rollout+reference+reward=2", "reference.devices=1:2"),
-                "reward.devices=1:2",
+                *("mesh=actor+rollout+reference+reward=2", "actor.devices=0:1"),
+                *("rollout.devices=0:1", "reference.devices=1:2", "reward.devices=1:2"),
             ]
         ],
-        [["mesh=actor+rollout=2,reference+reward=1"]],
+        [
+            [
+                *("mesh=actor+rollout+reference+reward=2", "reference.devices=1:2"),
+                "reward.devices=1:2",
+            ],
+            ["mesh=actor+rollout=2,reference+reward=1"],
+        ],
     ),
 )
 def test_functions_and_a_reward_model_are_weighed(student, reward_model, tmp_path, mesh):
     """On a pool of their own, or on a slice of the actor's."""
     asked = [*weighed(reward_model), *mesh, "policy.reward_kl_coef=0.1", "logging.samples=24"]
+    asked += PENALISED
     result = run(student, tmp_path / "run", *asked, "steps=1")
     (row,) = result.metrics[1:]
     parts = 0.5 * row["reward/length/mean"] + 2 * row["reward/format/mean"]
@@ -180,7 +191,7 @@ def test_similar_completions_are_compared(student, reward_model, tmp_path):
     """All roles share the devices; the encoder is loaded at its first use, and that is told."""
     asked = ["policy.advantages=similarity", f"grouper.model={HERE / 'references' / 'tiny_bge'}"]
     asked += ["grouper.dtype=float32", "grouper.use=blend"]
-    asked += ["mesh=actor+rollout+reward+grouper=1"]
+    asked += ["mesh=actor+rollout+reference+reward+grouper=1", *PENALISED]
     asked += [f"reward.model={reward_model}", "reward.functions=[]", "reward.dtype=float32"]
     result = run(student, tmp_path / "run", *asked, "steps=1")
     (row,) = result.metrics[1:]
@@ -194,8 +205,8 @@ def test_similar_completions_are_compared(student, reward_model, tmp_path):
 
 def test_rewards_and_a_teacher_together(student, teacher, tmp_path):
     """The teacher alone has a loss where no reward differs."""
-    joint = [f"teacher.model={teacher}", "distill_weight=1", MESH]
-    joint += ["actor.minibatches=1", "reward.functions=[format]", "steps=1"]
+    joint = [*TAUGHT, f"teacher.model={teacher}", "reward.functions=[format]"]
+    joint += ["policy.dynamic_sampling=off", "reward.overlong_buffer=0"]
     (row,) = run(student, tmp_path / "run", *joint).metrics[1:]
     assert row["policy/degenerate_groups"] == 6 and row["reward/std"] == 0
     assert row["distill/divergence"] > 0.1 and row["actor/grad_norm"] > 0
@@ -235,8 +246,10 @@ FIRST = """return [
 @pytest.mark.parametrize("most", [1, 4])
 def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tmp_path, most):
     """By others that do; what is missing after the last time is filled with those that do not."""
-    dapo = ["algorithm=dapo", f"policy.max_refills={most}", "steps=2", "logging.samples=24"]
-    result = run(student, tmp_path / "run", *dapo, function(tmp_path, FIRST), "seed=3")
+    refilled = ["policy.dynamic_sampling=refill", f"policy.max_refills={most}", *PENALISED]
+    asked = [*refilled, function(tmp_path, FIRST), "logging.samples=24"]
+    asked.append("reward.overlong_buffer=1")  # what has a penalty is not dropped, as with dapo
+    result = run(student, tmp_path / "run", *asked)
     for row in result.metrics[1:]:
         assert 1 <= row["policy/refills"] <= most and row["policy/prompts_replaced"] > 0
         full = row["policy/degenerate_groups"] == 0
@@ -255,9 +268,7 @@ def test_prompts_that_teach_nothing_are_replaced_as_often_as_allowed(student, tm
 def test_a_refilled_batch_is_distilled_at_the_tokens_the_policy_ranks_highest(
     student, teacher, tmp_path
 ):
-    asked = ["algorithm=dapo", "policy.max_refills=1", "steps=1", "actor.minibatches=1", "seed=3"]
-    asked += [f"teacher.model={teacher}", "distill_weight=1", "distill.signal=student_topk"]
-    asked += ["distill.top_k=4", MESH]
+    asked = [*TAUGHT, "policy.max_refills=1", f"teacher.model={teacher}"]
     (row,) = run(student, tmp_path / "run", *asked, function(tmp_path, FIRST)).metrics[1:]
     assert row["policy/refills"] == 1 and row["policy/prompts_replaced"] > 0
     assert row["distill/divergence"] > 0 and 0 < row["distill/student_tail_mass"] < 1
@@ -357,8 +368,8 @@ def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, c
 def test_a_cache_in_pages_changes_a_run_by_rounding_alone(student, tmp_path):
     """Completions of up to three pages each, of which there are four for eight completions; those
     of evaluations too."""
-    asked = ["max_new_tokens=140", "rollout.slots=8", "steps=1", "data.eval=arithmetic:size=4"]
-    asked += ["rollout.launch_tokens=64", "mesh=actor+rollout=1"]
+    asked = ["max_new_tokens=140", "rollout.slots=8", "steps=1", "data.eval=arithmetic:size=6"]
+    asked += ["eval.prompts=6", "eval.samples=4", "eval.temperature=1", "rollout.launch_tokens=64"]
     whole, paged = (
         run(student, tmp_path / name, *asked, *more)
         for name, more in (("whole", []), ("paged", ["rollout.cache_tokens=256"]))

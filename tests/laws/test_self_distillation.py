@@ -74,8 +74,8 @@ def test_the_head_in_the_loss_is_that_of_the_version_that_scored(student, tmp_pa
 def test_the_current_policy_with_its_own_prompt_teaches_nothing(student, tmp_path):
     """The teacher is the policy after the batch before: with one update for each batch it is the
     learner itself, and the divergence stays 0."""
-    asked = [POLICY, "actor.minibatches=1", "distill.signal=topk", "schedule=two_step_off"]
-    same = run(student, tmp_path / "run", *asked, "steps=3")
+    asked = [POLICY, "distill.signal=topk", "distill.top_k=8", "schedule=two_step_off"]
+    same = run(student, tmp_path / "run", *asked, "actor.minibatches=1", "steps=3")
     assert np.abs(losses(same)).max() < 1e-6
 
 
@@ -207,14 +207,15 @@ def test_a_template_that_names_no_column_is_refused_before_a_weight_is_read(stud
 
 def test_rows_whose_hint_is_too_long_are_left_out_and_counted(student, tmp_path, capsys):
     data = tmp_path / "train.jsonl"
-    hints = ["x" * n for n in (1, 2, 3, 30, 40)]
-    data.write_text("".join(f'{{"prompt": "1+1=", "hint": "{hint}"}}\n' for hint in hints))
-    asked = [f"data.train={data}", "teacher.prompt={hint}{prompt}", "teacher.max_prompt_tokens=10"]
-    asked += ["steps=1", "distill.signal=topk", "distill.top_k=8", "batch_size=3"]
+    hints = ["x" * n for n in (1, 1, 1, 1, 2, 3, 30, 40)]
+    rows = (json.dumps({"prompt": "98+76-54=", "hint": hint}) + "\n" for hint in hints)
+    data.write_text("".join(rows))
+    asked = [f"data.train={data}", "teacher.prompt={hint}{prompt}", "teacher.max_prompt_tokens=12"]
+    asked += ["steps=1", "distill.signal=topk", "distill.top_k=8"]
     result = run(student, tmp_path / "run", POLICY, *asked)
-    note = "data.train: 3 prompts; 2 are longer than max_prompt_tokens=24, or for the teacher 10"
+    note = "data.train: 6 prompts; 2 are longer than max_prompt_tokens=24, or for the teacher 12"
     assert note in capsys.readouterr().out
-    assert result.metrics[1]["teacher/prompt_tokens_mean"] == 6.0
+    assert result.metrics[1]["teacher/prompt_tokens_mean"] == 10.5
 
 
 REWARDED = ["algorithm=gspo", "reward.functions=[auto]", "reward.workers=1", "group_size=2"]
@@ -262,7 +263,7 @@ def test_feedback_changes_what_the_teacher_says_and_the_policy_learns_it(student
     """With the feedback the divergence of the same policy is not 0, without it it is."""
     told = run(student, tmp_path / "told", *FEEDBACK_ALONE, *TOLD)
     assert_told_of_each_attempt(told)
-    own = ["teacher.prompt={prompt}", "teacher.max_prompt_tokens=40"]
+    own = ["teacher.prompt={prompt}", "teacher.max_prompt_tokens=99"]
     without = run(student, tmp_path / "without", *FEEDBACK_ALONE, *own).metrics[1]
     assert abs(without["distill/divergence"]) < 1e-6
     assert without["reward/mean"] == told.metrics[1]["reward/mean"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from dense_losses import log_softmax
-from runs import MESH, SHORT, save_model
+from runs import CONSTANT, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import make_mesh, tiny_model
 
@@ -40,9 +40,9 @@ SIGNALS = ("hidden", "topk", "student_topk", "sampled")
 VOCAB = 30
 CAPS = {"chat": 1.5}
 """`final_softcap` of those that have one."""
-SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0"]
+SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.1", *CONSTANT]
 """Adam would blow rounding up where a gradient is almost 0."""
-ALONE = "mesh=actor+rollout+teacher=1"
+ALONE, APART = "mesh=actor+rollout+teacher=1", "mesh=actor+rollout=1,teacher=1"
 
 
 def batch(columns, group=2):
@@ -140,10 +140,10 @@ def test_a_part_of_padding_alone_has_a_signal(mixture):
     and_slow(
         [
             ("arithmetic", "topk", (1, 2, 2), 1),
-            ("geometric", "student_topk", (2, 1, 1), 1),
+            ("geometric", "student_topk", (1, 1, 1), 1),
             ("geometric", "sampled", (1, 1, 1), 1),
         ],
-        [("arithmetic", "sampled", (1, 1, 1), 2)],
+        [("geometric", "student_topk", (2, 1, 1), 1), ("arithmetic", "sampled", (1, 1, 1), 2)],
     ),
 )
 def test_a_mixture_s_signal_is_that_of_the_mixed_distribution(kind, signal, axes, parts):
@@ -276,12 +276,12 @@ own = AlgorithmSpec("teacher", method=method)
 
 @pytest.fixture(scope="module")
 def apart(models, tmp_path_factory):
-    """A run whose roles have devices of their own, by how it chooses a row's teacher."""
+    """A run whose teachers have a device of their own, by how it chooses a row's teacher."""
     done = {}
 
     def get(*how):
         if how not in done:
-            keys = [teachers(models, math="math", code="code"), *how, MESH]
+            keys = [teachers(models, math="math", code="code"), *how, APART]
             done[how] = run(models, tmp_path_factory.mktemp("apart"), *keys)
         return done[how]
 
@@ -291,7 +291,7 @@ def apart(models, tmp_path_factory):
 def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path, apart):
     """Its `prepare` knows nothing of them."""
     (tmp_path / "own.py").write_text(OWN)
-    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", MESH]
+    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", APART]
     built_in, _ = apart("data.teacher_key=kind")
     own, _ = run(models, tmp_path / "own", *keys, f"algorithm={tmp_path}/own.py:own")
     named = {name for name in built_in.metrics[1] if name.startswith("distill/")}
@@ -301,13 +301,18 @@ def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path
 
 
 @pytest.mark.parametrize(
-    "how", and_slow([["data.teacher_key=kind"]], [["distill.signal=topk", "distill.top_k=8"]])
+    ("how", "devices"),
+    and_slow(
+        [(["data.teacher_key=kind"], 1)],
+        [(["data.teacher_key=kind"], 2), (["distill.signal=topk", "distill.top_k=8"], 2)],
+    ),
 )
-def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, apart, how):
+def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, apart, how, devices):
     """The teachers take turns on the devices, with vocabularies and widths of their own."""
     keys = [teachers(models, math="math", code="code"), *how]
     plain, wanted = apart(*how)
-    turns = ["mesh=actor+rollout+teacher=2", "offload.frozen=true", "offload.params=true"]
+    turns = [f"mesh=actor+rollout+teacher={devices}"]
+    turns += ["offload.frozen=true", "offload.params=true"]
     together, found = run(models, tmp_path / "together", *keys, *turns)
     np.testing.assert_allclose(totals(together), totals(plain), rtol=2e-4)
     for name, value in wanted.items():
@@ -340,7 +345,8 @@ def test_where_they_are_offloaded_one_at_a_time_is_loaded(models, monkeypatch):
 def test_each_prompt_is_sampled_by_its_own_teacher(models, tmp_path):
     """For seq_kd and for the teachers' own accuracy, which two names of one model do not change."""
     keys = ["distill.seq_kd=true", "distill.on_policy_fraction=0", "eval.teacher=true"]
-    keys += ["distill.jsd_beta=1"]  # the programs of the first runs here
+    keys += ["distill.jsd_beta=1", "teacher.num_microbatches=2"]  # programs of the first runs here
+    keys += ["eval.prompts=6", "eval.samples=2", "eval.temperature=1"]
     held = [f"data.eval={models['rows']}", "data.verifier=exact"]
     alone, wanted = run(models, tmp_path / "alone", f"teacher.model={models['math']}", *keys, *held)
     same = [teachers(models, math="math", code="math"), "data.teacher_key=kind"]
@@ -386,6 +392,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
 def test_a_mixture_s_own_accuracy_is_not_measured(models, tmp_path):
     both = teachers(models, math="math", code="code")
     keys = [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
+    keys += ["distill.signal=sampled", "distill.jsd_beta=1"]  # a program of the first runs here
     result, _ = run(models, tmp_path / "run", both, *keys, "steps=1")
     assert "eval/accuracy" in result.metrics[0] and "teacher/accuracy" not in result.metrics[0]
     log = (tmp_path / "run" / "log.txt").read_text()
