@@ -761,17 +761,27 @@ def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     np.testing.assert_allclose(np.asarray(old)[mask], expected[mask], atol=1e-5)
 
 
+def with_degenerate(count):
+    """Rewards of which the first so many groups have no differences."""
+    values = np.tile(np.arange(G, dtype=float), GROUPS)
+    values[: count * G] = 1
+    return np.concatenate([values, np.full(rows() - GROUPS * G, np.nan)])
+
+
+ONE_UPDATE = ("actor.minibatches=1", "reward.overlong_buffer=0")
+
+
 def test_dropped_groups_change_the_denominator_only(tmp_path):
     """The sum of the gradients is the same; dapo counts tokens."""
     steps = {}
     for asked in ("off", "drop"):
-        one = ("actor.minibatches=1", "reward.overlong_buffer=0")
-        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *one)
-        params, told = updated(tmp_path, cfg)
+        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *ONE_UPDATE)
+        given = scores(with_degenerate(GROUPS - 1))
+        params, told = updated(tmp_path, cfg, given=given)
         moved = minus(params, start())
         steps[asked] = moved, told["actor/tokens"]
     (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
-    assert fewer < all_tokens
+    assert fewer < all_tokens and differ(off, zeros_like(off), by=1e-3)
     assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
 
 
@@ -807,13 +817,6 @@ def seen_by_updates(one):
     return seen
 
 
-def with_degenerate(count):
-    """Rewards of which the first so many groups have no differences."""
-    values = np.tile(np.arange(G, dtype=float), GROUPS)
-    values[: count * G] = 1
-    return np.concatenate([values, np.full(rows() - GROUPS * G, np.nan)])
-
-
 def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, monkeypatch):
     """15 rows of five groups, computed one by one: 12 and 9 of them are both padded to 12."""
     monkeypatch.setattr("jaxrl.roles.actor.shared_group", lambda *_: 1)
@@ -847,7 +850,7 @@ def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
 
 def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
     """All groups dropped: no token trains, no count is divided by."""
-    cfg = config("grpo", "policy.dynamic_sampling=drop")
+    cfg = config("dapo", "policy.dynamic_sampling=drop", *ONE_UPDATE)
     same = np.where(np.isnan(rewards()), np.nan, 1.0)
     params, told = updated(tmp_path, cfg, given=scores(same))
     assert_close(params, start(), 0)
