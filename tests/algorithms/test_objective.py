@@ -1,7 +1,9 @@
 """Laws of the objective of what learns from rewards: term by term, and put together."""
 
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from jaxrl.algorithms.methods import (
     policy_objective,
 )
 from jaxrl.algorithms.sampled_batch import prepare_rewarded
-from jaxrl.algorithms.signals import completion_logprobs, packed
+from jaxrl.algorithms.signals import packed
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.losses.algorithm_table import ALGORITHMS
@@ -49,6 +51,8 @@ from jaxrl.types import (
     Totals,
     TrainBatch,
 )
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 MODEL = DecoderConfig("llama", 48, 16, 1, 4, 2, 4, 24, tie_embeddings=True, eos_ids=(1,))
 WIDTHS = {"max_prompt_tokens": 6, "max_new_tokens": 8}
@@ -75,20 +79,38 @@ def sampled_batch():
     return replace(drawn()[2], teacher=drawn()[-1])
 
 
+def log_softmax(logits):
+    """In numpy, so that nothing is compiled."""
+    logits = logits.astype(np.float64)
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+
+
+def logprobs_of_tokens(hidden, kernel, tokens):
+    logprobs = log_softmax(hidden @ kernel.T)
+    return np.take_along_axis(logprobs, tokens[:, 3:, None], -1)[..., 0]
+
+
+def zeros_like(tree):
+    return jax.tree.map(lambda x: np.zeros(x.shape, np.float32), tree)
+
+
+def minus(a, b, times=1.0):
+    return jax.tree.map(lambda x, y: np.asarray(x) - times * np.asarray(y), a, b)
+
+
 @cache
 def drawn():
     draw = np.random.default_rng(0)
 
     def normal(*shape, scale=1.0):
-        return jnp.asarray(scale * draw.standard_normal(shape), jnp.float32)
+        return (scale * draw.standard_normal(shape)).astype(np.float32)
 
     lengths = draw.integers(1, C + 1, B)
-    mask = jnp.asarray(np.arange(C) < lengths[:, None])
-    tokens = jnp.asarray(draw.integers(0, V, (B, 3 + C)), jnp.int32)
-    sequences = Sequences(tokens, jnp.ones((B, 3 + C), bool), mask)
+    mask = np.arange(C) < lengths[:, None]
+    tokens = draw.integers(0, V, (B, 3 + C)).astype(np.int32)
+    sequences = Sequences(tokens, np.ones((B, 3 + C), bool), mask)
     hidden, kernel = normal(B, C, D), normal(V, D, scale=0.5)
-    logits = hidden @ kernel.T
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 3:, None], -1)[..., 0]
+    logprobs = logprobs_of_tokens(hidden, kernel, tokens)
     states, told = normal(B, C, 6), logprobs + normal(B, C, scale=0.3)
     batch = TrainBatch(
         sequences,
@@ -126,7 +148,8 @@ def evaluated(algorithm, *overrides, batch=None, at=None):
     *own, given, teacher_head = arrays()
     if "distill.signal=sampled" in overrides:
         given = sampled_batch()
-    return compiled(algorithm, *overrides)(*(at or own), batch or given, teacher_head)
+    found = compiled(algorithm, *overrides)(*(at or own), batch or given, teacher_head)
+    return jax.device_get(found)
 
 
 def gradient(algorithm, *overrides, batch=None):
@@ -174,11 +197,11 @@ def test_the_whole_is_the_sum_of_its_terms_each_with_its_weight():
         ("policy_weight=0", "policy.kl_coef=1"): 0.3,
         ("policy_weight=0", "policy.entropy_coef=1"): 0.2,
     }
-    expected = jax.tree.map(jnp.zeros_like, arrays()[:2])
+    expected = zeros_like(arrays()[:2])
     for asked, weight in terms.items():
         term = gradient("gspo", *asked)
-        assert differ(term, jax.tree.map(jnp.zeros_like, term), by=1e-3), asked
-        expected = jax.tree.map(lambda total, x, w=weight: total + w * x, expected, term)
+        assert differ(term, zeros_like(term), by=1e-3), asked
+        expected = minus(expected, term, times=-weight)
     assert_close(gradient("gspo", *ALL_TERMS), expected, 1e-6)
 
 
@@ -198,8 +221,7 @@ def test_the_teacher_decides_the_joint_gradient():
 def test_with_one_update_the_start_of_the_batch_is_the_policy_in_training(algorithm):
     """No log-probs before the batch, or the very same ones: one gradient, and every ratio is 1."""
     hidden, kernel, batch, _ = arrays()
-    logits = jax.nn.log_softmax(hidden @ kernel.T)
-    now = jnp.take_along_axis(logits, batch.sequences.tokens[:, 3:, None], -1)[..., 0]
+    now = logprobs_of_tokens(hidden, kernel, batch.sequences.tokens)
     without = replace(batch, old_logprobs=None)
     asked = (algorithm, "actor.minibatches=1")
     both = (gradient(*asked, batch=each) for each in (without, replace(batch, old_logprobs=now)))
@@ -248,8 +270,8 @@ OPD = ["teacher.model=a", "distill.signal=sampled", "distill.jsd_beta=1", "polic
 
 def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
     """Token mean of (log Q - log P) grad log Q, and of the very loss that gkd has for it."""
-    batch = sampled_batch()
-    batch = replace(batch, advantages=jnp.zeros(B), old_logprobs=None, sampler_logprobs=None)
+    none = {"advantages": np.zeros(B, np.float32), "old_logprobs": None, "sampler_logprobs": None}
+    batch = replace(sampled_batch(), **none)
     hidden, kernel, _, _ = arrays()
     mask, told = batch.sequences.loss_mask, batch.teacher.token_logprobs
 
@@ -260,24 +282,27 @@ def test_opd_without_rewards_is_the_gradient_of_the_sampled_reverse_kl():
         return jnp.where(mask, gap * logprobs, 0).sum() / mask.sum()
 
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, kernel)
-    sampler = replace(batch, sampler_logprobs=jnp.zeros((B, C)))
+    sampler = replace(batch, sampler_logprobs=np.zeros((B, C), np.float32))
     assert_close(gradient("dapo", *OPD, batch=sampler), expected, 1e-6)
-    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+    assert differ(expected, zeros_like(expected), by=1e-2)
 
 
 def test_a_token_that_the_teacher_calls_impossible_does_not_own_the_batch():
     """Its gap counts as 20 nats, whatever stands there, and is counted."""
     batch, told = sampled_batch(), []
+
+    def with_first(theirs):
+        logprobs = batch.teacher.token_logprobs.copy()
+        logprobs[0, 0] = theirs
+        return replace(batch, teacher=SampledSignal(token_logprobs=logprobs))
+
     for theirs in (-1e30, -np.inf, -9991.0):
-        teacher = SampledSignal(token_logprobs=batch.teacher.token_logprobs.at[0, 0].set(theirs))
-        broken = replace(batch, teacher=teacher)
+        broken = with_first(theirs)
         (_, (sums, _)), slope = evaluated("dapo", *OPD, batch=broken)
         told.append(slope)
         total, count = sums["policy/opd_clamped"]
         assert total == 1 and count == batch.sequences.loss_mask.sum()
-    start = batch.old_logprobs[0, 0]
-    by_hand = batch.teacher.token_logprobs.at[0, 0].set(start - 20)
-    at_20 = replace(batch, teacher=SampledSignal(token_logprobs=by_hand))
+    at_20 = with_first(batch.old_logprobs[0, 0] - 20)
     for each in told:
         assert_close(each, gradient("dapo", *OPD, batch=at_20), 1e-6)
     assert told_sums("dapo", *OPD)[0]["policy/opd_clamped"][0] == 0
@@ -290,11 +315,12 @@ def with_uncertain_teacher():
     """`sampled_batch`, with what the entropy-aware term asks: uncertain at some tokens."""
     batch = sampled_batch()
     draw = np.random.default_rng(8)
-    logprobs = jax.nn.log_softmax(jnp.asarray(draw.standard_normal((B, C, V)), jnp.float32))
-    best, ids = jax.lax.top_k(logprobs, 4)
+    logprobs = log_softmax(draw.standard_normal((B, C, V)))
+    ids = np.argsort(-logprobs, -1)[..., :4].astype(np.int32)
+    best = np.take_along_axis(logprobs, ids, -1)
     more = {"best_ids": ids, "best_logprobs": best}
-    more["best_tail"] = jnp.log1p(-jnp.exp(best).sum(-1))
-    more["entropy"] = jnp.asarray(draw.uniform(0, 1.6, (B, C)), jnp.float32)
+    more["best_tail"] = np.log1p(-np.exp(best).sum(-1))
+    more["entropy"] = draw.uniform(0, 1.6, (B, C)).astype(np.float32)
     return replace(batch, teacher=replace(batch.teacher, **more))
 
 
@@ -306,9 +332,9 @@ BESIDE = {
 """Overrides, and the weight of the term."""
 
 
-@pytest.mark.parametrize("beside", and_slow(["OPD", "both"], ["the divergence"]))
-def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from(beside):
-    """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
+@cache
+def entropy_aware_alone():
+    """The gradient of the term by itself."""
     batch = with_uncertain_teacher()
     term = EntropyAware(threshold=0.8, top_k=4)
 
@@ -320,14 +346,20 @@ def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from
         )
         return total / count
 
-    expected = jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2])
-    assert differ(expected, jax.tree.map(jnp.zeros_like, expected), by=1e-2)
+    return jax.device_get(jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2]))
+
+
+@pytest.mark.parametrize("beside", and_slow(["OPD", "both"], ["the divergence"]))
+def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from(beside):
+    """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
+    batch, expected = with_uncertain_teacher(), entropy_aware_alone()
+    assert differ(expected, zeros_like(expected), by=1e-2)
     opd, weight = BESIDE[beside]
     asked = [*OPD, "policy_weight=0.5", *opd]
     # Without what the teacher shipped for it, the divergence has no such term.
     bare = gradient("gspo_token", *asked)
     both = gradient("gspo_token", *asked, *ENTROPY_AWARE, batch=batch)
-    assert_close(jax.tree.map(jnp.subtract, both, bare), expected, 1e-6, scale=weight)
+    assert_close(minus(both, bare), expected, 1e-6, scale=weight)
 
 
 STALE = "schedule=one_step_off"
@@ -353,17 +385,16 @@ def test_stale_samples_are_corrected_unless_asked_otherwise():
 
 def test_kl_and_entropy_are_aggregated_as_the_policy_loss():
     """|y| times gspo's in each term of luspo, so that kl_coef weighs tokens alike in both."""
-    *_, batch, _ = arrays()
+    hidden, kernel, batch, _ = arrays()
     now = replace(
         batch,
-        sequences=replace(batch.sequences, loss_mask=jnp.ones((B, C), bool)),
-        old_logprobs=None,
-        advantages=batch.advantages,
+        sequences=replace(batch.sequences, loss_mask=np.ones((B, C), bool)),
+        old_logprobs=logprobs_of_tokens(hidden, kernel, batch.sequences.tokens),
     )
     alone = ("policy_weight=0", "policy.kl_coef=1"), ("policy_weight=0", "policy.entropy_coef=1")
     for asked in ((), *alone):
         gspo, luspo = (gradient(name, *asked, batch=now) for name in ("gspo", "luspo"))
-        assert differ(gspo, jax.tree.map(jnp.zeros_like, gspo), by=1e-3)
+        assert differ(gspo, zeros_like(gspo), by=1e-3)
         assert_close(luspo, gspo, 1e-5, scale=C)
 
 
@@ -592,8 +623,9 @@ def test_two_clusters_are_not_one_group():
 # Whole updates.
 
 
+@cache
 def start():
-    return random_params(MODEL)
+    return jax.device_get(random_params(MODEL))
 
 
 def actor(cfg, mesh, tmp_path):
@@ -613,7 +645,7 @@ def actor(cfg, mesh, tmp_path):
 @cache
 def teacher_signal():
     hidden = np.random.default_rng(1).standard_normal((rows(), 8, 24)).astype(np.float32)
-    return HiddenSignal(hidden=jnp.asarray(hidden))
+    return HiddenSignal(hidden=hidden)
 
 
 @cache
@@ -636,6 +668,7 @@ def updated(tmp_path, cfg, shape=(1, 1, 1), given=None):
     return jax.device_get(one.state.params), report
 
 
+CUT = [*ALL_TERMS, *LEFT_OUT, "optimizer.name=sgd", "optimizer.learning_rate=1"]
 MORE_CUTS = [
     ("gspo", [(1, 8, 1, None), (1, 1, 1, 14)]),
     ("grpo", [(1, 1, 1, 14), (1, 1, 1, 56), (1, 2, 1, 28)]),
@@ -651,9 +684,7 @@ MORE_CUTS = [
 def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp_path):
     """Every term is divided by its own count over the whole update, wherever its rows are. The
     step is SGD's: Adam's divides a rounded gradient by one that may be as small as its error."""
-    asked = [*ALL_TERMS, "policy.dynamic_sampling=drop", "reward.truncated=mask"]
-    asked += ["optimizer.name=sgd", "optimizer.learning_rate=1"]
-    whole, told = updated(tmp_path, config(algorithm, *asked, "actor.micro_batch_tokens=null"))
+    whole, told = updated(tmp_path, config(algorithm, *CUT, "actor.micro_batch_tokens=null"))
     assert differ(whole, start(), by=1e-3)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), whole, start())
     tokens = rollout().sequences.tokens
@@ -661,104 +692,73 @@ def test_neither_micro_batches_nor_devices_change_an_update(algorithm, cuts, tmp
     limit = tolerance(jnp.float32, tokens.size + 2 * passed, max(jax.tree.leaves(moved)))
     for *shape, budget in cuts:
         size = "null" if budget is None else budget
-        cfg = config(algorithm, *asked, f"actor.micro_batch_tokens={size}")
+        cfg = config(algorithm, *CUT, f"actor.micro_batch_tokens={size}")
         params, again = updated(tmp_path, cfg, shape)
         assert_close(params, whole, limit)
         for name in ("loss", "policy/kl_k3", "policy/entropy", "distill/divergence"):
             assert again[name] == pytest.approx(told[name], rel=2e-4, abs=1e-6), name
 
 
-def test_the_loss_of_a_row_is_the_sum_of_its_terms(tmp_path):
-    """At one update, where a clipped objective's value is minus the mean advantage, which is 0."""
-    cfg = config("grpo", *ALL_TERMS, "policy.aggregation=token_mean", "policy.scale_by_std=false")
-    _, told = updated(tmp_path, cfg)
+JOINT = [*LEFT_OUT, "policy.kl_coef=0.3", "policy.entropy_coef=0.2", "actor.minibatches=1"]
+JOINT += ["policy.aggregation=token_mean", "policy.scale_by_std=false"]
+PARTS = {
+    "policy": JOINT,
+    "teacher": [
+        *(*JOINT, "policy_weight=0", "policy.kl_coef=0", "policy.entropy_coef=0", *TEACHER),
+    ],
+    "both": [*JOINT, *TEACHER],
+}
+"""A joint update, and each of its halves: one update, whose masks differ."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Of each of PARTS, how far its update moves the parameters, and what it tells."""
+    found = {}
+    for name, asked in PARTS.items():
+        params, told = updated(tmp_path_factory.mktemp(name), config("grpo", *asked))
+        found[name] = minus(params, start()), told
+    return found
+
+
+def test_the_loss_of_a_row_is_the_sum_of_its_terms(parts):
+    """At one update, where a clipped objective's value is minus the mean advantage."""
+    cfg, told = config("grpo", *PARTS["both"]), parts["both"][1]
     batch, _ = prepare_rewarded(cfg)(rollout(), everything(cfg))
-    mask = np.asarray(batch.sequences.loss_mask)
+    mask = np.asarray(batch.policy_mask)
     policy = -(mask * batch.advantages[:, None]).sum() / mask.sum()
-    parts = 0.7 * told["distill/divergence"] + 0.3 * told["policy/kl_k3"]
-    assert told["loss"] == pytest.approx(policy + parts - 0.2 * told["policy/entropy"], rel=1e-4)
+    assert abs(policy) > 1e-2
+    more = 0.7 * told["distill/divergence"] + 0.3 * told["policy/kl_k3"]
+    assert told["loss"] == pytest.approx(policy + more - 0.2 * told["policy/entropy"], rel=1e-4)
 
 
-def test_without_the_policy_loss_what_is_left_is_distillation(tmp_path):
-    joint = config("grpo", "policy_weight=0", "teacher.model=a", "distill_weight=1")
+def test_without_the_policy_loss_what_is_left_is_distillation(parts, tmp_path):
     alone = config("gkd", "teacher.model=a", "reward.functions=[]")
-    params, told = updated(tmp_path, joint)
-    expected, report = updated(tmp_path, alone, given={"teacher": [teacher_signal()]})
-    assert_close(params, expected, 1e-6)
+    params, report = updated(tmp_path, alone, given={"teacher": [teacher_signal()]})
+    moved, told = parts["teacher"]
+    assert_close(moved, minus(params, start()), 1e-6, scale=0.7)
     assert told["distill/divergence"] == pytest.approx(report["distill/divergence"], rel=1e-6)
 
 
 def test_a_reference_that_is_the_policy_is_at_no_distance(tmp_path):
     """In the first update, on one mesh."""
-    cfg = config("grpo", "policy.kl_coef=1.0")
     given = scores(reference=[policy_logprobs()])
-    _, told = updated(tmp_path, cfg, given=given)
+    _, told = updated(tmp_path, config("grpo", *PARTS["policy"]), given=given)
     assert told["policy/kl_k1"] == pytest.approx(0, abs=1e-7)
     assert told["policy/kl_k3"] == pytest.approx(0, abs=1e-12)
 
 
 def test_the_pass_before_the_batch_tells_the_policy_s_log_probs(tmp_path):
     """Whatever the order of its micro-batches; and with them the first of four ratios is 1."""
-    cfg = config("gspo", "actor.micro_batch_tokens=28")
-    mesh = make_mesh(1, 2, 1)
-    one = actor(cfg, mesh, tmp_path)
-    batch, _ = one._prepare(rollout(), scores())
-    lengths = np.asarray(batch.sequences.mask).sum(-1)
+    cfg = config("gspo", *CUT, "actor.micro_batch_tokens=28")
+    one = actor(cfg, make_mesh(1, 2, 1), tmp_path)
+    batch, _ = one._prepare(rollout(), everything(cfg))
+    mask = np.asarray(batch.policy_mask)
+    lengths = np.where(mask.any(-1), np.asarray(batch.sequences.mask).sum(-1), 0)
     placed = jax.device_put(batch, one.programs.row_sharding)
-    given = (placed, batch.sequences, lengths, int((lengths > 0).sum()))
-    old = one._with_old_logprobs(*given).old_logprobs
-    mask = rollout().sequences.loss_mask
-    one_device = {"mesh": make_mesh(1, 1, 1), "temperature": 1.0, "chunk": 512}
-    expected = jax.jit(
-        lambda params, sequences: completion_logprobs(MODEL, params, sequences, **one_device)
-    )(start(), rollout().sequences)
-    np.testing.assert_allclose(np.asarray(old)[mask], np.asarray(expected)[mask], atol=1e-5)
-
-
-def test_dropped_groups_change_the_denominator_only(tmp_path):
-    """The sum of the gradients is the same; dapo counts tokens."""
-    steps = {}
-    for asked in ("off", "drop"):
-        one = ("actor.minibatches=1", "reward.overlong_buffer=0")
-        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *one)
-        params, told = updated(tmp_path, cfg)
-        moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), params, start())
-        steps[asked] = moved, told["actor/tokens"]
-    (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
-    assert fewer < all_tokens
-    assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
-
-
-def test_each_loss_has_its_own_mask_and_its_own_count(tmp_path):
-    """The move of a joint update is that of the policy loss without a teacher plus that of the
-    teacher without a policy loss."""
-    asked = [*LEFT_OUT, "policy.kl_coef=0.3", "actor.minibatches=1"]
-    moves = {}
-    for name, more in {
-        "policy": [],
-        "teacher": ["policy_weight=0", "policy.kl_coef=0", *TEACHER],
-        "both": TEACHER,
-    }.items():
-        params, told = updated(tmp_path, config("grpo", *asked, *more))
-        moves[name] = jax.tree.map(lambda new, old: new - np.asarray(old), params, start())
-        tokens = rollout().sequences.loss_mask.sum()
-        assert (told["actor/tokens"] == tokens) == (name != "policy")
-    summed = jax.tree.map(np.add, moves["policy"], moves["teacher"])
-    assert_close(moves["both"], summed, 1e-6)
-    assert differ(moves["both"], moves["teacher"], by=1e-4)
-
-
-def seen_by_updates(one):
-    """The rows of each update of an actor, [n, b], -1 where there is none."""
-    real, seen = one.programs.update, []
-
-    def update(state, frozen, batch, index, *sizes):
-        seen.append(np.asarray(index))
-        return real(state, frozen, batch, index, *sizes)
-
-    update.lower = real.lower
-    one.programs.update = update
-    return seen
+    old = one._with_old_logprobs(placed, batch.sequences, lengths, GROUPS * G).old_logprobs
+    expected = np.asarray(policy_logprobs())  # of a reference, on one device
+    np.testing.assert_allclose(np.asarray(old)[mask], expected[mask], atol=1e-5)
 
 
 def with_degenerate(count):
@@ -768,17 +768,67 @@ def with_degenerate(count):
     return np.concatenate([values, np.full(rows() - GROUPS * G, np.nan)])
 
 
+ONE_UPDATE = ("actor.minibatches=1", "reward.overlong_buffer=0")
+
+
+def test_dropped_groups_change_the_denominator_only(tmp_path):
+    """The sum of the gradients is the same; dapo counts tokens."""
+    steps = {}
+    for asked in ("off", "drop"):
+        cfg = config("dapo", f"policy.dynamic_sampling={asked}", *ONE_UPDATE)
+        given = scores(with_degenerate(GROUPS - 1))
+        params, told = updated(tmp_path, cfg, given=given)
+        moved = minus(params, start())
+        steps[asked] = moved, told["actor/tokens"]
+    (off, all_tokens), (drop, fewer) = steps["off"], steps["drop"]
+    assert fewer < all_tokens and differ(off, zeros_like(off), by=1e-3)
+    assert_close(off, drop, 1e-6, scale=fewer / all_tokens)
+
+
+def test_each_loss_has_its_own_mask_and_its_own_count(parts):
+    """The move of a joint update is that of the policy loss without a teacher plus that of the
+    teacher without a policy loss."""
+    moves = {name: moved for name, (moved, _) in parts.items()}
+    tokens = rollout().sequences.loss_mask.sum()
+    for name, (_, told) in parts.items():
+        assert (told["actor/tokens"] == tokens) == (name != "policy")
+    summed = jax.tree.map(np.add, moves["policy"], moves["teacher"])
+    assert_close(moves["both"], summed, 1e-6)
+    assert differ(moves["both"], moves["teacher"], by=1e-4)
+
+
+def seen_by_updates(one):
+    """The rows of each update of an actor, [n, b], -1 where there is none, and what else a program
+    is compiled for. Nothing is computed: which rows are is decided before."""
+    seen, nothing = [], SimpleNamespace(memory_analysis=lambda: None)
+
+    def update(state, frozen, batch, index, *sizes):
+        seen.append((np.asarray(index), sizes))
+        last = {"finite": True, "trains": True, "grad_norm": 0.0}
+        return state, ({"loss": (0.0, 1.0)}, {}, {}, last)
+
+    def old(params, batch, *_):
+        return jnp.zeros(batch.sequences.loss_mask.shape)
+
+    for program in (update, old):
+        program.lower = lambda *_: SimpleNamespace(compile=lambda: nothing)
+    one.programs, one._finish = copy(one.programs), lambda *_: {}
+    one.programs.update, one.programs.old = update, old
+    return seen
+
+
 def test_dropped_rows_are_not_computed_and_few_programs_are_compiled(tmp_path, monkeypatch):
     """15 rows of five groups, computed one by one: 12 and 9 of them are both padded to 12."""
     monkeypatch.setattr("jaxrl.roles.actor.shared_group", lambda *_: 1)
     one = actor(config("grpo", LEFT_OUT[0]), make_mesh(1, 1, 1), tmp_path)
-    compiled, seen = one.programs.update, seen_by_updates(one)
+    seen, programs = seen_by_updates(one), set()
     for step, dropped in enumerate((0, 1, 2, 1)):
         one.update(rollout(), scores(with_degenerate(dropped)), step=step)
-        index = seen.pop()
+        index, sizes = seen.pop()
+        programs.add((index.shape, *sizes))
         assert not seen and index[index >= 0].tolist() == [*range(dropped * G, GROUPS * G)]
         assert index.size == (15, 12, 12)[dropped]
-    assert compiled._cache_size() <= 3  # of two shapes, and of the room for their tokens
+    assert len(programs) <= 3  # of two shapes, and of the room for their tokens
 
 
 @pytest.mark.parametrize("teacher", and_slow([True], [False]))
@@ -790,9 +840,9 @@ def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
     seen = seen_by_updates(one)
     given = scores(with_degenerate(2), teacher=[teacher_signal()])
     one.update(rollout(), given, step=0)
-    parts = [index[index >= 0] for index in seen]
+    parts = [index[index >= 0] for index, _ in seen]
     signal = [int((part >= 2 * G).sum()) for part in parts]
-    assert signal == [3, 3, 3] and len({index.shape for index in seen}) == 1
+    assert signal == [3, 3, 3] and len({(index.shape, *sizes) for index, sizes in seen}) == 1
     assert [len(part) for part in parts] == ([5, 5, 5] if teacher else signal)
     first = 0 if teacher else 2 * G
     assert sorted(np.concatenate(parts).tolist()) == [*range(first, GROUPS * G)]
@@ -800,7 +850,7 @@ def test_minibatches_have_equal_signal_whatever_is_dropped(teacher, tmp_path):
 
 def test_a_batch_that_teaches_nothing_changes_nothing(tmp_path):
     """All groups dropped: no token trains, no count is divided by."""
-    cfg = config("grpo", "policy.dynamic_sampling=drop")
+    cfg = config("dapo", "policy.dynamic_sampling=drop", *ONE_UPDATE)
     same = np.where(np.isnan(rewards()), np.nan, 1.0)
     params, told = updated(tmp_path, cfg, given=scores(same))
     assert_close(params, start(), 0)
@@ -939,4 +989,4 @@ def test_masked_positions_may_hold_anything(monkeypatch, case):
         found = filled(junk)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
         assert_close(found, expected, 0)
-    assert differ(expected[1], jax.tree.map(jnp.zeros_like, expected[1]), by=1e-3)
+    assert differ(expected[1], zeros_like(expected[1]), by=1e-3)

@@ -1,7 +1,7 @@
 """Several teachers as one: equal to the dense formulas, by finite differences, on every mesh."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import dense_losses as dense
 import jax
@@ -55,22 +55,22 @@ def mixed_logprobs(kind, temperature=1.0, shares=SHARES):
     return log - np.log(np.exp(log).sum(-1, keepdims=True))
 
 
-def loss_of(kind, *, beta, shares=SHARES, **settings):
-    def loss(hidden, head):
-        total, _, _ = divergence_from_hidden(
-            hidden,
-            head,
-            TEACHERS,
-            HEADS,
-            MASK,
-            beta=beta,
-            chunk=CHUNK,
-            mixture=TeacherMixture(kind, shares),
-            **settings,
-        )
-        return total
+@cache
+def program(kind, **settings):
+    """Of the loss and its gradients at some settings: the shares are an argument."""
+
+    def loss(hidden, head, shares):
+        mixture = TeacherMixture(kind, shares)
+        return divergence_from_hidden(
+            *(hidden, head, TEACHERS, HEADS, MASK), chunk=CHUNK, mixture=mixture, **settings
+        )[0]
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def loss_of(kind, *, shares=SHARES, lean=False, **settings):
+    each = program(kind, lean=lean, **settings)
+    return lambda hidden, head: jax.device_get(each(hidden, head, shares))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_loss_is_the_divergence_from_the_dense_mixture(kind, beta, term):
 
     def expected(hidden, head):
         student = jnp.einsum("bcd,vd->bcv", hidden, head) / 1.3
-        teacher = jnp.asarray(mixed_logprobs(kind, 1.3), jnp.float32)
+        teacher = mixed_logprobs(kind, 1.3).astype(np.float32)
         total, _ = dense.jsd(student, teacher, MASK, beta=beta)
         if term is not None:
             total += dense.entropy_aware(student, teacher, MASK, term=term)[0]
@@ -133,9 +133,9 @@ def test_the_gradient_is_that_of_finite_differences(kind):
 )
 def test_a_mesh_computes_what_one_device_does(shape, kind, lean):
     found = loss_of(kind, beta=0.4, lean=lean, mesh=mesh_of(shape))(HIDDEN, HEAD)
-    expected = loss_of(kind, beta=0.4, lean=lean)(HIDDEN, HEAD)
+    expected = loss_of(kind, beta=0.4)(HIDDEN, HEAD)  # of one device, and not lean
     same = partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
-    jax.tree.map(same, found, jax.device_get(expected))
+    jax.tree.map(same, found, expected)
 
 
 @pytest.mark.parametrize("lean", and_slow([False], [True]))
@@ -170,14 +170,14 @@ def test_a_weight_of_one_is_that_teacher(lean):
 )
 def test_what_a_mixture_sends_is_of_the_dense_one(kind, shape):
     """Log-probs at ids, of the best tokens and of all others, and the entropy."""
-    mixture = TeacherMixture(kind, jnp.asarray(SHARES))
+    mixture = TeacherMixture(kind, SHARES)
     settings = {"mesh": mesh_of(shape), "v": V, "mixture": mixture, "chunk": CHUNK}
     wanted = mixed_logprobs(kind, 0.8)
 
     @jax.jit
     def sent(teachers, heads):
         best = topk_from_hidden(teachers, heads, 6, temperature=0.8, **settings)
-        return best, logprobs_at(teachers, heads, jnp.asarray(IDS), temperature=0.8, **settings)
+        return best, logprobs_at(teachers, heads, IDS, temperature=0.8, **settings)
 
     best, (logprobs, tail) = jax.device_get(sent(TEACHERS, HEADS))
     same = partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
@@ -190,7 +190,7 @@ def test_what_a_mixture_sends_is_of_the_dense_one(kind, shape):
 
 
 def test_a_mixture_of_one_teacher_is_the_teacher():
-    ones = jnp.ones((B, C, 1))
+    ones = np.ones((B, C, 1), np.float32)
 
     @jax.jit
     def sent(teachers, heads):

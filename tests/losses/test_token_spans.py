@@ -72,6 +72,15 @@ def in_outcomes(logp, outcome_of, given=OUTCOMES):
     return jnp.log(jnp.maximum(sums / sums.sum(-1, keepdims=True), 1e-37))
 
 
+def of_teacher(given=OUTCOMES, softcap=None):
+    """The teacher's log-probs of the same outcomes, in numpy, so that nothing is compiled."""
+    z = (THEIRS @ THEIR_HEAD.T).astype(np.float64)
+    p = np.exp((z if softcap is None else softcap * np.tanh(z / softcap)) / 1.3)
+    sums = [p[..., given.teacher == n].sum(-1) for n in np.unique(given.student)]
+    sums = np.stack(sums, -1)
+    return np.log(np.maximum(sums / sums.sum(-1, keepdims=True), 1e-37)).astype(np.float32)
+
+
 def sent(kinds=EXACT, **fields):
     """What a teacher sends: its hidden states unless `fields` say otherwise."""
     fields = fields or {"hidden": THEIRS}
@@ -79,37 +88,36 @@ def sent(kinds=EXACT, **fields):
     return AlignedSignal(**{"kinds": kinds, "sizes": one, "span_logprobs": zero} | fields)
 
 
-def loss_of(given=OUTCOMES, signal=None, *, mask=MASK, beta=0.4, ratio_cap=2.0, **settings):
-    signal = sent() if signal is None else signal
+@cache
+def program(**settings):
+    """Of the loss, its metrics and its gradients, at some settings: all else is an argument."""
 
-    def loss(hidden, head):
+    def loss(hidden, head, mask, signal, given):
         total, _, metrics = token_spans.loss(
-            hidden,
-            head,
-            TOKENS,
-            mask,
-            signal,
-            SAMPLER,
-            given,
-            THEIR_HEAD,
-            beta=beta,
-            ratio_cap=ratio_cap,
-            **{"temperature": 1.3, "chunk": CHUNK} | settings,
+            *(hidden, head, TOKENS, mask, signal, SAMPLER, given, THEIR_HEAD), **settings
         )
         return total, metrics
 
-    each = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def loss_of(given=OUTCOMES, signal=None, *, mask=MASK, **settings):
+    signal = sent() if signal is None else signal
+    plain = {"beta": 0.4, "ratio_cap": 2.0, "temperature": 1.3, "chunk": CHUNK}
+
+    def with_metrics(hidden, head):
+        return jax.device_get(program(**plain | settings)(hidden, head, mask, signal, given))
 
     def value(hidden, head):
-        (total, _), slopes = each(hidden, head)
+        (total, _), slopes = with_metrics(hidden, head)
         return total, slopes
 
-    value.with_metrics = each
+    value.with_metrics = with_metrics
     return value
 
 
 def dense_loss(given=OUTCOMES, *, beta=0.4, softcap=None, teacher_softcap=None):
-    teacher = in_outcomes(logprobs(THEIRS, THEIR_HEAD, teacher_softcap), given.teacher, given)
+    teacher = of_teacher(given, teacher_softcap)
 
     def loss(hidden, head):
         student = in_outcomes(logprobs(hidden, head, softcap), given.student, given)
@@ -167,7 +175,7 @@ def test_the_spelling_of_a_text_is_left_to_the_student():
     head that is the identity makes hidden states the logits."""
     logits = rand(B, C, V, seed=9)
     _, (slope, _) = loss_of(temperature=1.0)(logits, np.eye(V, dtype=np.float32))
-    slope, p = np.asarray(slope), np.asarray(jax.jit(jax.nn.softmax)(logits))
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     student = OUTCOMES.student
     shared = [n for n in np.unique(student) if (student == n).sum() > 1]
     assert len(shared) > 1 and np.abs(slope[MASK]).max() > 1e-3
@@ -197,11 +205,8 @@ def best_outcomes(k, **settings):
 def test_a_mesh_computes_what_one_device_does(shape):
     mesh = mesh_of(shape)
     jax.tree.map(SAME, loss_of(mesh=mesh)(HIDDEN, HEAD), on_one_device())
-    found, every = (
-        best_outcomes(4, mesh=mesh),
-        in_outcomes(logprobs(THEIRS, THEIR_HEAD), OUTCOMES.teacher),
-    )
-    every, numbers = np.asarray(every), np.unique(OUTCOMES.student)
+    found, numbers = best_outcomes(4, mesh=mesh), np.unique(OUTCOMES.student)
+    every = of_teacher()
     SAME(found.topk_logprobs, np.sort(every, -1)[..., ::-1][..., :4])
     index = np.searchsorted(numbers, found.topk_ids)
     SAME(np.take_along_axis(every, index, -1), found.topk_logprobs)
@@ -232,9 +237,9 @@ def test_a_teacher_without_tokens_of_the_last_outcome_leaves_the_loss_finite(bet
 
 
 def test_a_span_has_the_sum_of_its_tokens():
-    values = jnp.asarray(rand(2, 6, seed=8))
+    values = rand(2, 6, seed=8)
     starts = np.array([[1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1]], bool)
-    found = span_sums(values, starts)
+    found = np.asarray(jax.jit(span_sums)(values, starts))
     for row, ends in enumerate([(0, 3, 4, 6), (0, 1, 5, 6)]):
         for first, last in itertools.pairwise(ends):
             SAME(found[row, first:last], np.full(last - first, values[row, first:last].sum()))
@@ -242,6 +247,7 @@ def test_a_span_has_the_sum_of_its_tokens():
     SAME((found * starts).sum(-1)[0], values.sum(-1)[0])
 
 
+CAP = 1.5
 KINDS = np.array([[2, 3, 2, 3, 1], [1, 0, 2, 3, 3], [4, 0, 1, 1, 0], [2, 3, 3, 3, 3]])
 SPANS = [(0, 0, 2), (0, 2, 4), (1, 2, 5), (3, 0, 5)]
 """Row, first token and end of the spans of several tokens."""
@@ -261,7 +267,7 @@ def test_a_span_of_several_tokens_is_one_sampled_action(distributions):
     theirs = np.where((KINDS == Aligned.NOT) | (KINDS == Aligned.START_ONLY), np.nan, sums)
     fields = {"hidden": THEIRS} if distributions else {}
     signal = sent(KINDS, span_logprobs=theirs.astype(np.float32), **fields)
-    spans, cap, every = list(SPANS), 1.5, np.ones((B, C), bool)
+    spans, cap, every = list(SPANS), CAP, np.ones((B, C), bool)
     if not distributions:
         spans += [(row, at, at + 1) for row, at in np.argwhere(KINDS == Aligned.EXACT)]
     starts = (KINDS != Aligned.NOT) & (KINDS != Aligned.INSIDE)
@@ -296,12 +302,12 @@ def test_spans_of_one_token_are_the_sampled_reverse_kl():
 
     def by_token(hidden, head):
         own = jnp.take_along_axis(logprobs(hidden, head), TOKENS[..., None], -1)[..., 0]
-        given = {"sampler_logprobs": SAMPLER, "ratio_cap": 1.2}
+        given = {"sampler_logprobs": SAMPLER, "ratio_cap": CAP}
         return dense.sampled_reverse_kl(own, theirs, MASK, **given)[0]
 
     wanted = jax.jit(jax.value_and_grad(by_token, argnums=(0, 1)))(HIDDEN, HEAD)
     assert replace(signal, span_logprobs=None).hidden is None
-    jax.tree.map(SAME, loss_of(signal=signal, ratio_cap=1.2)(HIDDEN, HEAD), wanted)
+    jax.tree.map(SAME, loss_of(signal=signal, ratio_cap=CAP)(HIDDEN, HEAD), wanted)
 
 
 def test_the_estimate_is_unbiased():
@@ -360,7 +366,7 @@ def test_no_single_span_is_the_gradient_of_a_batch():
         total, _, metrics = token_spans.loss(z, head, tokens, mask, signal, own, given, **settings)
         return total, metrics
 
-    (total, metrics), slope = jax.value_and_grad(loss, has_aux=True)(z)
+    (total, metrics), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(z)
     gap = np.log(0.25) + 1
     np.testing.assert_allclose(slope[0, :, 0], np.array([gap, gap, 20, 20, 0, 0]) / 2, rtol=1e-6)
     np.testing.assert_allclose(total, gap + 20, rtol=1e-6)
@@ -395,24 +401,29 @@ def test_a_baseline_changes_the_gradient_of_spans_of_several_tokens_only():
     every, no_cap = np.ones((B, C), bool), 1e9
 
     def both(**fields):
-        signals = (sent(KINDS, span_logprobs=sums, baseline=x, **fields) for x in (None, b))
+        signals = (sent(KINDS, span_logprobs=sums, baseline=x, **fields) for x in (0 * b, b))
         return [loss_of(signal=x, mask=every, ratio_cap=no_cap)(HIDDEN, HEAD) for x in signals]
 
-    def taken(hidden, head):
-        logp = logprobs(hidden, head)
-        own = jnp.take_along_axis(logp, TOKENS[..., None], -1)[..., 0]
-        total = 0.0
+    def taken():
+        """In float64: the weight of a token's logits in what the baseline takes off."""
+        hidden, head = (x.astype(np.float64) for x in (HIDDEN, HEAD))
+        p = np.exp(hidden @ head.T / 1.3)
+        p /= p.sum(-1, keepdims=True)
+        own, slope = np.log(np.take_along_axis(p, TOKENS[..., None], -1)[..., 0]), np.zeros_like(p)
         for row, first, end in SPANS:
-            q, mu = own[row, first:end].sum(), SAMPLER[row, first:end].sum()
-            score = q - of_outcome(logp, row, first)
-            total += b[row, first] * jax.lax.stop_gradient(jnp.exp(q - mu)) * score
-        return total
+            weight = b[row, first] * np.exp((own - SAMPLER)[row, first:end].sum()) / 1.3
+            for at in range(first, end):  # of the score, the span's log-prob
+                slope[row, at] += weight * ((np.arange(V) == TOKENS[row, at]) - p[row, at])
+            # ... less that of the first token's outcome
+            members = OUTCOMES.student == OUTCOMES.student[TOKENS[row, first]]
+            share = np.where(members, p[row, first], 0)
+            slope[row, first] -= weight * (share / share.sum() - p[row, first])
+        return slope @ head, np.einsum("bcv,bcd->vd", slope, hidden)
 
     (value, plain), (same, found) = both(hidden=THEIRS)
     SAME(value, same)
-    for slope, wanted, more in zip(
-        found, plain, jax.grad(taken, (0, 1))(HIDDEN, HEAD), strict=True
-    ):
+    for slope, wanted, more in zip(found, plain, taken(), strict=True):
+        assert np.abs(more).max() > 1e-3
         np.testing.assert_allclose(slope, wanted - more, atol=3e-4, rtol=1e-4)
     (_, plain), (_, found) = both()
     jax.tree.map(SAME, found, plain)
