@@ -105,8 +105,8 @@ def random_params(config: DecoderConfig, seed: int = 0, layout: str = "stacked")
             return jnp.asarray(np.zeros(like.shape, np.float32))
         if name in ("scale", "router_scale", "expert_scale", "block_scale"):
             return jnp.asarray(np.ones(like.shape, np.float32))
-        assert name in ("kernel", "embedding"), name
-        table = path[0].key != "layers"
+        assert name in ("kernel", "embedding", "projection"), name
+        table = path[0].key != "layers" and name != "projection"
         scale = 0.02 if table else like.shape[-2] ** -0.5
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
