@@ -15,9 +15,10 @@ import pytest
 from cases import and_slow
 from jax.sharding import Mesh
 from tiny_models import SAMPLED as CONFIG
+from tiny_models import random_params
 
 from jaxrl.errors import UserError
-from jaxrl.models import decoder, parameters
+from jaxrl.models import decoder
 from jaxrl.models.kernels import CPU, Target
 from jaxrl.models.parameters import param_shardings
 from jaxrl.models.shared_prompts import Seats
@@ -49,7 +50,7 @@ class Letters:
 
 @cache
 def params() -> Any:
-    tree = parameters.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    tree = random_params(CONFIG, layout="unstacked")
     # Larger embeddings sharpen the distribution: likely tokens, EOS and margins above rounding.
     tree["embed"]["embedding"] = 20 * tree["embed"]["embedding"]
     return tree
@@ -165,7 +166,7 @@ def test_decoding_copies_neither_weights_nor_their_cache() -> None:
     """Temporaries of a launch grow with the cache of one layer, but neither with that of all layers
     nor with their weights: no second copy of them is made."""
     config = replace(CONFIG, n_layers=4, d_ff=512)
-    tree = parameters.init_params(config, jax.random.key(0), layout="unstacked")
+    tree = random_params(config, layout="unstacked")
     held, rows = (decode.new_cache(config, None, n, 2048, np.dtype(np.float32)) for n in (2, 1))
     seats = Seats(np.zeros((1, 2), np.int32), np.ones(1, np.int32), np.zeros(2, np.int32))
     lowered = decode.launch.lower(
