@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import SAMPLED as CONFIG
+from tiny_models import random_params
 
 from jaxrl.aot.programs import Program, engine_programs
 from jaxrl.models import parameters
@@ -57,7 +58,7 @@ def test_what_is_lowered_is_what_runs(
 
         spied.lower = program.lower  # type: ignore[attr-defined]
         monkeypatch.setattr(decode, name, spied)
-    params = parameters.init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    params = random_params(CONFIG, layout="unstacked")
     sampling = SamplingParams(max_new_tokens=16)
     made.generate(params, PROMPTS, n=2, sampling=sampling, seed=0)
     monkeypatch.undo()

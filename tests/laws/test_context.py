@@ -37,7 +37,7 @@ def sequences() -> Sequences:
 @cache
 def compiled(shape):
     """A program and its arguments: the log-probs of a long row, and their gradient."""
-    mesh, given = make_mesh(*shape), jax.tree.map(jnp.asarray, sequences())
+    mesh, given = make_mesh(*shape), sequences()
     params = jax.device_put(random_params(MODEL), param_shardings(MODEL, mesh))
 
     def loss(params):
@@ -50,11 +50,11 @@ def compiled(shape):
 
 def test_four_devices_compute_what_one_does_of_a_long_row_in_a_third_of_the_memory():
     (one, params), (four, shared) = compiled((1, 1, 1)), compiled((1, 1, 1, 4))
-    (_, expected), grads = one(params)
-    (_, found), theirs = four(shared)
+    (_, expected), grads = jax.device_get(one(params))
+    (_, found), theirs = jax.device_get(four(shared))
     np.testing.assert_allclose(found, expected, atol=2e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(b, a, atol=5e-6 * float(jnp.abs(a).max()))
+        np.testing.assert_allclose(b, a, atol=5e-6 * float(np.abs(a).max()))
     sizes = [x.memory_analysis().temp_size_in_bytes for x in (one, four)]
     assert sizes[1] < sizes[0] / 3
 
@@ -70,6 +70,10 @@ def test_a_layer_exchanges_heads_and_no_device_has_all_tokens_of_its_products():
         for n in (TOKENS, TOKENS // 4)
     )
     assert quarter and not whole
+
+
+def leaves_of(folder) -> list[np.ndarray]:
+    return jax.tree.leaves(jax.device_get(load_model(folder).params))
 
 
 def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
@@ -94,12 +98,12 @@ def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
         keys = [*SHORT, *given, *more, f"run_dir={tmp_path / name}"]
         result = train(Config.load("builtin:quickstart", keys))
         found.append([result.metrics[1][key] for key in LEARNT])
-        trained.append(jax.tree.leaves(load_model(result.run_dir).params))
+        trained.append(leaves_of(result.run_dir))
     np.testing.assert_allclose(*found, rtol=1e-4)
     assert found[0][0] > 0
-    start = jax.tree.leaves(load_model(models["s"]).params)
+    start = leaves_of(models["s"])
     for a, b, before in zip(*trained, start, strict=True):
-        np.testing.assert_allclose(b, a, atol=1e-3 * float(jnp.abs(a - before).max()))
+        np.testing.assert_allclose(b, a, atol=1e-3 * float(np.abs(a - before).max()))
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "grouper"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import and_slow
 from prompt_of_a_slot import behind
-from tiny_models import NAMES, make_mesh, tiny_model
+from tiny_models import NAMES, make_mesh, model_of_its_kinds
 
 from jaxrl.models import attention, decoder, flash_decode, split_k
 from jaxrl.models.config import DecoderConfig
@@ -86,10 +86,10 @@ def of_copies(window: int | None, with_sinks: bool) -> np.ndarray:
             both[slot, :, :n] = shared[prompt, :, :n]
             both[slot, :, n : n + m] = own[slot, :, :m]
         whole.append(both)
-    k, v = (jnp.swapaxes(x, 1, 2) for x in whole)
-    positions = jnp.asarray(LENGTHS[PROMPT_OF] + OWN)[:, None, None]
-    seen = attention.reached(jnp.arange(256)[None, None], positions, window)
-    return np.asarray(attention.attention(q, k, v, seen, *sinks))
+    k, v = (np.swapaxes(x, 1, 2) for x in whole)
+    positions = (LENGTHS[PROMPT_OF] + OWN)[:, None, None]
+    seen = attention.reached(np.arange(256)[None, None], positions, window)
+    return np.asarray(jax.jit(attention.attention)(q, k, v, np.asarray(seen), *sinks))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     """Two prompts of three samples each, three tokens behind them: hidden states are those of slots
     with a row each. Families with windows, sinks, experts, states, and layers that borrow among
     them."""
-    config, params = tiny_model(name, layout="unstacked")
+    config, params = model_of_its_kinds(name, layout="unstacked")
     lengths, prompt_of = np.array([9, 4], np.int32), np.array([0, 1, 1, 0, 0, 1])
     rng = np.random.default_rng(0)
     prompts, tokens = (
@@ -168,10 +168,10 @@ def test_every_family_decodes_with_prompts_that_slots_share(name: str) -> None:
     )
     mask = np.arange(10)[None] < lengths[:, None]
     held = jax.device_get(jax.jit(partial(decoder.prefill, config))(params, prompts, mask)[1])
-    starts = jnp.asarray(lengths[prompt_of])
+    starts = lengths[prompt_of]
     copied, alone = behind(jax.tree.map(lambda x: x[prompt_of], held), starts, positions=8)
-    own = jax.tree.map(jnp.copy, copied)
-    shared = decoder.Shared(held, Seats(*map(jnp.asarray, seats_of(prompt_of, lengths, 1))), starts)
+    own = copied
+    shared = decoder.Shared(held, seats_of(prompt_of, lengths, 1), starts)
     step = jax.jit(partial(decoder.decode, config))
     for i, row in enumerate(tokens):
         expected, copied = step(params, copied, row, starts + i, alone)

@@ -13,6 +13,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.sampling.sampler import (
     BLOCK,
+    Draw,
     SamplingParams,
     pick,
     sample,
@@ -25,13 +26,22 @@ from jaxrl.sampling.sampler import (
 BASE = SamplingParams(max_new_tokens=1)
 
 
-def draws(logits: np.ndarray, sampling: SamplingParams, count: int, seed: int = 0) -> object:
-    """`count` independent draws from one row of logits [V]."""
-    knobs = sampling_arrays(sampling, seed, 0)
-    ids = jnp.arange(count, dtype=jnp.int32)
-    keys = sample_keys(knobs.key, ids, jnp.zeros_like(ids))
-    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (count, len(logits)))
-    return jax.jit(sample)(rows, uniforms(keys, jnp.zeros_like(ids)), knobs)
+DRAWS = 16_000
+"""Of one row, whose random numbers are then one program."""
+
+
+@jax.jit
+def numbers_of(key: jax.Array, prompts: jax.Array, samples: jax.Array, at: jax.Array) -> jax.Array:
+    return uniforms(sample_keys(key, prompts, samples), at)
+
+
+def draws(logits: np.ndarray, sampling: SamplingParams) -> Draw:
+    """`DRAWS` independent draws from one row of logits [V]."""
+    knobs = sampling_arrays(sampling, 0, 0)
+    ids = np.arange(DRAWS, dtype=np.int32)
+    random = numbers_of(knobs.key, ids, np.zeros_like(ids), np.zeros_like(ids))
+    rows = np.tile(logits, (DRAWS, 1))
+    return jax.device_get(jax.jit(sample)(rows, random, knobs))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -68,8 +78,7 @@ def reference_support(logits: np.ndarray, s: SamplingParams) -> np.ndarray:
 @pytest.mark.parametrize("vocab", [7, 128, 300])  # temperatures of one vocabulary share a program
 def test_frequencies_follow_the_softmax(vocab: int, temperature: float) -> None:
     logits = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32)
-    n = 40 * vocab + 4000
-    tokens = np.asarray(draws(logits, replace(BASE, temperature=temperature), n).tokens)
+    tokens = draws(logits, replace(BASE, temperature=temperature)).tokens
     statistic, freedom = chi_square(tokens, softmax(logits / temperature))
     # Mean and variance of chi-square are k and 2k; five sigmas.
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
@@ -79,7 +88,7 @@ def test_truncated_frequencies_follow_the_renormalised_softmax() -> None:
     logits = np.random.default_rng(5).normal(size=40).astype(np.float32)
     s = replace(BASE, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
     p = softmax(logits / 0.8) * reference_support(logits, s)
-    statistic, freedom = chi_square(np.asarray(draws(logits, s, 8000).tokens), p / p.sum())
+    statistic, freedom = chi_square(draws(logits, s).tokens, p / p.sum())
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
@@ -103,7 +112,7 @@ def test_truncation_keeps_exactly_the_set_of_its_definition(change: dict[str, fl
     s = replace(BASE, **change)
     logits = 2 * np.random.default_rng(1).normal(size=(20, 257)).astype(np.float32)
     scaled = logits / s.temperature
-    weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    weights = np.exp(scaled - scaled.max(-1, keepdims=True))
     kept = np.asarray(jax.jit(truncated)(weights, sampling_arrays(s, 0, 0))) > 0
     expected = np.stack([reference_support(row, s) for row in logits])
     np.testing.assert_array_equal(kept, expected)
@@ -117,20 +126,20 @@ def test_what_a_large_vocabulary_keeps_of_a_row_depends_on_no_other_row(
     s = replace(BASE, **change)
     spread = np.array([[0.01], [0.5], [1.0], [4.0], [12.0], [0.0]], np.float32)
     logits = spread * np.random.default_rng(2).normal(size=(6, 96 * BLOCK + 3)).astype(np.float32)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
     run = jax.jit(truncated)
     kept = np.asarray(run(weights, sampling_arrays(s, 0, 0)))
     expected = [reference_support(row, s) for row in logits[:-1]]
     np.testing.assert_array_equal(kept[:-1] > 0, expected)
     assert (kept[-1] > 0).all()  # equally probable tokens stay together
-    for row, alone in enumerate(kept):
-        found = run(weights[row : row + 1], sampling_arrays(s, 0, 0))
-        np.testing.assert_array_equal(found[0], alone)
+    for row, alone in enumerate(kept):  # among copies of itself: the same program
+        found = run(np.tile(weights[row], (6, 1)), sampling_arrays(s, 0, 0))
+        np.testing.assert_array_equal(found, np.tile(alone, (6, 1)))
 
 
 def test_equally_probable_tokens_stay_or_go_together() -> None:
-    weights = jnp.array([[1.0, 0.5, 0.5, 0.25]])
-    kept = truncated(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
+    weights = np.array([[1.0, 0.5, 0.5, 0.25]], np.float32)
+    kept = jax.jit(truncated)(weights, sampling_arrays(replace(BASE, top_k=2), 0, 0))
     np.testing.assert_array_equal(kept, [[1.0, 0.5, 0.5, 0.0]])
 
 
@@ -138,21 +147,21 @@ def test_equally_probable_tokens_stay_or_go_together() -> None:
 def test_both_log_probs_are_those_of_their_distributions(change: dict[str, float]) -> None:
     logits = np.random.default_rng(2).uniform(0, 2, size=30).astype(np.float32)
     s = replace(BASE, temperature=0.7, **change)
-    draw = draws(logits, s, 4000)
+    draw = draws(logits, s)
     full = softmax(logits / 0.7)
     kept = full * reference_support(logits, s)
-    tokens = np.asarray(draw.tokens)
+    tokens = draw.tokens
     np.testing.assert_allclose(draw.logprobs, np.log(full[tokens]), atol=1e-5)
     np.testing.assert_allclose(draw.sampler_logprobs, np.log(kept[tokens] / kept.sum()), atol=1e-5)
     seen = np.unique(tokens, return_index=True)[1]
     assert len(seen) == (kept > 0).sum()  # every token that is left was drawn: they must add up
-    assert np.exp(np.asarray(draw.sampler_logprobs)[seen]).sum() == pytest.approx(1, abs=1e-5)
+    assert np.exp(draw.sampler_logprobs[seen]).sum() == pytest.approx(1, abs=1e-5)
 
 
 def test_greedy_takes_the_argmax_whatever_the_truncation() -> None:
     logits = np.random.default_rng(3).normal(size=50).astype(np.float32)
-    draw = draws(logits, replace(BASE, temperature=0.0, top_p=0.3, top_k=2), 10)
-    assert set(np.asarray(draw.tokens)) == {int(logits.argmax())}
+    draw = draws(logits, replace(BASE, temperature=0.0, top_p=0.3, top_k=2))
+    assert set(draw.tokens) == {int(logits.argmax())}
     # Full softmax at temperature 1; the distribution sampled from is a point mass.
     np.testing.assert_allclose(draw.logprobs, np.log(softmax(logits).max()), atol=1e-6)
     np.testing.assert_array_equal(draw.sampler_logprobs, 0)
@@ -163,33 +172,34 @@ def test_greedy_takes_the_first_of_equal_logits(vocab: int) -> None:
     """In whatever blocks of ids these are."""
     logits = np.random.default_rng(vocab).integers(-9, 3, (200, vocab)).astype(np.float32)
     knobs = sampling_arrays(replace(BASE, temperature=0.0), 0, 0)
-    draw = jax.jit(sample)(jnp.asarray(logits), jnp.zeros((200, 2)), knobs)
+    draw = jax.jit(sample)(logits, np.zeros((200, 2), np.float32), knobs)
     np.testing.assert_array_equal(draw.tokens, logits.argmax(-1))
 
 
 def test_a_temperature_without_truncation_is_not_greedy() -> None:
     logits = np.zeros(10, np.float32)
-    assert len(set(np.asarray(draws(logits, replace(BASE, temperature=0.7), 200).tokens))) == 10
+    assert len(set(draws(logits, replace(BASE, temperature=0.7)).tokens)) == 10
 
 
 def test_pick_never_takes_a_weight_of_zero() -> None:
     # The largest uniform number, the smallest, and weights that a float32 sum of 1e5 terms rounds.
     rng = np.random.default_rng(4)
     weights = np.where(rng.random((64, 5000)) < 0.3, rng.random((64, 5000)) ** 20, 0.0)
-    weights = jnp.asarray(weights, jnp.float32)
+    weights = weights.astype(np.float32)
     edges = np.array([0.0, np.nextafter(np.float32(1), np.float32(0))], np.float32)
     for first in edges:
         for second in edges:
-            random = jnp.broadcast_to(jnp.array([first, second])[None], (64, 2))
-            index = np.asarray(pick(weights, random))
-            assert (np.take_along_axis(np.asarray(weights), index[:, None], 1) > 0).all()
+            random = np.tile(np.array([first, second]), (64, 1))
+            index = np.asarray(jax.jit(pick)(weights, random))
+            assert (np.take_along_axis(weights, index[:, None], 1) > 0).all()
 
 
 def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() -> None:
     def numbers(seed: int, step: int, prompt: list[int], sample: list[int], at: int) -> np.ndarray:
         key = sampling_arrays(BASE, seed, step).key
-        keys = sample_keys(key, jnp.array(prompt, jnp.int32), jnp.array(sample, jnp.int32))
-        return np.asarray(uniforms(keys, jnp.full(len(prompt), at, jnp.int32)))
+        # Three rows, of which some are not asked for: one program.
+        arrays = (np.resize(x, 3).astype(np.int32) for x in (prompt, sample, [at]))
+        return np.asarray(numbers_of(key, *arrays))[: len(prompt)]
 
     base = numbers(1, 2, [3, 9], [4, 4], 5)
     np.testing.assert_array_equal(base[0], numbers(1, 2, [7, 7, 3], [0, 1, 4], 5)[2])
@@ -208,11 +218,12 @@ def test_random_bits_are_a_function_of_seed_step_prompt_sample_and_position() ->
 
 def test_every_attempt_has_random_bits_of_its_own_for_every_prompt() -> None:
     """Whatever the prompts' ids; the first attempt's are those of a key without one."""
-    prompts = jnp.arange(512, dtype=jnp.int32)
+    prompts = np.arange(512, dtype=np.int32)
+    run = jax.jit(sample_keys)
 
     def keys(*attempt: int) -> list[tuple[int, ...]]:
         key = sampling_arrays(BASE, 1, 2, *attempt).key
-        return list(map(tuple, np.asarray(sample_keys(key, prompts, prompts)).tolist()))
+        return list(map(tuple, np.asarray(run(key, prompts, prompts)).tolist()))
 
     assert keys(0) == keys()
     assert len({key for attempt in range(5) for key in keys(attempt)}) == 5 * 512
@@ -222,7 +233,7 @@ def test_a_program_for_each_kind_of_draw_and_none_for_other_values() -> None:
     """Greedy, none, one or several of the truncations: what does not truncate has no loop in it,
     and what is greedy draws nothing. Nothing that a program decides depends on its arrays."""
     step = jax.jit(lambda *args: sample(*args))
-    logits, random = jnp.zeros((2, 10)), jnp.full((2, 2), 0.5)
+    logits, random = np.zeros((2, 10), np.float32), np.full((2, 2), 0.5, np.float32)
     kinds: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         (0, {}, {"temperature": 0.3}),
         (0, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}),

@@ -4,7 +4,7 @@ memory."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,20 @@ def tiny_model(
     return config, weights.load(tensors, config, mesh, jnp.float32, layout)
 
 
-def random_params(config: DecoderConfig, seed: int = 0) -> Any:
-    """Float32 parameters, stacked, on the scale of `init_params`: numpy draws them, so that nothing
-    is compiled."""
+def model_of_its_kinds(name: str, layout: str = "stacked") -> tuple[Any, Any]:
+    """As `tiny_model`, with one layer of each kind where they are of several: each is compiled by
+    itself."""
+    config = tiny_config(name)
+    kinds = tuple(dict.fromkeys(config.kinds))
+    if len(kinds) > 1:
+        config = replace(config, n_layers=len(kinds), kinds=kinds)
+    tensors = Memory(tiny_tensors(name, config=config))
+    return config, weights.load(tensors, config, None, jnp.float32, layout)
+
+
+def random_params(config: DecoderConfig, seed: int = 0, layout: str = "stacked") -> Any:
+    """Float32 parameters on the scale of `init_params`: numpy draws them, so that nothing is
+    compiled."""
     draw = np.random.default_rng(seed)
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -94,12 +105,12 @@ def random_params(config: DecoderConfig, seed: int = 0) -> Any:
             return jnp.asarray(np.zeros(like.shape, np.float32))
         if name in ("scale", "router_scale", "expert_scale", "block_scale"):
             return jnp.asarray(np.ones(like.shape, np.float32))
-        assert name in ("kernel", "embedding"), name
-        table = path[0].key != "layers"
+        assert name in ("kernel", "embedding", "projection"), name
+        table = path[0].key != "layers" and name != "projection"
         scale = 0.02 if table else like.shape[-2] ** -0.5
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
-    return jax.tree_util.tree_map_with_path(leaf, parameters.abstract_params(config))
+    return jax.tree_util.tree_map_with_path(leaf, parameters.abstract_params(config, layout=layout))
 
 
 def random_adapters(config: DecoderConfig, seed: int = 0) -> Any:
