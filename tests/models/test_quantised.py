@@ -1,6 +1,7 @@
 """Laws of kernels in 8 and 4 bits."""
 
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 
 import jax
@@ -40,6 +41,8 @@ from jaxrl.models.parameters import param_shardings
 KINDS = ("int8", "nf4")
 LORA = Lora(2, 4.0)
 merge = jax.jit(merged)
+in_codes = jax.jit(quantise, static_argnums=(0, 2))
+in_floats = jax.jit(dequantise, static_argnums=2)
 LEVELS = {"int8": np.arange(-127, 128) / 127, "nf4": np.array(NF4)}
 
 
@@ -70,10 +73,10 @@ def test_the_levels_are_quantiles_of_a_normal_distribution():
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_number_becomes_the_nearest_level_of_its_block(kind):
     kernel = some_kernel()
-    codes, scale = quantise(kind, kernel, 64)
+    codes, scale = in_codes(kind, kernel, 64)
     assert codes.nbytes == kernel.size // (2 if kind == "nf4" else 1)
     assert scale.shape == (2, 3, 24) and scale.dtype == jnp.bfloat16
-    found = np.asarray(dequantise(codes, scale, jnp.float32))
+    found = np.asarray(in_floats(codes, scale, "float32"))
     blocks = kernel.reshape(2, 3, 64, 24)
     largest = np.abs(blocks).max(-2, keepdims=True)
     wide = np.float32(np.asarray(scale))[:, :, None] * (127 if kind == "int8" else 1)
@@ -83,22 +86,25 @@ def test_each_number_becomes_the_nearest_level_of_its_block(kind):
     error = np.abs(found.reshape(blocks.shape) - blocks)
     np.testing.assert_allclose(error, nearest, rtol=1e-3, atol=1e-8)
     assert (found[0, 64:128, 5] == 0).all()
-    again = quantise(kind, found, 64)
+    again = in_codes(kind, found, 64)
     assert (again[0] == codes).all()  # what a kernel stands for stands for itself
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
     kernel = some_kernel()
-    codes, scale = quantise(kind, kernel, 64)
-    part = quantise(kind, kernel[1, 64:, 3:9], 64)
+    codes, scale = in_codes(kind, kernel, 64)
+    part = in_codes(kind, kernel[1, 64:, 3:9], 64)
     rows = codes.shape[1] // 3
     assert (part[0] == codes[1, rows:, 3:9]).all() and (part[1] == scale[1, 1:, 3:9]).all()
     assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), and_slow([("qwen3", "int8"), ("qwen3_moe", "nf4")], [("qwen3", "nf4")])
+    # The product with codes is one function of both kinds, which differ where a kernel's levels
+    # are found (above) and where a step has experts of either (test_experts.py).
+    ("name", "kind"),
+    and_slow([("qwen3_moe", "nf4")], [("qwen3", "int8"), ("qwen3", "nf4")]),
 )
 def test_it_computes_what_floats_of_the_same_values_compute(name, kind):
     """The loss, the logits, and the gradients of the adapters, bit for bit; the base has none. Of a
@@ -110,22 +116,24 @@ def test_it_computes_what_floats_of_the_same_values_compute(name, kind):
         assert mlp["router"]["kernel"].dtype == np.float32
     tokens, mask = batch(config.vocab_size)
 
-    def step(model, base):
+    @partial(jax.jit, static_argnums=0)
+    def step(model, base, adapters):
         def loss(trained):
             return loss_and_logits(model, join(base, trained), tokens, mask, remat="dots")
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters)
+        return jax.value_and_grad(loss, has_aux=True)(adapters)
 
-    ours, theirs = step(config, base), step(replace(config, quantised=None), floats)
+    on_floats = partial(step, replace(config, quantised=None))
+    ours, theirs = jax.device_get((step(config, base, adapters), on_floats(floats, adapters)))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (a == b).all()
     whole = merge(join(base, adapters), LORA.scale)
     assert jax.tree.structure(whole) == jax.tree.structure(floats)
-    run = jax.jit(loss_and_logits, static_argnums=0)
     (_, logits), _ = ours
-    _, same = run(config.plain, whole, tokens, mask)
+    none = jax.tree.map(np.zeros_like, jax.device_get(adapters))  # that program again, without any
+    (_, same), _ = jax.device_get(on_floats(whole, none))
     np.testing.assert_allclose(logits[mask], same[mask], atol=1e-4)
-    _, plain = run(config.plain, tiny_model(name)[1], tokens, mask)
+    (_, plain), _ = jax.device_get(on_floats(tiny_model(name)[1], none))
     assert np.abs(plain - same)[mask].max() > 1e-2
 
 
@@ -135,15 +143,15 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     base = weights.load(Memory(tiny_tensors(name)), config.base, layout="unstacked")
     adapters = parameters.unstack(jax.device_get(random_adapters(config)))
     params = join(base, adapters)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
-    mask = jnp.ones_like(tokens, bool)
+    tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)).astype(np.int32)
+    mask = np.ones_like(tokens, bool)
     expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
     prefill = jax.jit(decoder.prefill, static_argnums=0)
     hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
     np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
     cache, shared = behind(prompts, [5, 5], positions=8)
     decode = jax.jit(decoder.decode, static_argnums=0)
-    hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), shared)
+    hidden, _ = decode(config, params, cache, tokens[:, 5], np.full(2, 5, np.int32), shared)
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 
@@ -216,7 +224,7 @@ def test_a_dim_whose_blocks_the_devices_do_not_divide_is_whole():
 def test_no_more_than_a_layer_is_dequantised_at_a_time():
     """Of the compiled gradient: what 12 layers more keep is their activations, not their kernels as
     floats."""
-    tokens, mask = jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool)
+    tokens, mask = np.ones((1, 4), np.int32), np.ones((1, 4), bool)
 
     def temporaries(n_layers):
         config = replace(WIDE, n_layers=n_layers, quantised="nf4")
