@@ -251,9 +251,14 @@ def test_a_row_of_any_width_is_attended_to_up_to_its_length(
 ) -> None:
     q, k, v = arrays((P * G, width, N, H), *[(P * G, width, KV, H)] * 2)
     real = np.arange(width)[None] < LENGTHS[:, None]
-    run = attention.attender("cudnn", real, None, causal=causal, window=window)
-    found = gradients(lambda *x: jnp.where(real[..., None, None], run(*x), 0), q, k, v)
-    assert_close(found, by_hand(q, k, v, reach(real, width, causal, window), real))
+
+    def run(*x: Any) -> jax.Array:
+        attend = attention.attender("cudnn", real, None, causal=causal, window=window)
+        return jnp.where(real[..., None, None], attend(*x), 0)
+
+    assert_close(
+        gradients(run, q, k, v), by_hand(q, k, v, reach(real, width, causal, window), real)
+    )
 
 
 @pytest.mark.parametrize("devices", and_slow([6], [2, 4]))  # parts of two groups of heads
@@ -262,7 +267,10 @@ def test_each_device_picks_the_keys_of_its_heads(as_cudnn: None, devices: int) -
     q, k, v = arrays((2, C, 12, H), *[(2, C, 4, H)] * 2)
     real = np.ones((2, C), bool)
     expected = by_hand(q, k, v, reach(real, C, True, None), real)
-    run = attention.attender("cudnn", real, make_mesh(1, 1, devices))
+
+    def run(*x: Any) -> jax.Array:
+        return attention.attender("cudnn", real, make_mesh(1, 1, devices))(*x)
+
     assert_close(gradients(run, q, k, v), expected)
 
 
@@ -284,8 +292,12 @@ def test_splash_attention_is_that_of_matrix_products(
     allowed = reach(keys, C, causal, window, counted=np.ones_like(keys))
     expected = by_hand(q, k, v, allowed, real)
     assert_close(gradients(kernel, q, k, v), expected)
-    run = attention.attender(None, keys, None, queries=real, causal=causal, window=window)
-    assert_close(np.where(seen, jax.jit(run)(q, k, v), 0), expected[0])
+
+    @jax.jit
+    def products(*x: Any) -> jax.Array:
+        return attention.attender(None, keys, None, queries=real, causal=causal, window=window)(*x)
+
+    assert_close(np.where(seen, products(q, k, v), 0), expected[0])
 
 
 SINKS = np.array([0.5, -1.0, 3.0, -20.0], np.float32)
@@ -310,8 +322,12 @@ def test_a_sink_takes_its_share_of_the_softmax_in_each_kernel(
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
     if path == "blocks":
         monkeypatch.setattr(attention, "BLOCK", 4)
-    run = attention.attender(kernel, real, mesh, window=window)
-    found = gradients(lambda *x: jnp.where(real[..., None, None], run(*x), 0), q, k, v, SINKS)
+
+    def run(*x: Any) -> jax.Array:
+        attend = attention.attender(kernel, real, mesh, window=window)
+        return jnp.where(real[..., None, None], attend(*x), 0)
+
+    found = gradients(run, q, k, v, SINKS)
     assert_close(found, by_hand(q, k, v, reach(real, W, True, window), real, SINKS))
 
 
@@ -330,10 +346,11 @@ def test_completions_that_share_a_prompt_have_its_sinks_once(
     packing = jax.jit(pack)(Sequences(*whole, live, 2))
     n = packing.tokens.shape[1]
     q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
-    found, expected = (
-        gradients(attention.attend_packed(name, packing, None, window), q, k, v, SINKS)
-        for name in (kernel, None)
-    )
+
+    def run(name: Any, *x: Any) -> Any:
+        return attention.attend_packed(name, packing, None, window)(*x)
+
+    found, expected = (gradients(partial(run, name), q, k, v, SINKS) for name in (kernel, None))
     assert_close(found, expected)
 
 
@@ -385,20 +402,22 @@ WINDOWS = (LayerKind(window=3), LayerKind(rotates=False))
 
 def loss_of_model(mesh: Any, params: Any) -> tuple[jax.Array, Any]:
     """Of a model with layers with a window and without: hidden states of whole sequences, of
-    streams of them and of groups, and of prefill."""
+    streams of them and of groups, and of prefill. The value, and so the gradient, is of streams,
+    as an update's; of one row each they attend by the call that whole sequences do."""
     config = replace(tiny_model("qwen2")[0], kinds=WINDOWS)
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
     whole = [np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves]
-    plain = decoder.forward(config, params, *whole, mesh=mesh)
+    fixed = jax.lax.stop_gradient(params)
+    plain = decoder.forward(config, fixed, *whole, mesh=mesh)
     plain = jnp.where(whole[1][..., None], plain, 0)
     streams = []
     for group in (1, 2):
         packing = pack(Sequences(*whole, live, group), mesh)
         hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
         streams += [rows.unpack(hidden) for rows in packing.rows]
-    total = sum(jnp.sin(x).sum() for x in (plain, *streams))
-    filled, _ = decoder.prefill(config, params, completions, live, mesh=mesh)
+    total = sum(jnp.sin(x).sum() for x in streams)
+    filled, _ = decoder.prefill(config, fixed, completions, live, mesh=mesh)
     return total, (plain, *streams, jnp.where(live[..., None], filled, 0))
 
 
@@ -436,8 +455,8 @@ def test_an_encoder_is_the_same_function_in_cudnn(
     """Whose padding may be on either side."""
     config = EncoderConfig("bert", 50, 32, 2, 4, 48, 20, 0, 2, 1e-12, "mean", 20)
     shapes = bert.shapes(config)
-    values = zip(shapes, arrays(*shapes.values()), strict=True)
-    params = bert.tree({path: 0.1 * x for path, x in values})
+    values = zip(shapes, map(np.asarray, arrays(*shapes.values())), strict=True)
+    params = bert.tree({path: jnp.asarray(np.float32(0.1) * x) for path, x in values})
     prompts, real, completions, live = rows(config.vocab_size)
     given = [(prompts, real), (completions, live)]
 
