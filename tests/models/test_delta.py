@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from tiny_models import make_mesh, tiny_model
+from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 
+from jaxrl.formats import weights
 from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs
@@ -102,10 +103,12 @@ COMPLETIONS = np.random.RandomState(4).randint(3, 64, (8, 6))
 LIVE = np.arange(6)[None] < np.array([6, 1, 3, 2, 0, 4, 6, 5])[:, None]
 
 
-def scored(axes: tuple[int, ...] | None, group: int) -> Any:
+def scored(axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]) -> Any:
     """Value and gradient of hidden states, which are there too: of rows (group 0) or streams."""
     mesh = None if axes is None else make_mesh(*axes)
-    config, params = tiny_model("qwen3_5", mesh)
+    config = tiny_config("qwen3_5").with_layers(layers)
+    tensors = Memory(tiny_tensors("qwen3_5", config=config))
+    params = weights.load(tensors, config, mesh, jnp.float32)
     tokens = np.concatenate([PROMPTS, COMPLETIONS], 1).astype(np.int32)
     mask = np.concatenate([REAL, LIVE], 1)
 
@@ -122,22 +125,34 @@ def scored(axes: tuple[int, ...] | None, group: int) -> Any:
     return jax.tree.leaves(jax.jit(jax.value_and_grad(run, has_aux=True))(params))
 
 
+EVERY, STATES = (0, 1, 2, 3), (1, 3)
+"""Layers: every other one attends, as models in test_attention.py do."""
+
+
 @cache
-def of_rows() -> Any:
+def of_rows(layers: tuple[int, ...]) -> Any:
     """On one device."""
-    return scored(None, 0)
+    return scored(None, 0, layers)
 
 
 @pytest.mark.parametrize(
-    ("axes", "group"),
-    and_slow([((1, 1, 2, 2), 2), (None, 1)], [((1, 1, 2, 2), 0), ((1, 1, 2, 2), 1), (None, 2)]),
+    ("axes", "group", "layers"),
+    and_slow(
+        [((1, 1, 2, 2), 2, STATES), (None, 1, STATES)],
+        [
+            *((axes, group, EVERY) for axes in (None, (1, 1, 2, 2)) for group in (1, 2)),
+            ((1, 1, 2, 2), 0, EVERY),
+        ],
+    ),
     ids=str,
 )
-def test_streams_hold_the_same_rows(axes: tuple[int, ...] | None, group: int) -> None:
+def test_streams_hold_the_same_rows(
+    axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]
+) -> None:
     """Rows by themselves, and groups that share a prompt, whose state and last inputs are then
     those at the prompt's end, one of which is shorter than the convolution; on a mesh too, where
     `context` divides the tokens."""
-    for a, b in zip(scored(axes, group), of_rows(), strict=True):
+    for a, b in zip(scored(axes, group, layers), of_rows(layers), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
