@@ -402,8 +402,8 @@ WINDOWS = (LayerKind(window=3), LayerKind(rotates=False))
 
 def loss_of_model(mesh: Any, params: Any) -> tuple[jax.Array, Any]:
     """Of a model with layers with a window and without: hidden states of whole sequences, of
-    streams of them and of groups, and of prefill. The value, and so the gradient, is of streams,
-    as an update's; of one row each they attend by the call that whole sequences do."""
+    streams of them and of groups, and of prefill. The value, and so the gradient, is of groups,
+    whose prompts attend by the call that whole sequences do."""
     config = replace(tiny_model("qwen2")[0], kinds=WINDOWS)
     prompts, real, completions, live = rows(config.vocab_size)
     halves = (prompts, completions), (real, live)
@@ -412,9 +412,9 @@ def loss_of_model(mesh: Any, params: Any) -> tuple[jax.Array, Any]:
     plain = decoder.forward(config, fixed, *whole, mesh=mesh)
     plain = jnp.where(whole[1][..., None], plain, 0)
     streams = []
-    for group in (1, 2):
+    for group, given in ((1, fixed), (2, params)):
         packing = pack(Sequences(*whole, live, group), mesh)
-        hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
+        hidden = decoder.forward_packed(config, given, packing, mesh=mesh)
         streams += [rows.unpack(hidden) for rows in packing.rows]
     total = sum(jnp.sin(x).sum() for x in streams)
     filled, _ = decoder.prefill(config, fixed, completions, live, mesh=mesh)
