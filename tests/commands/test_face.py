@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import reward_functions
 from cases import and_slow
-from runs import SHORT, numbers, save_model
+from runs import CONSTANT, SHORT, numbers, save_model
 
 import jaxrl
 from jaxrl import Config
@@ -76,7 +76,7 @@ def student(tmp_path_factory):
 def rewarded(student, run_dir, *overrides):
     keys = ["algorithm=gspo", "teacher.model=null", "data.eval=null", "group_size=4", "steps=3"]
     keys += ["reward.workers=1", "mesh=actor+rollout=1", f"run_dir={run_dir}"]
-    config = [f"student.model={student}", *SHORT, *keys, *overrides]
+    config = [f"student.model={student}", *SHORT, *keys, *CONSTANT, *overrides]
     return Config.load("builtin:quickstart", config)
 
 
@@ -96,7 +96,6 @@ def test_rows_go_to_on_step_and_functions_of_python_are_rewards(student, tmp_pat
         return [scale * len(text) for text in completions]
 
     names = ["reward.functions=['regex:a', 'python:scaled']", "reward.weights=[0, 1]"]
-    names.append("optimizer.lr_schedule=constant")
     config = rewarded(student, tmp_path / "run", *names)
     rows = []
     result = train(config, on_step=rows.append, rewards=[scaled])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.checkpoint.model_source import Model, load_model
@@ -20,7 +21,6 @@ from jaxrl.config import cli
 from jaxrl.errors import UserError
 from jaxrl.formats import hf
 from jaxrl.generate import _took, generate, main
-from jaxrl.models import parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.compilations import compilations
 from jaxrl.run.generation import sample
@@ -46,11 +46,15 @@ CONFIG = DecoderConfig(
 )
 
 
+SEVERAL = 5
+"""Samples of a prompt: most tests take these, or up to 8, whose programs are the same."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("model")
-    params = parameters.init_params(CONFIG, jax.random.key(0))
-    params["embed"]["embedding"] = 10 * params["embed"]["embedding"]
+    params = random_params(CONFIG)
+    params["embed"]["embedding"] *= 10
     tiny_tokenizer().save_pretrained(root / "tokenizer")
     return hf.save_hf(
         root / "hf", CONFIG, params, dtype="float32", tokenizer_from=root / "tokenizer"
@@ -80,7 +84,7 @@ def test_text_ids_and_chats_are_prompts(model: Model) -> None:
 
 
 def test_completions_agree_with_the_model_and_its_tokenizer(model: Model) -> None:
-    out = generate(model, ["hello"], n=8, max_new_tokens=24, temperature=0.7, top_k=40)
+    out = generate(model, ["hello"], n=8, max_new_tokens=24, temperature=0.7, top_k=40, top_p=0.95)
     prompt = model.tokenizer("hello")["input_ids"]
     for c in out[0]:
         assert c.finish_reason == ("stop" if c.tokens[-1] == END else "length")
@@ -92,10 +96,10 @@ def test_completions_agree_with_the_model_and_its_tokenizer(model: Model) -> Non
 
 
 def test_defaults_sample_and_seeds_differ(model: Model) -> None:
-    first, again = (generate(model, ["x"], n=3, max_new_tokens=8)[0] for _ in range(2))
-    other = generate(model, ["x"], n=3, max_new_tokens=8, seed=1)[0]
+    first, again = (generate(model, ["x"], n=SEVERAL, max_new_tokens=8)[0] for _ in range(2))
+    other = generate(model, ["x"], n=SEVERAL, max_new_tokens=8, seed=1)[0]
     assert [c.tokens for c in first] == [c.tokens for c in again] != [c.tokens for c in other]
-    assert len({c.tokens for c in first}) == 3
+    assert len({c.tokens for c in first}) == SEVERAL
 
 
 def test_eos_ids_replace_the_models_own(model: Model) -> None:
@@ -107,12 +111,13 @@ def test_eos_ids_replace_the_models_own(model: Model) -> None:
 
 
 def test_a_stop_string_is_cut_from_the_text_not_from_the_tokens(model: Model) -> None:
-    free = generate(model, ["s"], max_new_tokens=40, eos_ids=(), seed=3)[0][0]
+    given = {"n": SEVERAL, "max_new_tokens": 40, "eos_ids": (), "seed": 3}
+    free = generate(model, ["s"], **given)[0][0]
     at = next(
         i for i in range(5, 38) if free.text[i : i + 2].isascii() and free.text[i : i + 2].strip()
     )
     stop = free.text[at : at + 2]
-    got = generate(model, ["s"], max_new_tokens=40, eos_ids=(), seed=3, stop=[stop])[0][0]
+    got = generate(model, ["s"], **given, stop=[stop])[0][0]
     assert got.finish_reason == "stop"
     assert got.text == free.text[: free.text.index(stop)]
     assert got.tokens == free.tokens[: len(got.tokens)]
@@ -129,16 +134,17 @@ def test_a_mesh_gives_the_same_completions(folder: Path, model: Model) -> None:
 
 
 def test_calls_of_like_size_share_their_programs(model: Model) -> None:
-    generate(model, ["abc"], n=3, max_new_tokens=8, top_p=0.9)
+    generate(model, ["abc"], n=SEVERAL, max_new_tokens=8, top_p=0.9, top_k=40)
     programs = (decode.launch, decode.insert, decode.prefill)
     compiled = [f._cache_size() for f in programs]
-    generate(model, ["abcdefgh"], n=4, max_new_tokens=20, temperature=0.5, top_p=0.5, seed=9)
+    other = {"temperature": 0.5, "top_p": 0.5, "top_k": 9, "seed": 9}
+    generate(model, ["abcdefgh"], n=8, max_new_tokens=20, **other)
     assert [f._cache_size() for f in programs] == compiled
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only(model: Model) -> None:
     bare = Model(replace(model.source, tokenizer_path=None), model.params)
-    out = generate(bare, [[1, 2]], max_new_tokens=4)
+    out = generate(bare, [[1, 2]], n=SEVERAL, max_new_tokens=4)
     assert out[0][0].text == "" and len(out[0][0].tokens) == 4
     with pytest.raises(UserError, match="no tokenizer"):
         generate(bare, ["text"])
@@ -182,15 +188,16 @@ def test_the_speed_is_of_launches_that_compile_nothing(model: Model) -> None:
     params = SamplingParams(max_new_tokens=64, eos_ids=())
     for turn in range(2):
         before = compilations()
-        _, stats = sample(model, ["ab"], n=3, sampling=params, seed=turn)
+        _, stats = sample(model, ["ab"], n=SEVERAL, sampling=params, seed=turn)
         compiled = compilations().since(before)
         said = _took(stats, compiled)
-        assert stats.generated_tokens == 192
-        # Two launches of 32 tokens for each of three samples; the first compiles, if any does.
-        assert stats.steady_tokens in ((192,) if turn else (0, 96, 192))
+        assert stats.generated_tokens == 64 * SEVERAL
+        # Two launches of 32 tokens for each sample; the first compiles, if any does.
+        half, whole = 32 * SEVERAL, 64 * SEVERAL
+        assert stats.steady_tokens in ((whole,) if turn else (0, half, whole))
         assert ("compilation of" in said) == (compiled.programs > 0)
     assert compiled.programs == 0
-    assert f"{192 / stats.steady_seconds:,.0f} tokens/s in {stats.slots} slots" in said
+    assert f"{whole / stats.steady_seconds:,.0f} tokens/s in {stats.slots} slots" in said
     assert "tokens/s" not in _took(replace(stats, steady_tokens=49), compiled)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,7 +16,15 @@ from cases import and_slow
 from prompt_of_a_slot import behind
 from references.tiny import batch
 from rounding import tolerance
-from tiny_models import NAMES, REFERENCES, loss_and_logits, make_mesh, tiny_model
+from tiny_models import (
+    NAMES,
+    REFERENCES,
+    loss_and_logits,
+    make_mesh,
+    on_one_device,
+    tiny_config,
+    tiny_model,
+)
 
 from jaxrl.formats import weights
 from jaxrl.models import decoder, parameters
@@ -26,18 +34,24 @@ from jaxrl.models.parameters import param_shardings
 from jaxrl.types import Sequences
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def computed(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> jax.Array:
+    hidden = decoder.forward(config, params, tokens, mask, **options)
+    return decoder.logits(config, params, hidden)
+
+
 def logits(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> np.ndarray:
-    @jax.jit
-    def run(params: Any, tokens: Any, mask: Any) -> jax.Array:
-        hidden = decoder.forward(config, params, tokens, mask, **options)
-        return decoder.logits(config, params, hidden)
-
-    return np.asarray(run(params, tokens, mask))
+    return np.asarray(computed(config, params, tokens, mask, **options))
 
 
-on_one_device = jax.jit(jax.value_and_grad(loss_and_logits, 1, has_aux=True), static_argnums=0)
-"""((loss, logits), gradient) of a config, parameters, tokens and their mask: tests of one family
-share its program."""
+def shared_logits(name: str, tokens: Any, mask: Any) -> np.ndarray:
+    """Of tokens [3,20], as `batch` has them, by a program that the tests of a family share: where
+    one with gradients is needed anyway, by that."""
+    config, params = tiny_model(name)
+    if name in (*BLOCKS, "smollm"):
+        (_, found), _ = on_one_device(config, params, tokens, mask)
+        return np.asarray(found)
+    return logits(config, params, tokens, mask)
 
 
 def loss_and_grad(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> Any:
@@ -78,14 +92,9 @@ OTHERS = tuple(name for name in NAMES if name not in BLOCKS)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str) -> None:
-    config, params = tiny_model(name)
     reference = np.load(REFERENCES / "decoders" / f"{name}.npz")
-    tokens, mask = batch(config.vocab_size)
-    if name in BLOCKS:  # whose program with gradients other tests have too
-        (_, ours), _ = on_one_device(config, params, tokens, mask)
-    else:
-        ours = logits(config, params, tokens, mask)
-    ours = np.asarray(ours)
+    tokens, mask = batch(tiny_config(name).vocab_size)
+    ours = shared_logits(name, tokens, mask)
     np.testing.assert_allclose(ours[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
 
@@ -112,18 +121,28 @@ def test_gradients_are_those_of_transformers(name: str) -> None:
         assert error <= 1e-4 * np.abs(theirs).max(), (key, error)
 
 
-@pytest.mark.parametrize(
-    "name", and_slow(["qwen3", "qwen3_5_moe", "gemma4_shared"], ["qwen3_5", "gemma4", "gemma4_moe"])
-)
-def test_layouts_agree(name: str) -> None:
-    config, params = tiny_model(name)
+OF_TWO_KINDS = ("qwen3_5", "gemma4", "gemma4_moe")
+"""Of layers, beside those whose layouts the default suite compares."""
+
+
+@pytest.mark.parametrize("name", and_slow(["qwen3", "qwen3_5_moe", "gemma4_shared"], OF_TWO_KINDS))
+def test_layouts_have_the_same_arrays(name: str) -> None:
+    _, params = tiny_model(name)
     _, unstacked = tiny_model(name, layout="unstacked")
     cut = parameters.unstack(jax.device_get(params))
     jax.tree.map(np.testing.assert_array_equal, cut, unstacked)
+
+
+@pytest.mark.parametrize(
+    # The layers of another layout compute the same where a prefill is held against it (below).
+    "name",
+    and_slow(["qwen3", "qwen3_5_moe"], ["gemma4_shared", *OF_TWO_KINDS]),
+)
+def test_layouts_agree(name: str) -> None:
+    config, unstacked = tiny_model(name, layout="unstacked")
     tokens, mask = batch(config.vocab_size)
-    (_, a), _ = on_one_device(config, params, tokens, mask)
-    b = logits(config, unstacked, tokens, mask)
-    np.testing.assert_allclose(np.asarray(a)[mask], b[mask], atol=1e-5)
+    a, b = shared_logits(name, tokens, mask), logits(config, unstacked, tokens, mask)
+    np.testing.assert_allclose(a[mask], b[mask], atol=1e-5)
 
 
 def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
@@ -145,13 +164,13 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
     ),
 )
 def test_prefill_then_decode_is_forward(name: str) -> None:
-    """Rows with prompts of different lengths, teacher-forced to the end of the sequence, which is
-    longer than the windows."""
+    """Rows with prompts of different lengths, teacher-forced until the sequence is longer than the
+    windows; of layers each by itself, and of stacked ones."""
     config, params = tiny_model(name, layout="unstacked")
-    tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 12)).astype(np.int32)
+    tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 20)).astype(np.int32)
     lengths = np.array([7, 4, 1])
     width = 7
-    expected = logits(config, params, tokens, np.ones_like(tokens, bool))
+    expected = shared_logits(name, tokens, np.ones_like(tokens, bool))
 
     @jax.jit
     def prefill(params: Any, tokens: Any, mask: Any) -> Any:
@@ -177,15 +196,16 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 def test_padding_may_be_on_either_side_and_holds_anything(name: str) -> None:
-    config, params = tiny_model(name)
-    random = np.random.RandomState(0)
-    row = random.randint(3, config.vocab_size, 9)
-    tokens = random.randint(0, config.vocab_size, (4, 14)).astype(np.int32)
-    mask = np.zeros((4, 14), bool)
-    for i, start in enumerate((0, 5, 2, 2)):
-        tokens[i, start : start + 9] = row
-        mask[i, start : start + 9] = True
-    out = logits(config, params, tokens, mask)[mask].reshape(4, 9, -1)
+    random, vocab = np.random.RandomState(0), tiny_config(name).vocab_size
+    row, out = random.randint(3, vocab, 9), []
+    for starts in ((0, 11, 2), (2, 5, 7)):
+        tokens = random.randint(0, vocab, (3, 20)).astype(np.int32)
+        mask = np.zeros((3, 20), bool)
+        for i, start in enumerate(starts):
+            tokens[i, start : start + 9] = row
+            mask[i, start : start + 9] = True
+        out.append(shared_logits(name, tokens, mask)[mask].reshape(3, 9, -1))
+    out = np.concatenate(out)
     np.testing.assert_allclose(out, np.broadcast_to(out[:1], out.shape), atol=1e-5)
 
 
@@ -201,13 +221,17 @@ def test_a_token_changes_nothing_before_itself() -> None:
 
 
 def test_a_row_without_a_valid_token_is_finite_and_adds_no_gradient() -> None:
+    """Two rows beside an empty one, and the third beside two, add up to the three: what empty rows
+    added would be there three times."""
     config, params = tiny_model("qwen2")
     tokens, mask = batch(config.vocab_size)
-    empty = np.concatenate([mask, np.zeros_like(mask[:1])])
-    more = np.concatenate([tokens, tokens[:1]])
-    (loss, found), grad = on_one_device(config, params, more, empty)
-    assert np.isfinite(found).all()
-    assert_trees_close(config, mask, (loss, grad), loss_and_grad(config, params, tokens, mask))
+    parts = []
+    for rows in (np.arange(3) < 2, np.arange(3) == 2):
+        (loss, found), grad = on_one_device(config, params, tokens, mask & rows[:, None])
+        assert np.isfinite(found).all()
+        parts.append(jax.device_get((loss, grad)))
+    both = jax.tree.map(np.add, *parts)
+    assert_trees_close(config, mask, both, loss_and_grad(config, params, tokens, mask))
 
 
 def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> None:
@@ -218,19 +242,19 @@ def test_a_window_as_long_as_the_sequence_is_full_attention_bit_for_bit() -> Non
     tokens, mask = (np.repeat(x[:, :16], 2, 0) for x in (tokens, mask))
     given = Sequences(tokens, mask, mask[:, 9:], group=2)
 
-    @partial(jax.jit, static_argnums=0)
-    def run(config: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+    @partial(jax.jit, static_argnums=(0, 1))
+    def run(packed: bool, config: Any, params: Any) -> list[jax.Array]:
         rows = decoder.forward(config, params, tokens, mask)
-        return rows, decoder.forward_packed(config, params, pack(given))
+        return [rows, *[decoder.forward_packed(config, params, pack(given))] * packed]
 
-    def of_window(window: int | None) -> list[np.ndarray]:
+    def of_window(window: int | None, packed: bool = True) -> list[np.ndarray]:
         kinds = (LayerKind(window), LayerKind())
-        return [np.asarray(x) for x in run(replace(config, kinds=kinds), params)]
+        return [np.asarray(x) for x in run(packed, replace(config, kinds=kinds), params)]
 
     expected = of_window(None)
     for a, b in zip(of_window(16), expected, strict=True):
         np.testing.assert_array_equal(a, b)
-    changed = (np.abs(of_window(15)[0] - expected[0]).max(-1) > 0) & mask
+    changed = (np.abs(of_window(15, packed=False)[0] - expected[0]).max(-1) > 0) & mask
     assert changed[0, -1] and not changed[:, :-1].any() and not changed[2:].any()
 
 
@@ -270,9 +294,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
     ("name", "axes"),
     and_slow(
         [
-            ("llama", (2, 2, 2)),
             ("qwen3", (1, 1, 8)),  # tensor exceeds the query heads
-            ("smollm", (2, 1, 2)),  # divides neither of 3 heads and 1 KV head
+            ("smollm", (2, 2, 2)),  # divides neither of 3 heads and 1 KV head
             ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
             ("gpt_oss", (1, 2, 1, 1, 4)),
             ("qwen3_5_moe", (1, 1, 4, 1, 2)),  # tensor exceeds the key heads of a state
@@ -281,6 +304,8 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
         [
             # tensor exceeds the KV heads of either kind of layers; experts beside an MLP, divided
             ("gemma4_moe", (1, 1, 4, 1, 2)),
+            ("llama", (2, 2, 2)),
+            ("smollm", (2, 1, 2)),
             ("qwen3_5", (1, 2, 4)),
             ("qwen3_moe", (2, 1, 2, 1, 2)),
             ("gemma3", (2, 2, 2)),
@@ -309,6 +334,26 @@ def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     assert_trees_close(config, three[1], got, expected)
 
 
+ROWS, WIDTH = 7, 31
+TOKENS = ROWS * WIDTH
+"""No width, nor positions times heads, and more than a layer is wide."""
+
+
+@cache
+def gradient_program(name: str, reduce_in_float32: bool) -> Any:
+    """Of the logits' sum, in bfloat16."""
+    config, params = tiny_model(name)
+    config = replace(config, reduce_in_float32=reduce_in_float32)
+    assert max(config.vocab_size, config.d_model, config.d_ff) < TOKENS
+    tokens, mask = np.ones((ROWS, WIDTH), np.int32), np.ones((ROWS, WIDTH), bool)
+
+    def loss(params: Any) -> jax.Array:
+        hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
+        return decoder.logits(config, params, hidden).astype(jnp.float32).sum()
+
+    return jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+
+
 def sums_over(jaxpr: Any) -> list[tuple[str, int]]:
     """Lists dtype and number of terms of every sum in a program and those inside it."""
     found = []
@@ -327,17 +372,9 @@ def sums_over(jaxpr: Any) -> list[tuple[str, int]]:
 def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: str) -> None:
     """CPUs sum bfloat16 in float32 whatever the program says, GPUs do as it says: so the program is
     read."""
-    config, params = tiny_model(name)
-    shape = 2, 512
-    tokens, mask = np.ones(shape, np.int32), np.ones(shape, bool)
-
-    def loss(params: Any) -> jax.Array:
-        hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
-        return decoder.logits(config, params, hidden).astype(jnp.float32).sum()
-
-    sums = sums_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
-    assert any(terms >= mask.size for dtype, terms in sums if dtype == "float32")
-    assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= mask.size] == []
+    sums = sums_over(gradient_program(name, False))
+    assert any(terms >= TOKENS for dtype, terms in sums if dtype == "float32")
+    assert [terms for dtype, terms in sums if dtype == "bfloat16" and terms >= TOKENS] == []
 
 
 def products_over(jaxpr: Any, terms: int) -> list[str]:
@@ -358,19 +395,11 @@ def products_over(jaxpr: Any, terms: int) -> list[str]:
 @pytest.mark.parametrize("name", and_slow(BLOCKS, OTHERS))
 def test_a_kernels_gradient_is_reduced_in_float32_on_request(name: str) -> None:
     """A product over all tokens is what devices hold parts of, and add in its dtype."""
-    config, params = tiny_model(name)
-    shape = 7, 31  # a number of tokens that is no width, nor positions times heads
-    tokens, mask = np.ones(shape, np.int32), np.ones(shape, bool)
-
-    def found(config: Any) -> set[str]:
-        def loss(params: Any) -> jax.Array:
-            hidden = decoder.forward(config, params, tokens, mask, dtype=jnp.bfloat16)
-            return hidden.astype(jnp.float32).sum()
-
-        return set(products_over(jax.make_jaxpr(jax.grad(loss))(params).jaxpr, mask.size))
-
-    assert "bfloat16" in found(config)
-    assert found(replace(config, reduce_in_float32=True)) == {"float32"}
+    found, on_request = (
+        set(products_over(gradient_program(name, reduce), TOKENS)) for reduce in (False, True)
+    )
+    assert "bfloat16" in found
+    assert on_request == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -403,9 +432,10 @@ def test_the_gradient_of_the_embedding_is_scattered_and_never_whole_on_a_device(
     )
     assert all(int(rows) * int(width) <= of_a_device for rows, width in sums), sums
     found = compiled(jax.device_put(table, shardings))["embedding"]
-    expected = gradient(table)["embedding"]
+    expected = jax.jit(gradient)(table)["embedding"]
     np.testing.assert_allclose(found, expected, 1e-6, 1e-6)
-    plain = jnp.zeros(expected.shape).at[tokens].add(weights)
+    plain = np.zeros(expected.shape, np.float32)
+    np.add.at(plain, tokens, weights)
     np.testing.assert_allclose(expected, plain, 1e-6, 1e-6)
 
 
@@ -421,6 +451,6 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32(
         x, _ = decoder.embed(config, params | {"embed": table}, tokens, mesh, jnp.bfloat16)
         return x.astype(jnp.float32).sum()
 
-    found = jax.jit(jax.grad(total))(params["embed"])["embedding"]
+    found = np.asarray(jax.jit(jax.grad(total))(params["embed"])["embedding"])
     np.testing.assert_array_equal(found[5], tokens.size)
-    assert jnp.count_nonzero(found) == config.d_model
+    assert np.count_nonzero(found) == config.d_model

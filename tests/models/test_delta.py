@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from tiny_models import make_mesh, tiny_model
+from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 
+from jaxrl.formats import weights
 from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.delta import Delta, Filters, Inputs
@@ -27,15 +28,17 @@ def inputs(rows: int, tokens: int, alike: float = 0.0) -> tuple[Inputs, Filters]
     draw = np.random.default_rng(0)
     d = SIZES
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+    def normal(*shape: int) -> np.ndarray:
+        return draw.normal(size=shape).astype(np.float32)
 
-    k = (1 - alike) * normal(rows, tokens, d.k_heads, d.k_dim) + alike
+    k = (normal(rows, tokens, d.k_heads, d.k_dim) * np.float32(1 - alike)) + np.float32(alike)
     v = normal(rows, tokens, d.v_heads, d.v_dim)
-    g = -jnp.exp(normal(rows, tokens, d.v_heads))
-    rate = jax.nn.sigmoid(2 + normal(rows, tokens, d.v_heads))
-    filters = (0.5 * normal(width, 1, d.conv) for width in (d.k_width, d.k_width, d.v_width))
-    return Inputs(normal(*k.shape), k, v, g * (1 - alike), rate), Filters(*filters)
+    g = -np.exp(normal(rows, tokens, d.v_heads)) * np.float32(1 - alike)
+    rate = 1 / (1 + np.exp(-2 - normal(rows, tokens, d.v_heads)))
+    filters = (normal(width, 1, d.conv) / 2 for width in (d.k_width, d.k_width, d.v_width))
+    given = Inputs(normal(*k.shape), k, v, g, rate), Filters(*filters)
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(given))
+    return jax.tree.map(jnp.asarray, given)
 
 
 def by_steps(mask: jax.Array, given: Inputs, filters: Filters) -> tuple[jax.Array, Any]:
@@ -53,7 +56,7 @@ def by_steps(mask: jax.Array, given: Inputs, filters: Filters) -> tuple[jax.Arra
     return jnp.moveaxis(out, 0, 1), kept
 
 
-ENDING = jnp.arange(150)[None] < jnp.array([150, 128, 31])[:, None]
+ENDING = jnp.asarray(np.arange(150)[None] < np.array([150, 128, 31])[:, None])
 
 
 @cache
@@ -79,18 +82,18 @@ def test_chunks_are_the_recurrence_step_by_step(alike: float) -> None:
 
 
 def test_rows_in_two_parts_are_the_rows() -> None:
-    given, filters = inputs(2, 90)
-    mask = jnp.arange(90)[None] < jnp.array([90, 50])[:, None]
+    given, filters = inputs(2, 138)
+    mask = np.arange(138)[None] < np.array([138, 50])[:, None]
     recur = jax.jit(partial(delta.recur_rows, SIZES, None))
     whole, end = recur(mask, given, filters)
     kept, parts = None, []
-    for part in (slice(0, 2), slice(2, 70), slice(70, 90)):
-        own = jax.tree.map(lambda x, part=part: x[:, part], given)
+    for part in (slice(0, 2), slice(2, 70), slice(70, 138)):  # two of them by one program
+        own = jax.tree.map(lambda x, part=part: np.asarray(x)[:, part], given)
         out, kept = recur(mask[:, part], own, filters, kept)
         parts.append(out)
     seen = mask[..., None, None]
-    joined = jnp.concatenate(parts, 1)
-    np.testing.assert_allclose(jnp.where(seen, joined, 0), jnp.where(seen, whole, 0), atol=1e-5)
+    joined = np.concatenate(parts, 1)
+    np.testing.assert_allclose(np.where(seen, joined, 0), np.where(seen, whole, 0), atol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), kept, end)
 
 
@@ -100,16 +103,18 @@ COMPLETIONS = np.random.RandomState(4).randint(3, 64, (8, 6))
 LIVE = np.arange(6)[None] < np.array([6, 1, 3, 2, 0, 4, 6, 5])[:, None]
 
 
-def scored(axes: tuple[int, ...] | None, group: int) -> Any:
+def scored(axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]) -> Any:
     """Value and gradient of hidden states, which are there too: of rows (group 0) or streams."""
     mesh = None if axes is None else make_mesh(*axes)
-    config, params = tiny_model("qwen3_5", mesh)
-    tokens = jnp.asarray(np.concatenate([PROMPTS, COMPLETIONS], 1), jnp.int32)
-    mask = jnp.asarray(np.concatenate([REAL, LIVE], 1))
+    config = tiny_config("qwen3_5").with_layers(layers)
+    tensors = Memory(tiny_tensors("qwen3_5", config=config))
+    params = weights.load(tensors, config, mesh, jnp.float32)
+    tokens = np.concatenate([PROMPTS, COMPLETIONS], 1).astype(np.int32)
+    mask = np.concatenate([REAL, LIVE], 1)
 
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
         if group:
-            packing = pack(Sequences(tokens, mask, jnp.asarray(LIVE), group), mesh)
+            packing = pack(Sequences(tokens, mask, LIVE, group), mesh)
             hidden = decoder.forward_packed(config, params, packing, mesh=mesh)
             own = packing.completions.unpack(packing.predicting(hidden, mesh))
         else:
@@ -120,22 +125,34 @@ def scored(axes: tuple[int, ...] | None, group: int) -> Any:
     return jax.tree.leaves(jax.jit(jax.value_and_grad(run, has_aux=True))(params))
 
 
+EVERY, STATES = (0, 1, 2, 3), (1, 3)
+"""Layers: every other one attends, as models in test_attention.py do."""
+
+
 @cache
-def of_rows() -> Any:
+def of_rows(layers: tuple[int, ...]) -> Any:
     """On one device."""
-    return scored(None, 0)
+    return scored(None, 0, layers)
 
 
 @pytest.mark.parametrize(
-    ("axes", "group"),
-    and_slow([((1, 1, 2, 2), 2), (None, 1)], [((1, 1, 2, 2), 0), ((1, 1, 2, 2), 1), (None, 2)]),
+    ("axes", "group", "layers"),
+    and_slow(
+        [((1, 1, 2, 2), 2, STATES), (None, 1, STATES)],
+        [
+            *((axes, group, EVERY) for axes in (None, (1, 1, 2, 2)) for group in (1, 2)),
+            ((1, 1, 2, 2), 0, EVERY),
+        ],
+    ),
     ids=str,
 )
-def test_streams_hold_the_same_rows(axes: tuple[int, ...] | None, group: int) -> None:
+def test_streams_hold_the_same_rows(
+    axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]
+) -> None:
     """Rows by themselves, and groups that share a prompt, whose state and last inputs are then
     those at the prompt's end, one of which is shorter than the convolution; on a mesh too, where
     `context` divides the tokens."""
-    for a, b in zip(scored(axes, group), of_rows(), strict=True):
+    for a, b in zip(scored(axes, group, layers), of_rows(layers), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 

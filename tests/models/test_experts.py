@@ -40,14 +40,25 @@ def given(seed: int = 0) -> tuple[Any, ...]:
     return x, ids, np.abs(weights), *kernels
 
 
-def by_ragged_dot(x: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-    """The same sum with jax's own product of sorted rows."""
-    order = jnp.argsort(ids.reshape(-1), stable=True)
-    sizes = jnp.bincount(ids.reshape(-1), length=len(gate))
-    rows = x[order // ids.shape[1]]
-    wide = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    each = jax.lax.ragged_dot(wide, down, sizes) * weights.reshape(-1)[order][:, None]
-    return jnp.zeros_like(x).at[order // ids.shape[1]].add(each)
+def by_hand(x: Any, ids: Any, weights: Any, *kernels: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    """In numpy and float64: a token after the other and an expert after the other, with the
+    gradient of all but `ids` where that of the result is `DIRECTION` for each token."""
+    x, weights, gate, up, down = (np.asarray(a, np.float64) for a in (x, weights, *kernels))
+    out, d = np.zeros_like(x), [np.zeros_like(a) for a in (x, weights, gate, up, down)]
+    for t, chosen in enumerate(ids):
+        for k, e in enumerate(chosen):
+            g, u, w = x[t] @ gate[e], x[t] @ up[e], weights[t, k]
+            share = 1 / (1 + np.exp(-g))
+            wide = g * share * u
+            out[t] += w * (wide @ down[e])
+            d_wide = w * (down[e] @ DIRECTION)
+            d_g, d_u = d_wide * u * share * (1 + g * (1 - share)), d_wide * g * share
+            d[0][t] += gate[e] @ d_g + up[e] @ d_u
+            d[1][t, k] = wide @ down[e] @ DIRECTION
+            d[2][e] += np.outer(x[t], d_g)
+            d[3][e] += np.outer(x[t], d_u)
+            d[4][e] += w * np.outer(wide, DIRECTION)
+    return out, d
 
 
 def by_blocks(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
@@ -63,6 +74,7 @@ def by_step(x: Any, ids: Any, weights: Any, *kernels: Any) -> jax.Array:
     return experts.step_experts(swiglu, 8, x, ids, weights, *map(ExpertKernel, kernels))
 
 
+DIRECTION = np.cos(np.arange(D, dtype=np.float32))
 EVERYONE = np.tile(np.array([[3, 1]], np.int32), (N, 1))
 """Experts of tokens that all choose the same ones."""
 
@@ -74,13 +86,15 @@ def test_sorted_blocks_are_ragged_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     x, spread, *rest = given()
 
     def value_and_grad(run: Any) -> list[Any]:
-        def loss(x: Any, *rest: Any, ids: Any) -> jax.Array:
-            return (run(x, ids, *rest) * jnp.cos(jnp.arange(D, dtype=x.dtype))[None]).sum()
+        def loss(x: Any, *rest: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+            out = run(x, ids, *rest)
+            return (out * DIRECTION[None]).sum(), out
 
-        compiled = jax.jit(jax.value_and_grad(loss, tuple(range(5))))
-        return [compiled(x, *rest, ids=ids) for ids in (spread, EVERYONE)]
+        compiled = jax.jit(jax.grad(loss, tuple(range(5)), has_aux=True))
+        found = [compiled(x, *rest, ids=ids) for ids in (spread, EVERYONE)]
+        return [(out, list(gradients)) for gradients, out in found]
 
-    expected = value_and_grad(by_ragged_dot)
+    expected = [by_hand(x, ids, *rest) for ids in (spread, EVERYONE)]
     for run in (by_blocks, by_all, by_step):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
@@ -119,6 +133,9 @@ def test_a_step_computes_every_expert_below_the_ridge_and_has_room_for_any_choic
         assert (count + experts.more_blocks(rows, chosen, count, size)) * size < count * rows / 2
 
 
+in_codes = jax.jit(quantise, static_argnums=(0, 2))
+in_floats = jax.jit(dequantise, static_argnums=2)
+route = jax.jit(experts.route, static_argnums=0)
 DIVIDED = (2, 1, 2, 1, 2)
 
 
@@ -143,18 +160,20 @@ def test_a_decode_step_in_blocks_computes_what_the_learner_computes(
     mixture = experts.Experts(count, K, True, wide)
     sizes = (count, d, wide), (count, d, wide), (count, wide, d)
     x, router, *kernels = (
-        jnp.asarray(random.standard_normal(size), "f4") for size in ((4, 16, d), (d, count), *sizes)
+        jnp.asarray(random.standard_normal(size).astype("f4"))
+        for size in ((4, 16, d), (d, count), *sizes)
     )
     each = [ExpertKernel(kernel) for kernel in kernels]
     if kind == "biases":
+        at = np.arange(count * wide, dtype="f4")
         each = [
-            ExpertKernel(x, bias=jnp.sin(jnp.arange(count * x.shape[2])).reshape(count, -1))
+            ExpertKernel(x, bias=jnp.asarray(np.sin(at[: count * x.shape[2]]).reshape(count, -1)))
             for x in kernels
         ]
     floats = each
     if kind in ("int8", "nf4"):
-        each = [ExpertKernel(*quantise(kind, x, 16)) for x in kernels]
-        floats = [ExpertKernel(dequantise(x.kernel, x.scale, "float32")) for x in each]
+        each = [ExpertKernel(*in_codes(kind, x, 16)) for x in kernels]
+        floats = [ExpertKernel(in_floats(x.kernel, x.scale, "float32")) for x in each]
 
     def run(mesh: Any, each: list[ExpertKernel], ridge: float | None) -> Any:
         held = experts.ExpertKernels(router, *each)
@@ -181,49 +200,51 @@ def test_adapters_of_experts_are_terms_of_their_kernels(monkeypatch: pytest.Monk
     where one expert gets every token."""
     monkeypatch.setattr(experts, "AT_ONCE", 16)
     x, spread, weights, *kernels = given()
-    kernels, random = list(map(jnp.asarray, kernels)), np.random.RandomState(2)
+    random = np.random.RandomState(2)
     sizes = [((E, k.shape[1], 3), (E, 3, k.shape[2])) for k in kernels]
-    pairs = [tuple(jnp.asarray(random.standard_normal(s), "f4") for s in pair) for pair in sizes]
+    pairs = [tuple(random.standard_normal(s).astype("f4") for s in pair) for pair in sizes]
 
-    def beside(run: Any, ids: Any, x: Any, weights: Any, pairs: Any) -> jax.Array:
+    def beside(run: Any, ids: Any, x: Any, weights: Any, pairs: Any, kernels: Any) -> jax.Array:
         each = [
             ExpertKernel(kernel, lora_a=a, lora_b=b)
             for kernel, (a, b) in zip(kernels, pairs, strict=True)
         ]
         return run(x, ids, weights, *each)
 
-    def summed(ids: Any, x: Any, weights: Any, pairs: Any) -> jax.Array:
+    def summed(ids: Any) -> Any:
         each = [kernel + a @ b for kernel, (a, b) in zip(kernels, pairs, strict=True)]
-        return by_ragged_dot(x, ids, weights, *each)
+        out, (d_x, d_weights, *d_kernels) = by_hand(x, ids, weights, *each)
+        d_pairs = [
+            (d @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ d)
+            for d, (a, b) in zip(d_kernels, pairs, strict=True)
+        ]
+        return (d_x, d_weights, d_pairs), out
 
-    def graded(run: Any) -> list[Any]:
-        def loss(*args: Any) -> jax.Array:
-            return (run(*args) * jnp.cos(jnp.arange(D, dtype="f4"))[None]).sum()
+    def graded(run: Any, *more: int) -> list[Any]:
+        def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
+            out = beside(run, *args)
+            return (out * DIRECTION[None]).sum(), out
 
-        compiled = jax.jit(jax.value_and_grad(loss, (1, 2, 3)))
-        return [compiled(ids, x, weights, pairs) for ids in (spread, EVERYONE)]
+        compiled = jax.jit(jax.grad(loss, (1, 2, 3, *more), has_aux=True))
+        return [compiled(ids, x, weights, pairs, kernels) for ids in (spread, EVERYONE)]
 
-    expected = graded(summed)
+    expected = [summed(ids) for ids in (spread, EVERYONE)]
+    learner = partial(experts.chosen_experts, swiglu, 8, True)
     for run in (
-        partial(experts.chosen_experts, swiglu, 8, True),
+        learner,
         partial(experts.every_expert, swiglu),
         partial(experts.step_experts, swiglu, 8),
     ):
-        got = graded(partial(beside, run))
+        # Those of the kernels of the learner, which computes none.
+        got = graded(run, *[4] * (run is learner))
+        if run is learner:
+            assert not any(np.any(d) for (*_, d_kernels), _ in got for d in d_kernels)
+            got = [(tuple(d), out) for (*d, _), out in got]
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max()),
             got,
             expected,
         )
-
-    def of_kernels(*kernels: Any) -> jax.Array:
-        each = [
-            ExpertKernel(kernel, lora_a=a, lora_b=b)
-            for kernel, (a, b) in zip(kernels, pairs, strict=True)
-        ]
-        return experts.chosen_experts(swiglu, 8, True, x, spread, weights, *each).sum()
-
-    assert not any(np.any(d) for d in jax.jit(jax.grad(of_kernels, (0, 1, 2)))(*kernels))
 
 
 def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
@@ -232,12 +253,13 @@ def test_recorded_experts_take_the_place_of_the_routers_choice() -> None:
     x, router = (
         np.random.RandomState(i).standard_normal(s) for i, s in enumerate(((9, 4), (4, 6)))
     )
-    own, weights, logprobs = experts.route(config, jnp.array(x), jnp.array(router), None)
+    x, router = np.float32(x), np.float32(router)
+    own, weights, logprobs = map(np.asarray, route(config, x, router, None))
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
     np.testing.assert_allclose(np.exp(logprobs).sum(-1), 1, rtol=1e-6)
-    given = np.asarray(own[:, ::-1]).astype(np.int8)
+    given = own[:, ::-1].astype(np.int8)
     given[0] = -1
-    again, swapped, _ = experts.route(config, jnp.array(x), jnp.array(router), jnp.array(given))
+    again, swapped, _ = map(np.asarray, route(config, x, router, given))
     np.testing.assert_array_equal(again[1:], own[1:, ::-1])
     np.testing.assert_array_equal(again[0], own[0])
     np.testing.assert_allclose(swapped[1:], weights[1:, ::-1], rtol=1e-6)
@@ -248,10 +270,10 @@ def test_routers_sum_in_float32() -> None:
     by 1e-2, and nearly equal experts take each other's place."""
     mixture = experts.Experts(count=16, chosen=2, normalised=True, dense_width=8)
     x, router = (
-        jnp.asarray(np.random.RandomState(i).standard_normal(s), "bfloat16")
+        np.random.RandomState(i).standard_normal(s).astype(jnp.bfloat16)
         for i, s in enumerate(((64, 256), (256, 16)))
     )
-    _, weights, logprobs = experts.route(mixture, x, router, None)
+    _, weights, logprobs = route(mixture, x, router, None)
     logits = np.float64(x) @ np.float64(router)
     logits -= logits.max(-1, keepdims=True)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -271,22 +293,23 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
     def run(params: Any, sequences: Sequences, mesh: Any) -> Any:
         packing, routed = pack(sequences, mesh), list[Any]()
         hidden = decoder.forward_packed(config, params, packing, mesh=mesh, routed=routed)
-        return packing.predicting(hidden, mesh).sum(-1), routed[0].ids, packing.completions
+        rows = packing.completions.unpack(packing.predicting(hidden, mesh).sum(-1))
+        return rows, routed[0].ids
 
-    rows = jax.jit(partial(decoder.forward, config))(params, tokens, mask).sum(-1)
-    hidden, ids, completions = jax.jit(run, static_argnums=2)(params, sequences, None)
-    expected = np.where(mask[:, 9:], np.asarray(rows)[:, 8:-1], 0)
-    np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
+    rows = np.asarray(jax.jit(partial(decoder.forward, config))(params, tokens, mask)).sum(-1)
+    found, ids = jax.jit(run, static_argnums=2)(params, sequences, None)
+    expected = np.where(mask[:, 9:], rows[:, 8:-1], 0)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
     assert ids.shape == (config.n_layers, 1, ids.shape[2], 2)
     if config.cycle > 1:  # of stacks too in the order of the layers
         _, unstacked = tiny_model(name, layout="unstacked")
-        _, others, _ = jax.jit(run, static_argnums=2)(unstacked, sequences, None)
+        _, others = jax.jit(run, static_argnums=2)(unstacked, sequences, None)
         np.testing.assert_array_equal(ids, others)
 
     mesh = make_mesh(1, 1, 1, 2, 2)
     _, sharded = tiny_model(name, mesh)
-    hidden, _, completions = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
-    np.testing.assert_allclose(completions.unpack(hidden), expected, atol=1e-4)
+    found, _ = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3_5_moe"]))
@@ -321,14 +344,19 @@ def test_balanced_routers_have_the_least_loss() -> None:
     """k where all experts have the same share and probability; E where one has all."""
     mixture = experts.Experts(count=4, chosen=1, normalised=True, dense_width=8)
     ids = np.arange(8, dtype=np.int32).reshape(2, 1, 4, 1) % 4
-    copies = jnp.ones((1, 4))
+    copies = jnp.asarray(np.ones((1, 4), np.float32))
+
+    @jax.jit
+    def loss(routed: Any) -> jax.Array:
+        tokens = experts.tokens_of_experts(mixture, routed, copies)
+        return experts.balance_loss(mixture, routed, tokens)
+
     for given, mass, expected in (
         (ids, np.full((2, 4), 1.0), 1),
         (0 * ids, [[4.0, 0, 0, 0]] * 2, 4),
     ):
-        routed = experts.Routed(jnp.array(given), jnp.zeros((2, 1, 4)), jnp.array(mass))
-        tokens = experts.tokens_of_experts(mixture, routed, copies)
-        assert float(experts.balance_loss(mixture, routed, tokens)) == expected
+        routed = experts.Routed(given, np.zeros((2, 1, 4), np.float32), np.float32(mass))
+        assert float(loss(routed)) == expected
 
 
 def test_a_key_that_a_family_has_not_is_not_read() -> None:
@@ -401,10 +429,11 @@ def test_experts_have_adapters_where_each_has_tensors_of_its_own() -> None:
 
 def test_clamped_gates_are_gpt_osss() -> None:
     """(min(g, 7) sigmoid(1.702 min(g, 7))) (clip(u, -7, 7) + 1), by hand."""
-    gate, up = jnp.array([0.0, 1.0, 9.0, -9.0]), jnp.array([3.0, -9.0, 9.0, 0.5])
+    gate, up = (np.float32(x) for x in ([0.0, 1.0, 9.0, -9.0], [3.0, -9.0, 9.0, 0.5]))
     seven = 7 / (1 + np.exp(-1.702 * 7))
     expected = [0.0, -6 / (1 + np.exp(-1.702)), 8 * seven, -9 * 1.5 / (1 + np.exp(1.702 * 9))]
-    np.testing.assert_allclose(experts.Clamp(1.702, 7.0)(gate, up), expected, rtol=1e-5)
+    clamp = jax.jit(experts.Clamp(1.702, 7.0))
+    np.testing.assert_allclose(clamp(gate, up), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "biases"), [("qwen3_moe", 0), ("gpt_oss", 1), ("gemma4_moe", 0)])
@@ -420,8 +449,9 @@ def test_active_parameters_are_those_of_a_tokens_experts(name: str, biases: int)
 
 def test_weights_of_replayed_experts_are_numbers_however_improbable_they_are() -> None:
     mixture = experts.Experts(count=4, chosen=1, normalised=True, dense_width=8)
-    x, router = jnp.eye(4)[:1], jnp.zeros((4, 4)).at[0, 0].set(200.0)
-    ids, weights, _ = experts.route(mixture, x, router, jnp.array([[1]], jnp.int8))
+    x, router = np.eye(4, dtype=np.float32)[:1], np.zeros((4, 4), np.float32)
+    router[0, 0] = 200.0
+    ids, weights, _ = route(mixture, x, router, np.array([[1]], np.int8))
     assert ids.tolist() == [[1]] and weights.tolist() == [[1.0]]
 
 

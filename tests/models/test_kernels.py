@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import random_params
 
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
@@ -30,7 +31,7 @@ from jaxrl.models.kernels import (
     why_no_step_kernel,
     why_not_fused,
 )
-from jaxrl.models.parameters import init_params
+from jaxrl.models.parameters import unstack
 from jaxrl.plan import build
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.sampler import SamplingParams
@@ -275,7 +276,7 @@ def test_a_kernel_that_fails_is_used_no_more_and_a_note_says_why(broken, pretend
 def test_a_run_whose_kernels_fail_computes_the_products(pretending):
     """Really: a CPU has neither of them. Its plan counts the scores, as one for a CPU does."""
     config = replace(CONFIG, head_dim=16)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(config)
     tokens = np.arange(64, dtype=np.int32)[None]
     mask = np.ones_like(tokens, bool)
 
@@ -336,7 +337,7 @@ CONFIG = DecoderConfig("qwen2", 64, 32, 2, 4, 2, 8, 64)
 
 
 def test_padding_to_an_even_width_changes_no_hidden_state():
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     tokens = np.array([[5, 6, 7, 8, 9]], np.int32)
     mask = np.ones_like(tokens, bool)
     wide = [np.pad(x, ((0, 0), (3, 60))) for x in (tokens, mask)]
@@ -347,7 +348,7 @@ def test_padding_to_an_even_width_changes_no_hidden_state():
 
 def test_the_width_of_a_prefill_changes_no_sample():
     """It may be wider than the prompts' limit, and wider than the cache."""
-    params = init_params(CONFIG, jax.random.key(0), layout="unstacked")
+    params = unstack(jax.device_get(random_params(CONFIG)))
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     found = []
     for multiple in (2, 64):

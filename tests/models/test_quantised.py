@@ -1,6 +1,7 @@
 """Laws of kernels in 8 and 4 bits."""
 
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 
 import jax
@@ -16,7 +17,6 @@ from tiny_models import (
     make_mesh,
     random_adapters,
     tiny_config,
-    tiny_model,
     tiny_tensors,
 )
 
@@ -40,6 +40,8 @@ from jaxrl.models.parameters import param_shardings
 KINDS = ("int8", "nf4")
 LORA = Lora(2, 4.0)
 merge = jax.jit(merged)
+in_codes = jax.jit(quantise, static_argnums=(0, 2))
+in_floats = jax.jit(dequantise, static_argnums=2)
 LEVELS = {"int8": np.arange(-127, 128) / 127, "nf4": np.array(NF4)}
 
 
@@ -47,104 +49,6 @@ def some_kernel(shape=(2, 192, 24)):
     drawn = np.random.default_rng(0).standard_t(4, shape).astype(np.float32)
     drawn[0, 64:128, 5] = 0
     return drawn * 0.02
-
-
-def quantised(name, kind):
-    """A tiny model over quantised kernels, with adapters whose B is not 0; the same model with the
-    values that the kernels stand for."""
-    config = replace(tiny_config(name), lora=LORA, quantised=kind)
-    base = weights.load(Memory(tiny_tensors(name)), config.base)
-    adapters = random_adapters(config)
-    return config, base, adapters, merge(join(base, adapters), 0.0)
-
-
-def test_the_levels_are_quantiles_of_a_normal_distribution():
-    """As in the code of the paper's authors: 8 quantiles of the one half, 7 of the other, and 0."""
-    last, inverse = 0.9677083, NormalDist().inv_cdf
-    upper = [inverse(p) for p in np.linspace(last, 0.5, 9)[:-1]]
-    lower = [-inverse(p) for p in np.linspace(last, 0.5, 8)[:-1]]
-    both = np.array(sorted([*upper, 0.0, *lower]))
-    np.testing.assert_allclose(NF4, both / both.max(), atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_number_becomes_the_nearest_level_of_its_block(kind):
-    kernel = some_kernel()
-    codes, scale = quantise(kind, kernel, 64)
-    assert codes.nbytes == kernel.size // (2 if kind == "nf4" else 1)
-    assert scale.shape == (2, 3, 24) and scale.dtype == jnp.bfloat16
-    found = np.asarray(dequantise(codes, scale, jnp.float32))
-    blocks = kernel.reshape(2, 3, 64, 24)
-    largest = np.abs(blocks).max(-2, keepdims=True)
-    wide = np.float32(np.asarray(scale))[:, :, None] * (127 if kind == "int8" else 1)
-    np.testing.assert_allclose(wide, largest, rtol=2**-8)
-    levels = LEVELS[kind] * wide[..., None]
-    nearest = np.abs(levels - blocks[..., None]).min(-1)
-    error = np.abs(found.reshape(blocks.shape) - blocks)
-    np.testing.assert_allclose(error, nearest, rtol=1e-3, atol=1e-8)
-    assert (found[0, 64:128, 5] == 0).all()
-    again = quantise(kind, found, 64)
-    assert (again[0] == codes).all()  # what a kernel stands for stands for itself
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
-    kernel = some_kernel()
-    codes, scale = quantise(kind, kernel, 64)
-    part = quantise(kind, kernel[1, 64:, 3:9], 64)
-    rows = codes.shape[1] // 3
-    assert (part[0] == codes[1, rows:, 3:9]).all() and (part[1] == scale[1, 1:, 3:9]).all()
-    assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), and_slow([("qwen3", "int8"), ("qwen3_moe", "nf4")], [("qwen3", "nf4")])
-)
-def test_it_computes_what_floats_of_the_same_values_compute(name, kind):
-    """The loss, the logits, and the gradients of the adapters, bit for bit; the base has none. Of a
-    mixture the experts too are quantised, and the router is not."""
-    config, base, adapters, floats = quantised(name, kind)
-    if name == "qwen3_moe":
-        mlp = base["layers"]["mlp"]
-        assert mlp["experts"]["up"]["kernel"].dtype == np.uint8
-        assert mlp["router"]["kernel"].dtype == np.float32
-    tokens, mask = batch(config.vocab_size)
-
-    def step(model, base):
-        def loss(trained):
-            return loss_and_logits(model, join(base, trained), tokens, mask, remat="dots")
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters)
-
-    ours, theirs = step(config, base), step(replace(config, quantised=None), floats)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert (a == b).all()
-    whole = merge(join(base, adapters), LORA.scale)
-    assert jax.tree.structure(whole) == jax.tree.structure(floats)
-    run = jax.jit(loss_and_logits, static_argnums=0)
-    (_, logits), _ = ours
-    _, same = run(config.plain, whole, tokens, mask)
-    np.testing.assert_allclose(logits[mask], same[mask], atol=1e-4)
-    _, plain = run(config.plain, tiny_model(name)[1], tokens, mask)
-    assert np.abs(plain - same)[mask].max() > 1e-2
-
-
-@pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3"]))
-def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
-    config = replace(tiny_config(name), lora=LORA, quantised="nf4")
-    base = weights.load(Memory(tiny_tensors(name)), config.base, layout="unstacked")
-    adapters = parameters.unstack(jax.device_get(random_adapters(config)))
-    params = join(base, adapters)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)))
-    mask = jnp.ones_like(tokens, bool)
-    expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
-    prefill = jax.jit(decoder.prefill, static_argnums=0)
-    hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
-    np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
-    cache, shared = behind(prompts, [5, 5], positions=8)
-    decode = jax.jit(decoder.decode, static_argnums=0)
-    hidden, _ = decode(config, params, cache, tokens[:, 5], jnp.full(2, 5), shared)
-    np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 
 class Drawn(Memory):
@@ -160,6 +64,117 @@ WIDE = DecoderConfig("llama", 64, 256, 3, 4, 2, 64, 384, lora=LORA)
 MIXTURE = DecoderConfig(
     *("qwen3_moe", 64, 256, 3, 4, 2, 64, 128), lora=LORA, experts=Experts(4, 2, True, 384)
 )
+
+
+def drawn(model):
+    """A model with adapters, and its tensors."""
+    if isinstance(model, DecoderConfig):
+        return model, Drawn(model)
+    return replace(tiny_config(model), lora=LORA), Memory(tiny_tensors(model))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def step(config, mesh, base, adapters):
+    """Loss and logits of four rows, and the gradients of the adapters: of a mixture on one device
+    two tests ask for them."""
+    tokens, mask = (np.concatenate([x, x[:1]]) for x in batch(64))
+
+    def loss(trained):
+        params = join(base, trained)
+        return loss_and_logits(config, params, tokens, mask, mesh=mesh, remat="dots")
+
+    return jax.value_and_grad(loss, has_aux=True)(adapters)
+
+
+def test_the_levels_are_quantiles_of_a_normal_distribution():
+    """As in the code of the paper's authors: 8 quantiles of the one half, 7 of the other, and 0."""
+    last, inverse = 0.9677083, NormalDist().inv_cdf
+    upper = [inverse(p) for p in np.linspace(last, 0.5, 9)[:-1]]
+    lower = [-inverse(p) for p in np.linspace(last, 0.5, 8)[:-1]]
+    both = np.array(sorted([*upper, 0.0, *lower]))
+    np.testing.assert_allclose(NF4, both / both.max(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_number_becomes_the_nearest_level_of_its_block(kind):
+    kernel = some_kernel()
+    codes, scale = in_codes(kind, kernel, 64)
+    assert codes.nbytes == kernel.size // (2 if kind == "nf4" else 1)
+    assert scale.shape == (2, 3, 24) and scale.dtype == jnp.bfloat16
+    found = np.asarray(in_floats(codes, scale, "float32"))
+    blocks = kernel.reshape(2, 3, 64, 24)
+    largest = np.abs(blocks).max(-2, keepdims=True)
+    wide = np.float32(np.asarray(scale))[:, :, None] * (127 if kind == "int8" else 1)
+    np.testing.assert_allclose(wide, largest, rtol=2**-8)
+    levels = LEVELS[kind] * wide[..., None]
+    nearest = np.abs(levels - blocks[..., None]).min(-1)
+    error = np.abs(found.reshape(blocks.shape) - blocks)
+    np.testing.assert_allclose(error, nearest, rtol=1e-3, atol=1e-8)
+    assert (found[0, 64:128, 5] == 0).all()
+    again = in_codes(kind, found, 64)
+    assert (again[0] == codes).all()  # what a kernel stands for stands for itself
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
+    kernel = some_kernel()
+    codes, scale = in_codes(kind, kernel, 64)
+    part = in_codes(kind, kernel[1, 64:, 3:9], 64)
+    rows = codes.shape[1] // 3
+    assert (part[0] == codes[1, rows:, 3:9]).all() and (part[1] == scale[1, 1:, 3:9]).all()
+    assert [block_size(n) for n in (4096, 576, 48, 90)] == [64, 64, 16, 2]
+
+
+@pytest.mark.parametrize(
+    # The product with codes is one function of both kinds, which differ where a kernel's levels
+    # are found (above) and where a step has experts of either (test_experts.py).
+    ("model", "kind"),
+    and_slow([(MIXTURE, "nf4")], [("qwen3", "int8"), ("qwen3", "nf4"), ("qwen3_moe", "nf4")]),
+    ids=lambda x: "mixture" if x is MIXTURE else x,
+)
+def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
+    """The loss, the logits, and the gradients of the adapters, bit for bit; the base has none. Of a
+    mixture the experts too are quantised, and the router is not."""
+    float_config, tensors = drawn(model)
+    config = replace(float_config, quantised=kind)
+    base, adapters = weights.load(tensors, config.base), random_adapters(config)
+    floats = merge(join(base, adapters), 0.0)
+    if config.experts is not None:
+        mlp = base["layers"]["mlp"]
+        assert mlp["experts"]["up"]["kernel"].dtype == np.uint8
+        assert mlp["router"]["kernel"].dtype == np.float32
+    _, mask = batch(64)
+    on_floats = partial(step, float_config, None)
+    ours, theirs = step(config, None, base, adapters), on_floats(floats, adapters)
+    ours, theirs = jax.device_get((ours, theirs))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a == b).all()
+    whole = merge(join(base, adapters), LORA.scale)
+    assert jax.tree.structure(whole) == jax.tree.structure(floats)
+    (_, logits), _ = ours
+    none = jax.tree.map(np.zeros_like, jax.device_get(adapters))  # that program again, without any
+    (_, same), _ = jax.device_get(on_floats(whole, none))
+    np.testing.assert_allclose(logits[:3][mask], same[:3][mask], atol=1e-4)
+    (_, plain), _ = jax.device_get(on_floats(weights.load(tensors, config.plain), none))
+    assert np.abs(plain - same)[:3][mask].max() > 1e-2
+
+
+@pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3"]))
+def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
+    config = replace(tiny_config(name), lora=LORA, quantised="nf4")
+    base = weights.load(Memory(tiny_tensors(name)), config.base, layout="unstacked")
+    adapters = parameters.unstack(jax.device_get(random_adapters(config)))
+    params = join(base, adapters)
+    tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)).astype(np.int32)
+    mask = np.ones_like(tokens, bool)
+    expected = jax.jit(decoder.forward, static_argnums=0)(config, params, tokens, mask)
+    prefill = jax.jit(decoder.prefill, static_argnums=0)
+    hidden, prompts = prefill(config, params, tokens[:, :5], mask[:, :5])
+    np.testing.assert_allclose(hidden, expected[:, :5], atol=1e-5)
+    cache, shared = behind(prompts, [5, 5], positions=8)
+    decode = jax.jit(decoder.decode, static_argnums=0)
+    hidden, _ = decode(config, params, cache, tokens[:, 5], np.full(2, 5, np.int32), shared)
+    np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 
 PARTS = [(MIXTURE, "nf4", (1, 2, 2, 1, 2))]
@@ -192,16 +207,12 @@ def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
         assert up.sharding.shard_shape(up.shape)[1] == 2  # of four experts
     adapters = random_adapters(config)
     placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
-    tokens, mask = (np.concatenate([x, x[:1]]) for x in batch(64))
-
-    def step(base, adapters, mesh):
-        def loss(trained):
-            return loss_and_logits(config, join(base, trained), tokens, mask, mesh=mesh)[0]
-
-        return jax.jit(jax.value_and_grad(loss))(adapters)
-
-    ours, theirs = step(many, placed, mesh), step(one, adapters, None)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    ours, theirs = step(config, mesh, many, placed), step(config, None, one, adapters)
+    (loss, _), of_ours = ours
+    (same, _), of_theirs = theirs
+    for a, b in zip(
+        jax.tree.leaves((loss, of_ours)), jax.tree.leaves((same, of_theirs)), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
@@ -216,7 +227,7 @@ def test_a_dim_whose_blocks_the_devices_do_not_divide_is_whole():
 def test_no_more_than_a_layer_is_dequantised_at_a_time():
     """Of the compiled gradient: what 12 layers more keep is their activations, not their kernels as
     floats."""
-    tokens, mask = jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool)
+    tokens, mask = np.ones((1, 4), np.int32), np.ones((1, 4), bool)
 
     def temporaries(n_layers):
         config = replace(WIDE, n_layers=n_layers, quantised="nf4")

@@ -15,8 +15,9 @@ from jaxrl.models.shared_prompts import Seats, shared_attender
 
 def a_seat_each(lengths: Any, shards: int = 1) -> Seats:
     """Seats slot i at row i, whose prompt has `lengths[i]` keys."""
-    slots = jnp.tile(jnp.arange(len(lengths) // shards, dtype=jnp.int32), shards)
-    return Seats(slots[:, None], jnp.asarray(lengths, jnp.int32), slots)
+    slots = np.tile(np.arange(len(lengths) // shards, dtype=np.int32), shards)
+    table, lengths, slots = map(jnp.asarray, (slots[:, None], np.int32(lengths), slots))
+    return Seats(table, lengths, slots)
 
 
 def behind(prompts: Cache, lengths: Any, positions: int) -> tuple[Cache, Shared]:
@@ -27,7 +28,7 @@ def behind(prompts: Cache, lengths: Any, positions: int) -> tuple[Cache, Shared]
         if isinstance(entry, Recurrent):
             return entry
         return jax.tree.map(
-            lambda x: jnp.zeros((*x.shape[:2], positions, x.shape[3]), x.dtype), entry
+            lambda x: jnp.asarray(np.zeros((*x.shape[:2], positions, x.shape[3]), x.dtype)), entry
         )
 
     seats = a_seat_each(lengths)

@@ -136,3 +136,8 @@ def loss_and_logits(
     logprobs = jax.nn.log_softmax(logits[:, :-1], -1)
     picked = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
     return -jnp.sum(jnp.where(mask[:, 1:] & mask[:, :-1], picked, 0.0)), logits
+
+
+on_one_device = jax.jit(jax.value_and_grad(loss_and_logits, 1, has_aux=True), static_argnums=0)
+"""((loss, logits), gradient) of a config, parameters, tokens and their mask: tests of one family
+share its program."""
