@@ -124,7 +124,7 @@ def pretended_loop(folder, on_row):
         judge=lambda text, prompt: 1.0,
         train=SimpleNamespace(epoch_prompts=40),
     )
-    plan = SimpleNamespace(peaks={"actor": 20})
+    plan = SimpleNamespace(peaks={"actor": 20}, pools=(), inputs=SimpleNamespace(on_cpu=True))
     group = SimpleNamespace(peaks=lambda: {"actor": 10}, compiled=Compilations)
     reporter = Reporter(
         SimpleNamespace(

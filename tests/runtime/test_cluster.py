@@ -3,12 +3,13 @@
 import itertools
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import psutil
@@ -315,6 +316,31 @@ def test_a_session_that_the_caller_began_is_used_as_it_is(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(UserError, match="imported in this process before"):
         connect.import_ray(None)
+
+
+def test_a_cluster_of_this_process_is_not_taken_for_the_one_at_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends once the other is known to answer, and can be joined."""
+    connect = pytest.importorskip("jaxrl.runtime.ray.connect")
+    ray, asked = ModuleType("ray"), list[str]()
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for name in ("in_cluster", "started_here", "usable"):
+        monkeypatch.setattr(connect, name, lambda: True)
+    monkeypatch.setattr(connect, "import_ray", asked.append)
+    monkeypatch.setattr(connect, "leave", lambda: pytest.fail("it left"))
+    connect.join("127.0.0.1:1", 1)
+    with socket.socket() as taken:  # nobody listens
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(UserError, match="does not answer"):
+            connect.join(f"127.0.0.1:{taken.getsockname()[1]}", 1)
+        assert not asked
+        taken.listen()
+        with pytest.raises(pytest.fail.Exception, match="it left"):
+            connect.join(f"127.0.0.1:{taken.getsockname()[1]}", 1)
+        assert len(asked) == 1
 
 
 def test_an_input_that_does_not_arrive_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

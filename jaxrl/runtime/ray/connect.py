@@ -181,15 +181,17 @@ def join(address: str | None, devices: int) -> None:
         RunError: Ray did not start on this host.
     """
     if in_cluster():
+        now = sys.modules["ray"]
+        if not started_here() or address in ("auto", now.get_runtime_context().gcs_address):
+            return  # a session that the caller began is used as it is
         # One of its own must have room, and daemons that work.
-        if address is not None or not started_here():
+        if address is None and usable() and now.cluster_resources().get("CPU", 0) >= devices:
             return
-        if usable() and sys.modules["ray"].cluster_resources().get("CPU", 0) >= devices:
-            return
-        leave()
     if address is not None:
         _reach(address)
     ray = import_ray(address)
+    if in_cluster():
+        leave()
     jax.config.update("jax_platforms", "cpu")  # the driver holds no device
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     there = address
