@@ -271,10 +271,10 @@ def teacher(m: Setting) -> Iterable[Entry]:
     # Of a mixture of other signals than hidden states, these are sent, and combined.
     combines = bool(m.inputs.several) and c.mixture is not None and c.distill.signal != "hidden"
     arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, LOSS_ARRAYS)
-    if c.distill.signal in ("topk", "student_topk"):  # a GPU sorts a copy; a TPU gathers the parts
-        platform = m.inputs.target.platform
-        arrays += platform in GPU and c.distill.signal == "topk"
-        arrays += platform == TPU and axes.tensor > 1
+    gathers = m.inputs.target.platform == TPU and axes.tensor > 1  # the parts of the vocabulary
+    if c.distill.signal in ("topk", "student_topk"):
+        sorts = m.inputs.target.platform in GPU and c.distill.signal == "topk"  # a copy
+        arrays += sorts + gathers
     work = _scoring(m, "teacher", run, run.rows, 0 if combines else arrays)
     each = [weight_bytes(one, axes, c.teacher.compute_dtype) for one in m.inputs.teachers]
     weights = max(each) if c.offload.frozen and not combines else sum(each)
@@ -287,7 +287,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     if combines:
         width = ITEMSIZE[c.teacher.compute_dtype] * sum(m.teacher_widths)
         work += run.rows * m.new_tokens * width
-        logs = LOSS_ARRAYS + len(m.teacher_widths)
+        logs = LOSS_ARRAYS + len(m.teacher_widths) + gathers
         combined = logits(m.chunk(run.rows), m.vocab, axes.tensor, logs)
         combined += 2 * run.rows * m.new_tokens * width
         yield Entry("activations", "signals of the teachers", combined, "combine")

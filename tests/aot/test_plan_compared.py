@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_runs import LEAST, MOST, NEEDS_COMPILERS
+from cases import and_slow
+from compiled_runs import LEAST, MOST, NEEDS_COMPILERS, config, planned_and_reported
 from plan_compared import CASES
 
 pytestmark = NEEDS_COMPILERS
@@ -26,4 +27,32 @@ BY_DEFAULT = {
 )
 def test_the_plan_of_a_program_is_within_the_stated_share(name: str, tmp_path: Path) -> None:
     planned, compiled = CASES[name].compared(tmp_path)
+    assert LEAST <= planned / compiled <= MOST
+
+
+@pytest.mark.parametrize(
+    ("target", "tensor", "signal"),
+    and_slow(
+        [("tpu-v5e:2x2", 2, "topk")],
+        [
+            *(("tpu-v5e:2x2", n, s) for n in (1, 2) for s in ("student_topk", "sampled")),
+            *(("h200x8", 1, s) for s in ("topk", "student_topk", "sampled")),
+        ],
+    ),
+)
+def test_the_plan_of_a_mixture_of_teachers_is_too(
+    target: str, tensor: int, signal: str, tmp_path: Path
+) -> None:
+    """Of what makes one signal of the hidden states of two, 2048 tokens of logits at once."""
+    teacher = {"model": str(tmp_path / "teacher")}
+    distill = {"signal": signal, "mixture": "arithmetic", "chunk_tokens": 2048}
+    run = config(
+        tmp_path,
+        {"num_hidden_layers": 2},
+        mesh=f"actor=1,rollout=1,teacher={tensor}",
+        teacher={"model": None, "parallel": {"tensor": tensor}},
+        teachers={"a": teacher, "b": teacher},
+        distill=distill | ({"jsd_beta": 1.0} if signal == "sampled" else {}),
+    )
+    planned, compiled = planned_and_reported(run, target, "teacher", "mixture")
     assert LEAST <= planned / compiled <= MOST
