@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import exact_log_softmax
 from objectives import config
 from rounding import tolerance
 from tiny_models import make_mesh, random_params
@@ -79,14 +80,8 @@ def sampled_batch():
     return replace(drawn()[2], teacher=drawn()[-1])
 
 
-def log_softmax(logits):
-    """In numpy, so that nothing is compiled."""
-    logits = logits.astype(np.float64)
-    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
-
-
 def logprobs_of_tokens(hidden, kernel, tokens):
-    logprobs = log_softmax(hidden @ kernel.T)
+    logprobs = exact_log_softmax(hidden @ kernel.T).astype(np.float32)
     return np.take_along_axis(logprobs, tokens[:, 3:, None], -1)[..., 0]
 
 
@@ -315,7 +310,7 @@ def with_uncertain_teacher():
     """`sampled_batch`, with what the entropy-aware term asks: uncertain at some tokens."""
     batch = sampled_batch()
     draw = np.random.default_rng(8)
-    logprobs = log_softmax(draw.standard_normal((B, C, V)))
+    logprobs = exact_log_softmax(draw.standard_normal((B, C, V))).astype(np.float32)
     ids = np.argsort(-logprobs, -1)[..., :4].astype(np.int32)
     best = np.take_along_axis(logprobs, ids, -1)
     more = {"best_ids": ids, "best_logprobs": best}

@@ -88,8 +88,7 @@ def finite_differences(f, x, step=1e-5):
 
 def topk_of(teacher, k, temperature=1.0):
     """What a teacher ships: ids, log-probs, tail."""
-    logprobs = np.asarray(teacher, np.float64) / temperature
-    logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))
+    logprobs = dense.exact_log_softmax(teacher, temperature)
     ids = np.argsort(-logprobs, -1)
     ordered = np.take_along_axis(logprobs, ids, -1)
     rest = np.exp(ordered[..., k:]).sum(-1)

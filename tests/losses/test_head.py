@@ -114,12 +114,6 @@ def halved(*changed, **settings):
     return total, gradients
 
 
-def log_softmax(x, temperature=1.0):
-    """In numpy, so that nothing is compiled."""
-    x = np.asarray(x, np.float64) / temperature
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
 def with_tail(logprobs, ids):
     chosen = np.take_along_axis(logprobs, ids, -1)
     others = np.exp(logprobs).sum(-1) - np.exp(chosen).sum(-1)
@@ -257,7 +251,7 @@ def test_logprobs_and_entropy_are_the_dense_ones():
 
 
 def test_topk_and_logprobs_at_are_the_dense_ones():
-    logprobs = log_softmax(TEACHER @ TEACHER_HEAD[:V].T, 1.7)
+    logprobs = dense.exact_log_softmax(TEACHER @ TEACHER_HEAD[:V].T, 1.7)
     ids = np.argsort(-logprobs, -1)[..., :K]
     sent, wanted = shipped(K, 1.7), with_tail(logprobs, ids)
     np.testing.assert_array_equal(sent.ids, ids)
@@ -381,7 +375,9 @@ def test_teacher_and_metrics_carry_no_gradient():
 
 
 def test_metrics():
-    mine, theirs = (log_softmax(x @ w.T) for x, w in ((HIDDEN, HEAD), (TEACHER, TEACHER_HEAD[:V])))
+    mine, theirs = (
+        dense.exact_log_softmax(x @ w.T) for x, w in ((HIDDEN, HEAD), (TEACHER, TEACHER_HEAD[:V]))
+    )
 
     def entropy(lp):
         return -(np.exp(lp) * lp).sum(-1)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from dense_losses import exact_log_softmax
 from jax.sharding import Mesh
 from tiny_models import SAMPLED as CONFIG
 from tiny_models import random_params
@@ -130,9 +131,7 @@ def teacher_forced(prompt: Sequence[int], completion: Completion) -> np.ndarray:
 def teacher_forced_logprobs(
     prompt: Sequence[int], completion: Completion, temperature: float = 1.0
 ) -> np.ndarray:
-    logits = teacher_forced(prompt, completion).astype(np.float64) / temperature
-    logits -= logits.max(-1, keepdims=True)
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    logprobs = exact_log_softmax(teacher_forced(prompt, completion), temperature)
     return np.take_along_axis(logprobs, np.array(completion.tokens)[:, None], 1)[:, 0]
 
 

@@ -88,16 +88,7 @@ class Words:
 
 @cache
 def params(config: DecoderConfig) -> Any:
-    declared = config.top | config.parameters
-
-    def first(path: Any, leaf: jax.Array) -> jax.Array:
-        """Where `init_params` begins with a number, that: some norms add one to their scale."""
-        name = "/".join(part.key for part in path if hasattr(part, "key")).removeprefix("layers/")
-        value = declared[name].first
-        return leaf if callable(value) else jax.device_put(np.full(leaf.shape, value, leaf.dtype))
-
-    drawn = random_params(config, layout="unstacked")
-    tree = jax.tree_util.tree_map_with_path(first, drawn)
+    tree = random_params(config, layout="unstacked")
     scale = 1 / config.d_model**0.5 if FAMILIES[config.family].scaled_embedding else 1.0
     tree["embed"]["embedding"] = 20 * scale * tree["embed"]["embedding"]
     return tree

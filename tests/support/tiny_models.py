@@ -95,19 +95,17 @@ def model_of_its_kinds(name: str, layout: str = "stacked") -> tuple[Any, Any]:
 def random_params(config: DecoderConfig, seed: int = 0, layout: str = "stacked") -> Any:
     """Float32 parameters on the scale of `init_params`: numpy draws them, so that nothing is
     compiled."""
-    draw = np.random.default_rng(seed)
+    draw, declared = np.random.default_rng(seed), config.top | config.parameters
 
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].key
-        if getattr(path[-2], "key", None) == "conv":
-            return jnp.asarray(draw.normal(0, 0.5, like.shape).astype(np.float32))
-        if name in ("bias", "sinks", "log_decay"):
+        names = [part.key for part in path if hasattr(part, "key")]  # without the layer's number
+        first = declared["/".join(names[names[0] == "layers" :])].first
+        if not callable(first):
+            return jnp.asarray(np.full(like.shape, first, np.float32))
+        if names[-1] == "log_decay":
             return jnp.asarray(np.zeros(like.shape, np.float32))
-        if name in ("scale", "router_scale", "expert_scale", "block_scale"):
-            return jnp.asarray(np.ones(like.shape, np.float32))
-        assert name in ("kernel", "embedding", "projection"), name
-        table = path[0].key != "layers" and name != "projection"
-        scale = 0.02 if table else like.shape[-2] ** -0.5
+        table = names[0] != "layers" and names[-1] != "projection"
+        scale = 0.5 if names[-2] == "conv" else 0.02 if table else like.shape[-2] ** -0.5
         return jnp.asarray(draw.normal(0, scale, like.shape).astype(np.float32))
 
     return jax.tree_util.tree_map_with_path(leaf, parameters.abstract_params(config, layout=layout))
