@@ -116,6 +116,21 @@ def cases() -> Iterator[tuple[str, Case]]:
             more = keys | {"distill": {"signal": signal, "chunk_tokens": 2048}}
             name = f"{short}: score, {signal}, 32 x 1280"
             yield name, Case(TARGETS[short], "teacher", "score", 28, {}, more)
+        # Few rows, so that their logits outweigh the layers.
+        distill = {"signal": "sampled", "jsd_beta": 1.0, "chunk_tokens": 4096}
+        few = {"mesh": "actor=1,rollout=1,teacher=1", "batch_size": 1, "distill": distill}
+        ranked = few | {"distill": distill | {"signal": "student_topk", "jsd_beta": 0.0}}
+        rewarded = {**few, "mesh": "actor=1,rollout=1,reference=1", **REWARDED}
+        rewarded["policy"] = {"kl_coef": 0.01}
+        for role, name, more in (
+            ("teacher", "score", few),
+            ("rollout", "top-k of the policy", ranked),
+            ("reference", "score", rewarded),
+        ):
+            yield (
+                f"{short}: {name}, {role}, 4 x 1280",
+                Case(TARGETS[short], role, name, 2, {}, more),
+            )
 
 
 CASES = dict(cases())

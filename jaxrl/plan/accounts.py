@@ -45,6 +45,8 @@ LOSS_ARRAYS = 3
 """Float32 arrays [chunk, V] alive at once in a loss over the whole vocabulary, and in a score that
 chooses tokens; of the log-prob of one token, which goes backward in tiles, `TILE_ARRAYS`."""
 TILE_ARRAYS = 2
+SUMMED_ARRAYS = 1
+"""The same of the log-prob of one token without a gradient: its sums are fused."""
 ENTROPY_ARRAYS = 2
 """Further ones with `distill.entropy_aware`."""
 ALIGNED_ARRAYS = 5
@@ -187,7 +189,8 @@ def rollout(m: Setting) -> Iterable[Entry]:
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = m.run("rollout", m.sampled("rollout"), rows, m.width)
-        work = _scoring(m, "rollout", run, rows, 2)  # only token ids are sent
+        sorts = m.inputs.target.platform != TPU  # a copy; only token ids are sent
+        work = _scoring(m, "rollout", run, rows, SUMMED_ARRAYS + sorts)
         yield Entry("activations", "top-k of the policy", work, "score")
 
 
@@ -270,7 +273,7 @@ def teacher(m: Setting) -> Iterable[Entry]:
     signal = m.rows("teacher", m.sequences) * m.new_tokens * m.signal_bytes
     # Of a mixture of other signals than hidden states, these are sent, and combined.
     combines = bool(m.inputs.several) and c.mixture is not None and c.distill.signal != "hidden"
-    arrays = {"hidden": 2 * m.aligned, "sampled": 2}.get(c.distill.signal, LOSS_ARRAYS)
+    arrays = {"hidden": 2 * m.aligned, "sampled": SUMMED_ARRAYS}.get(c.distill.signal, LOSS_ARRAYS)
     gathers = m.inputs.target.platform == TPU and axes.tensor > 1  # the parts of the vocabulary
     if c.distill.signal in ("topk", "student_topk"):
         sorts = m.inputs.target.platform in GPU and c.distill.signal == "topk"  # a copy
@@ -308,7 +311,8 @@ def reference(m: Setting) -> Iterable[Entry]:
     if m.student.lora is not None:
         weights = m.base_bytes("reference")
     yield Entry("weights", "parameters", weights)
-    yield Entry("activations", "forward pass", _scoring(m, "reference", run, run.rows, 2), "score")
+    work = _scoring(m, "reference", run, run.rows, SUMMED_ARRAYS)
+    yield Entry("activations", "forward pass", work, "score")
 
 
 def reward(m: Setting) -> Iterable[Entry]:

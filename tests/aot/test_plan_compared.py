@@ -14,6 +14,7 @@ BY_DEFAULT = {
     "H200: score, topk, 32 x 1280",  # which sorts a chunk's logits
     "H200: update, GSPO, 32 x 1280, full, 4 devices",  # the vocabulary outweighs the layers
     "v6e: score, 192 x 4096, 28 layers",
+    "v5e: score, reference, 4 x 1280",  # the logits outweigh the layers
     "v5e: update, GSPO, 32 x 1280, full, 4 devices",  # 224 columns, no whole lanes
 }
 
