@@ -197,6 +197,13 @@ def test_the_head_is_read_once_for_2048_tokens_of_a_loss(made):
     assert max(map(int, logits)) == 2048
 
 
+def test_a_divergence_writes_out_its_logits_and_their_gradient_alone(made):
+    """What the gradient shares with the values is computed twice: written out, it is read twice
+    more, 4 of 16.5 passes over arrays of this size."""
+    chunk = (2048, STUDENT["vocab_size"])
+    assert [shape for _, shape in written_in_loops(made["update"].text)].count(chunk) == 3
+
+
 def test_gradients_are_scattered_not_reduced_whole(made):
     found = read(made["update"].text).collectives
     assert found["reduce-scatter"].bytes > 100e6
