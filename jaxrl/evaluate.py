@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
@@ -63,7 +64,7 @@ def evaluate(
     Raises:
         UserError: bad input; nothing has been sampled then.
     """
-    from jaxrl.checkpoint.model_source import resolve_model
+    from jaxrl.checkpoint.model_source import Model, resolve_model
     from jaxrl.run.evaluation import prepare
     from jaxrl.run.generation import write_lines
     from jaxrl.run.python_objects import named
@@ -73,7 +74,10 @@ def evaluate(
     for option, path in (("--out", out), ("--samples", samples)):
         cli.check_writable(option, path)
     with named(model) as name:
-        job = prepare(resolve_model(name), config, overrides, mesh, eval_data, environment)
+        source = resolve_model(name)
+        if isinstance(model, Model):  # which has the config of the run that it came from
+            source = replace(source, name=model.source.name, path=model.source.path)
+        job = prepare(source, config, overrides, mesh, eval_data, environment)
         if tell is not None:
             for note in job.notes:
                 tell(note)

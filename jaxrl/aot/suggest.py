@@ -108,10 +108,10 @@ def stage_costs(
         compiled: role -> what the compiled programs say of its collectives.
     """
     config, axes, c = m.config, m.axes, m.student
-    slots = min(config.rollout.slots or m.sequences, m.sequences)
+    slots = min(config.slots, m.sequences)
     steps = m.new_tokens * -(-m.sequences // slots)
     own, theirs = ((m.prompts(role),) * config.batch_size for role in ("actor", "teacher"))
-    batch = StepBatch(own, config.group_size, m.new_tokens, steps, theirs)
+    batch = StepBatch(own, m.sequences // config.batch_size, m.new_tokens, steps, theirs)
     work = step_work(m, [batch])
     forward = work["actor", "update"][0]
     work["actor", "update"].append(forward * RECOMPUTED[config.actor.remat])

@@ -191,6 +191,21 @@ class RunConfig(Section):
         """Returns the algorithm's entry in the table of algorithms."""
         return find_algorithm(self.algorithm)
 
+    @property
+    def learns_from_data(self) -> bool:
+        """Returns whether every training batch holds completions of the data, one a prompt."""
+        return self.spec.only_data(self.distill.on_policy_fraction, self.distill.seq_kd)
+
+    @property
+    def batch_rows(self) -> int:
+        """Returns the rows of the largest training batch, one for each completion."""
+        return self.batch_size * (1 if self.learns_from_data else self.group_size)
+
+    @property
+    def slots(self) -> int:
+        """Returns how many sequences are decoded at once."""
+        return self.rollout.slots or self.batch_size * self.group_size
+
     @cached_property
     def learns_from_rewards(self) -> bool:
         return self.spec.learns_from == "rewards"
@@ -402,12 +417,11 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     if c.profile.range.stop > c.steps + 1:
         why, way = "it reaches beyond the last step", f"a stop of at most {c.steps + 1}"
         yield bad("profile.steps steps", why, way)
-    sequences = c.batch_size * c.group_size
-    if c.minibatches > sequences:
+    if c.minibatches > c.batch_rows:
         yield bad(
-            "actor.minibatches batch_size group_size",
-            f"a batch has {sequences} sequences",
-            f"actor.minibatches to {sequences} at most",
+            "actor.minibatches batch_size" + " group_size" * (not c.learns_from_data),
+            f"a batch has {c.batch_rows} sequences",
+            f"actor.minibatches to {c.batch_rows} at most",
         )
 
 

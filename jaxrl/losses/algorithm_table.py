@@ -72,6 +72,16 @@ class AlgorithmSpec:
         if not 0 <= self.overlong_share <= 1:
             raise UserError(f"overlong_share={self.overlong_share:g} is a share: 0 to 1")
 
+    def only_data(self, on_policy_fraction: float | None, seq_kd: bool | None) -> bool:
+        """Returns whether every batch holds the data's completions, one for each prompt. Of a
+        method of one's own nothing is known.
+
+        Args:
+            on_policy_fraction, seq_kd: the keys of `distill`.
+        """
+        off_policy = self.learns_from == "teacher" and on_policy_fraction == 0 and not seq_kd
+        return self.method is None and (self.learns_from == "data" or off_policy)
+
 
 def _clipped(formula: str, low: float, high: float, **parts: Any) -> PolicyLoss:
     return PolicyLoss(formula, "clipped", {"clip_low": low, "clip_high": high}, **parts)

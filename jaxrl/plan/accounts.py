@@ -36,7 +36,7 @@ from jaxrl.plan.array_bytes import (
     trained_shards,
     weight_bytes,
 )
-from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting, generates
+from jaxrl.plan.plan_inputs import Account, Entry, PlanInputs, PoolPeak, Setting, asked, generates
 from jaxrl.sampling.engine import ANSWER_ROWS, ANSWER_TOKENS
 from jaxrl.sharding.axes import AXIS_NAMES, Axes
 from jaxrl.sharding.targets import ridge
@@ -185,7 +185,8 @@ def rollout(m: Setting) -> Iterable[Entry]:
     yield Entry("weights", BASE, m.base_bytes("rollout"))
     yield Entry("activations", "next version", arrives, "weight sync")
     yield Entry("activations", "kernels in float32", merging, "weight sync")
-    yield from sampling(m, "rollout")
+    if asked(c, "rollout"):
+        yield from sampling(m, "rollout")
     if m.signal == "student_topk":
         rows = m.rows("rollout", m.sequences)
         run = m.run("rollout", m.sampled("rollout"), rows, m.width)

@@ -72,9 +72,10 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
     positions = inputs.student.max_positions - config.max_prompt_tokens
     longest = min(MOST, positions, config.rollout.cache_tokens or MOST)
     most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": longest}
+    if config.learns_from_data:
+        del most["group_size"]
     if not inputs.on_cpu:  # the plan would choose so many for a larger batch too
-        slots = config.rollout.slots or config.batch_size * config.group_size
-        config = set_key(config, "rollout.slots", slots)
+        config = set_key(config, "rollout.slots", config.slots)
     found = []
     for key, limit in most.items():
         largest = now = getattr(config, key)  # doubled, then by bisection exact up to 5%
@@ -97,14 +98,15 @@ def faster(config: Config, inputs: PlanInputs) -> list[str]:
     if not any(inputs.limits) or not _fits(config, inputs):
         return []
     m = Setting(config, inputs)
-    slots, count = config.rollout.slots or m.sequences, m.micro_batches()[0]
+    slots, count = config.slots, m.micro_batches()[0]
     budgets: list[int | None] = [None] * (count > 1)  # that cut an update in fewer; null in one
     for fewer in range(2, count):
         groups = -(-m.update_rows // (fewer * m.shared_group))
         tokens = groups * (m.prompt_tokens + m.shared_group * m.new_tokens)  # its prompt once
         budgets.append(-(-tokens // m.axes["actor"].context))
     merges = config.trains_adapters and config.quantised is None and not config.rollout.merge
-    every = (m.sequences, *fractions(m.sequences))
+    whole = config.batch_size * config.group_size
+    every = (whole, *fractions(whole))
     # Keys of roles, and their values that are faster than the present one, the fastest first.
     keys: dict[str, Sequence[int | str | bool | None]] = {
         "rollout.slots": [n for n in every if n > slots],
@@ -193,7 +195,7 @@ def _ladders(config: Config, inputs: PlanInputs, pool: Pool) -> Iterator[tuple[s
         yield "actor.param_dtype", ["bfloat16"]
         yield "actor.dtype", ["bfloat16"] * (not inputs.on_cpu)
     if "rollout" in roles:
-        slots = config.rollout.slots or m.sequences
+        slots = config.slots
         longest = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
         each = longest * (slots // m.axes["rollout"].rows)
         if config.rollout.cache_tokens is None:
@@ -307,7 +309,7 @@ def with_choices(config: Config, inputs: PlanInputs) -> tuple[Config, tuple[str,
 
     if "rollout" not in inputs.roles or config.rollout.slots is not None:
         return config, tuple(notes)
-    pool, sequences = where["rollout"].pool, config.batch_size * config.group_size
+    pool, sequences = where["rollout"].pool, config.slots
     whole = pool_peaks(inputs, config)[pool]
     for slots in () if whole.fits else fractions(sequences):
         choice = set_key(config, "rollout.slots", slots)

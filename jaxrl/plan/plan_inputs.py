@@ -332,7 +332,7 @@ class Setting:
     def __init__(self, config: Config, inputs: PlanInputs):
         self.config, self.inputs, self.axes = config, inputs, inputs.axes(config)
         self.student, self.teacher = inputs.student, inputs.teacher
-        self.sequences = config.batch_size * config.group_size  # B, the rows of a batch
+        self.sequences = config.batch_rows  # B
         self.prompt_tokens, self.new_tokens = inputs.widths(config)
         self.width = self.prompt_tokens + self.new_tokens
         self.update_rows = self.rows("actor", -(-self.sequences // config.minibatches))
@@ -490,7 +490,7 @@ class Setting:
         """
         c = self.config
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
-        if c.spec.learns_from == "data" or off_policy:
+        if c.learns_from_data or off_policy:
             return 1
         shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
         return c.group_size if shared else 1
@@ -537,7 +537,7 @@ class Setting:
 
     def sampling_slots(self, role: str) -> int:
         """Returns the number of slots of each data shard of a role that samples."""
-        slots, axes = self.config.rollout.slots or self.sequences, self.axes[role]
+        slots, axes = self.config.slots, self.axes[role]
         return -(-slots // axes.size) * axes.size // axes.rows
 
     def slots(self, role: str) -> CacheSizes:
@@ -600,8 +600,8 @@ def asked(config: Config, role: str) -> list[tuple[int, int]]:
     training batches, where it samples any, and of evaluations, where it does so for them."""
     trains, evaluates = sampled_share(config) > 0, evaluated(config, role)
     if role == "teacher":
-        trains = config.distill.seq_kd and config.distill.on_policy_fraction < 1
-    found = [(config.batch_size, config.group_size)] * (trains or not evaluates)
+        trains = config.distill.seq_kd
+    found = [(config.batch_size, config.group_size)] * trains
     return found + [(config.eval.prompts, config.eval.samples)] * evaluates
 
 

@@ -26,6 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jaxrl.config.keys import keys
 from jaxrl.config.schema import Config
 from jaxrl.errors import counted
+from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.plan.plan_inputs import Column
 from jaxrl.process.json_types import JsonObject
 from jaxrl.report.read import RunFiles
@@ -273,6 +274,10 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
     config = run.config
     sources = config.get("data.train")
     batch = tuple(map(config.get, ("batch_size", "group_size", "max_new_tokens")))
+    spec, distill = ALGORITHMS.get(str(config.get("algorithm"))), ("on_policy_fraction", "seq_kd")
+    size = "{} prompts x {}, up to {} new tokens"
+    if spec is not None and spec.only_data(*(config.get(f"distill.{key}") for key in distill)):
+        size = "{0} prompts with the data's completions, up to {2} tokens"
     steps, tokens = (_values(run.rows, name) for name in ("time/step_s", "tokens/per_second"))
     texts = {
         "state": _state(run),
@@ -283,7 +288,7 @@ def facts(run: RunFiles, activity: Activity) -> dict[str, str]:
         "models": _models(run),
         "data": ", ".join(map(str, sources)) if isinstance(sources, list) else sources,
         "environment": config.get("environment.name"),
-        "batch": "" if None in batch else "{} prompts x {}, up to {} new tokens".format(*batch),
+        "batch": "" if None in batch else size.format(*batch),
         "held-out accuracy": _accuracy(run.rows),
         **{name: _first_and_last(run.rows, name) for name in NOISY},
         "speed": f"{median(tokens):,.0f} tokens/s, {median(steps):.3g} s a step (medians);"

@@ -22,13 +22,15 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+import cloudpickle
+
 from jaxrl.data.tasks import correction
 from jaxrl.errors import UserError, near, shown
 from jaxrl.process.json_types import JsonObject, finite
 from jaxrl.process.plugin import is_plugin, load_source, locate
 from jaxrl.process.user_process import Answerer, Call, CodeFailed, TooLong
 from jaxrl.rewards.reward_pool import Item, ItemSource, Signature
-from jaxrl.rewards.verifiers import VERIFIERS
+from jaxrl.rewards.verifiers import BUILT_IN, VERIFIERS
 
 KEY = "reward.functions"
 SHAPE = "f(prompts, completions, **columns)"
@@ -55,8 +57,9 @@ def find(text: str, given: Mapping[str, bytes] = MappingProxyType({})) -> ItemSo
     """
     if text == "format":
         return ItemSource(text, text, FORMAT, option="regex")
-    if text in VERIFIERS:
-        return ItemSource(text, text, option="verifier")
+    if text in VERIFIERS:  # another process knows none that this program has added
+        code = b"" if text in BUILT_IN else cloudpickle.dumps(VERIFIERS[text])
+        return ItemSource(text, text, code=code, option="verifier")
     scheme, _, rest = text.partition(":")
     if scheme == "regex" and rest:
         try:
@@ -217,7 +220,7 @@ def _judge_of(source: ItemSource) -> Callable[[Item], object]:
         return lambda item: float(pattern.search(item.completion) is not None)
     if source.text == "math":
         VERIFIERS["math"]("0", Item("", "", "0", {}))  # imports, or names what is missing
-    verifier = VERIFIERS[source.text]
+    verifier = load_source(source, KEY, "verifier") if source.code else VERIFIERS[source.text]
 
     def judged(item: Item) -> object:
         score = verifier(item.opening + item.completion, item)

@@ -9,6 +9,7 @@ take for ever: `verifier` runs those in a process that can be killed.
 from __future__ import annotations
 
 import json
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -147,9 +148,9 @@ def reasoning_gym(completion: str, prompt: Judged) -> float | None:
     if text is None:
         return 0.0
     candidates = [final_answer(text)]
-    numbers = NUMBER.findall(plain(text))
-    if numbers and whole_number(str(entry["answer"])) is not None:
-        candidates.append(numbers[-1].replace(",", ""))
+    found = NUMBER.findall(plain(text))
+    if found and whole_number(str(entry["answer"])) is not None:
+        candidates.append(found[-1].replace(",", ""))
     scores = [0.0]
     for candidate in candidates:
         # Its scorers raise what their parsers raise on text that is no answer: a wrong answer.
@@ -185,6 +186,8 @@ VERIFIERS: dict[str, Verifier] = {
     "arithmetic": _with_answer(score),
     "reasoning_gym": reasoning_gym,
 }
+BUILT_IN = frozenset(VERIFIERS)
+"""Those that come with jaxrl."""
 
 
 def verifier(name: str, opening: str = "") -> Verifier:
@@ -201,7 +204,7 @@ def verifier(name: str, opening: str = "") -> Verifier:
     def judge(completion: str, prompt: Judged) -> float | None:
         completion = opening + completion
         if not may_hang(name, prompt):
-            return VERIFIERS[name](completion, prompt)
+            return _checked(name, completion, prompt)
         item = Item("", completion, prompt.answer, prompt.columns)
         scores = _pool(name).judge(0, [item]).result()
         if scores.failures and scores.failures[0].kind == "user":
@@ -209,6 +212,24 @@ def verifier(name: str, opening: str = "") -> Verifier:
         return scores.values[0]
 
     return judge
+
+
+def _checked(name: str, completion: str, prompt: Judged) -> float | None:
+    """Returns the score of a verifier, which may be the user's.
+
+    Raises:
+        UserError: it raised, or what it returned is no score.
+    """
+    where = f"data.verifier={name}, for the completion {short(repr(completion))}"
+    try:
+        score = VERIFIERS[name](completion, prompt)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: it raised {type(error).__name__}: {error}") from error
+    if score is None or isinstance(score, numbers.Real) and 0 <= score <= 1:
+        return None if score is None else float(score)
+    raise UserError(f"{where}: it returned {score!r}; a score is a number from 0 to 1, or None")
 
 
 def why_unjudged(prompts: Sequence[Judged]) -> str:

@@ -408,7 +408,7 @@ def _sampler(
         config,
         source.config,
         mesh,
-        slots=config.rollout.slots or config.batch_size * config.group_size,
+        slots=config.slots,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         vocab_size=setup.vocab_size,

@@ -675,6 +675,19 @@ def test_a_role_has_the_caches_of_what_it_samples() -> None:
     assert caches("teacher") == caches("teacher", distill__seq_kd=True)
 
 
+@pytest.mark.parametrize(
+    "keys", [{"algorithm": "sft"}, {"distill__on_policy_fraction": 0.0}], ids=["sft", "off policy"]
+)
+def test_a_batch_of_the_data_s_completions_has_one_for_each_prompt(keys: dict[str, Any]) -> None:
+    """Whatever `group_size` says; and a rollout that is never asked has no cache."""
+    keys, mesh = {"data__eval": None, **keys}, "actor=2,rollout=2,teacher=4"
+    one, many = (plan(mesh, group_size=n, **keys) for n in (1, 16))
+    assert one.accounts == many.accounts and "decode" not in one.accounts["rollout"].phases()
+    assert not any("samples of a prompt share" in note for note in many.notes)
+    sampled = plan(mesh, group_size=16, data__eval=None, distill__on_policy_fraction=0.5)
+    assert sampled.accounts["actor"] != one.accounts["actor"]
+
+
 def test_the_disk_that_checkpoints_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     n = QWEN_1_5B.n_params  # float32 parameters and two float32 moments
     config = Config.parse(BASE)

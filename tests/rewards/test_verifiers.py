@@ -10,6 +10,7 @@ from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
 from jaxrl.errors import UserError
 from jaxrl.rewards.answers import Number, last_boxed, last_number, whole_number
+from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
 
@@ -23,6 +24,38 @@ def test_no_answer_is_not_a_wrong_answer(name):
     if name == "math":
         pytest.importorskip("math_verify")
     assert score(name, "42", None) is None
+
+
+def two(completion, prompt):
+    return 2.0
+
+
+def text(completion, prompt):
+    return "1"
+
+
+def nan(completion, prompt):
+    return float("nan")
+
+
+def fails(completion, prompt):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("own", [two, text, nan, fails])
+def test_what_a_verifier_of_one_s_own_does_wrong_is_told(own, monkeypatch):
+    monkeypatch.setitem(VERIFIERS, "own", own)
+    said = "ZeroDivisionError" if own is fails else "from 0 to 1"
+    with pytest.raises(UserError, match=f"data.verifier=own, .*'42'.*{said}"):
+        score("own", "42", "42")
+
+
+def test_a_verifier_of_one_s_own_is_a_reward_function_too(monkeypatch):
+    """In a process of its own, which knows only what comes with jaxrl."""
+    monkeypatch.setitem(VERIFIERS, "half", lambda completion, prompt: len(completion) / 2)
+    items = [Item("", said, None, {}) for said in ("a", "bc")]
+    with RewardPool([find("half")], workers=1, timeout=30, startup=60) as pool:
+        assert pool.judge(0, items).result().values == [0.5, 1.0]
 
 
 def test_unknown_verifier_names_the_near_one():
