@@ -86,7 +86,7 @@ def assert_trees_close(config: Any, mask: np.ndarray, a: Any, b: Any) -> None:
     jax.tree_util.tree_map_with_path(check, a, b)
 
 
-GRADED = ("llama", "gpt_oss")
+GRADED = ("llama", "gpt_oss", "gemma4_unified")
 """Families whose gradients the default suite holds against transformers: of what others add, layers
 with a state have those of single steps in test_delta.py, and the rest is jax's to differentiate."""
 BLOCKS = ("llama", "olmo2", "gpt_oss", "qwen3_5_moe", "gemma4_shared")
@@ -311,7 +311,7 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
     ("name", "axes"),
     and_slow(
         [
-            ("gpt_oss", (1, 2, 1, 1, 4)),
+            ("gpt_oss", (1, 2, 1, 1, 4)),  # of others the logits: below
         ],
         [
             ("smollm", (2, 2, 2)),  # divides neither of 3 heads and 1 KV head
