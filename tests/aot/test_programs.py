@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import pytest
 from byte_tokenizers import BYTES, WORDS
+from cases import and_slow
 from jax import monitoring
 from runs import GSPO, SHORT, save_model
 
@@ -114,16 +115,9 @@ CASES = {
     "aligned": ["mesh=actor+rollout+teacher=1", "teacher.tokenizer=own"],
     "teacher's samples": ["distill.seq_kd=true", "distill.on_policy_fraction=0", "eval.every=0"],
 }
-BY_DEFAULT = ("distilled", "rewarded")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in BY_DEFAULT else pytest.mark.slow, id=case)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", and_slow(["distilled"], [x for x in CASES if x != "distilled"]))
 def test_every_program_that_a_run_calls_is_in_its_dry_run(case, tmp_path, monkeypatch):
     """By name; and those whose memory roles record with the arrays that they are given: greedy
     evaluations draw by another program than training."""

@@ -45,12 +45,13 @@ def sequences(vocab: int, seed: int = 0) -> Sequences:
 @pytest.mark.parametrize(
     ("name", "axes", "remat", "group"),
     and_slow(
+        # Streams with room for padding are held against whole rows in test_attention.py.
         [
-            ("qwen3", (1, 1, 1), "none", G),  # qk-norm
             ("qwen2_sliding", (1, 2, 1, 2), "dots", G),  # biases and windows
-            ("gemma4_shared", (2, 2, 2), "full", G),  # keys and values of other layers
         ],
         [
+            ("gemma4_shared", (2, 2, 2), "full", G),  # their hidden states: below
+            ("qwen3", (1, 1, 1), "none", G),
             ("qwen3", (1, 1, 1, 4), "none", G),  # more than KV heads, as in test_context.py
             ("qwen2", (2, 2, 2), "dots", G),
             ("qwen2", (1, 2, 1, 2), "full", 1),
@@ -65,6 +66,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
     """Without padding, with prompts of their own or shared; whatever room there is."""
     config, params = model_of_its_kinds(name)
     mesh, given = make_mesh(*axes), with_rows_of_padding(config.vocab_size)
+    plain, expected = whole_sequences(name)
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
@@ -74,10 +76,8 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
         assert given.room is None or hidden.shape[1] == given.room[1]
         return value_of(packing.completions.unpack(hidden), given)
 
-    plain, expected = whole_sequences(name)
     shared = replace(given, group=group)
-    held, parts = held_tokens(shared, row_devices(mesh)), mesh.shape["context"]
-    tight = replace(shared, room=tuple(round_up(int(tokens.max()), parts) for tokens in held))
+    tight = without_padding(shared, mesh)
     rooms = [tight]
     if mesh.size == 1:
         assert tight.room[0] < len(given.mask) * P  # less than the padded rows have
@@ -87,6 +87,31 @@ def test_hidden_states_and_gradients_are_those_of_whole_sequences(name, axes, re
         np.testing.assert_allclose(streamed, plain, atol=2e-5)
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             np.testing.assert_allclose(b, a, atol=2e-5 * float(np.abs(a).max()))
+
+
+def test_hidden_states_are_those_of_whole_sequences_where_layers_borrow():
+    """Keys and values of other layers, and norms of queries and keys."""
+    config, params = model_of_its_kinds("gemma4_shared")
+    mesh, given = make_mesh(2, 2, 2), with_rows_of_padding(config.vocab_size)
+
+    @jax.jit
+    def whole(params, given):
+        hidden = forward(config, params, given.tokens, given.mask)[:, P - 1 : -1]
+        return value_of(hidden, given)[1]
+
+    @jax.jit
+    def run(params, given):
+        packing = pack(given, mesh)
+        hidden = completion_hidden(config, params, packing, mesh)
+        return value_of(packing.completions.unpack(hidden), given)[1]
+
+    found = run(params, without_padding(replace(given, group=G), mesh))
+    np.testing.assert_allclose(found, whole(params, given), atol=2e-5)
+
+
+def without_padding(given: Sequences, mesh) -> Sequences:
+    held, parts = held_tokens(given, row_devices(mesh)), mesh.shape["context"]
+    return replace(given, room=tuple(round_up(int(tokens.max()), parts) for tokens in held))
 
 
 def with_rows_of_padding(vocab: int) -> Sequences:
@@ -118,16 +143,16 @@ def whole_sequences(name):
 
 @pytest.mark.parametrize("group", [1, G])
 def test_a_stream_too_short_for_its_tokens_is_never_quietly_wrong(group):
-    config, params = tiny_model("qwen2")
-    mesh, given = make_mesh(1, 1, 1), replace(sequences(config.vocab_size), group=group)
+    mesh, given = make_mesh(1, 1, 1), replace(sequences(64), group=group)
     n, m = (int(tokens.max()) for tokens in held_tokens(given, row_devices(mesh)))
 
     @jax.jit
-    def run(params, given):
-        return completion_hidden(config, params, pack(given, mesh), mesh)
+    def run(given):  # of what stands for hidden states
+        packing = pack(given, mesh)
+        return packing.predicting(packing.positions[..., None].astype("float32"), mesh)
 
     for room, right in (((n, m), True), ((n - 1, m), False), ((n, m - 1), False)):
-        found = run(params, replace(given, room=room))
+        found = run(replace(given, room=room))
         assert np.isfinite(found).all() == right and np.isnan(found).all() != right
 
 
@@ -221,8 +246,9 @@ def drawn(vocab: int, pad: int = 0) -> Rollout:
 @pytest.mark.parametrize(
     ("axes", "parts", "sizes"),
     and_slow(
-        [((2, 1, 1), 2, [12, 2])],  # whole groups on each of two devices
+        [((2, 1, 1), 2, [12, 12])],  # whole groups on each of two devices, and padding alone
         [
+            ((2, 1, 1), 2, [12, 2]),
             ((1, 1, 1, 2), 1, [14]),  # as of the run in test_context.py
             ((2, 1, 1), 4, [4, 4, 4, 2]),  # a part has less: each row by itself
         ],
@@ -231,7 +257,7 @@ def drawn(vocab: int, pad: int = 0) -> Rollout:
 )
 def test_scorers_say_what_they_say_of_whole_sequences(monkeypatch, axes, parts, sizes):
     config, params = tiny_model("qwen2", mesh := make_mesh(*axes))
-    rollout = drawn(config.vocab_size, pad=2)
+    rollout = drawn(config.vocab_size, pad=sum(sizes) - N * G)
     distill = DistillConfig(signal="student_topk", top_k=2)
     widths = []
     spied = microbatch.part_rows

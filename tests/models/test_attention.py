@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -205,11 +205,12 @@ REACH = [(True, None), (True, 3), (True, 1), (False, None)]
 
 
 def reaches(name: str, default: list[int], more: list[int]) -> Any:
-    """Cases (causal, window, `name`): of the values that are `default` with each reach but the
-    shortest, and of others that are slow."""
-    slow = [(*reach, value) for value in more for reach in REACH]
-    slow += [(*REACH[2], value) for value in default]
-    usual = [(*reach, value) for value in default for reach in REACH if reach != REACH[2]]
+    """Cases (causal, window, `name`): of the values that are `default` with a window and with
+    everything, and others that are slow. Without a window each kernel is causal in the tests of
+    sinks and of models."""
+    every = [(*reach, value) for value in (*default, *more) for reach in REACH]
+    usual = [(*reach, value) for value in default for reach in (REACH[1], REACH[3])]
+    slow = [case for case in every if case not in usual]
     return pytest.mark.parametrize(("causal", "window", name), and_slow(usual, slow))
 
 
@@ -331,31 +332,42 @@ def test_a_sink_takes_its_share_of_the_softmax_in_each_kernel(
     assert_close(found, by_hand(q, k, v, reach(real, W, True, window), real, SINKS))
 
 
+def of_groups(kernel: str | None, window: int | None) -> tuple[Any, Any]:
+    """What `gradients` finds of attention with sinks in streams of groups."""
+    tokens, real = whole_rows(64)
+    *_, live = rows(64)
+    packing = jax.jit(pack)(Sequences(tokens, real, live, 2))
+    n = packing.tokens.shape[1]
+    q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
+
+    def run(*x: Any) -> Any:
+        return attention.attend_packed(kernel, packing, None, window)(*x)
+
+    return gradients(run, q, k, v, SINKS)
+
+
+@cache
+def of_groups_in_products(window: int | None) -> tuple[Any, Any]:
+    return of_groups(None, window)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "window"), and_slow([("cudnn", None), ("splash", 3)], [("cudnn", 3)])
+    ("kernel", "window"),
+    # cuDNN's window has as many queries as keys: rows are whole there, else joined.
+    [("cudnn", None), ("cudnn", 3), ("splash", 3)],
 )
 def test_completions_that_share_a_prompt_have_its_sinks_once(
     as_cudnn: None, kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once for the prompt and once for themselves, in streams of groups."""
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
-    tokens, real, completions, live = rows(64)
-    whole = [
-        np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in ((tokens, completions), (real, live))
-    ]
-    packing = jax.jit(pack)(Sequences(*whole, live, 2))
-    n = packing.tokens.shape[1]
-    q, k, v = arrays((1, n, N, H), *[(1, n, KV, H)] * 2)
-
-    def run(name: Any, *x: Any) -> Any:
-        return attention.attend_packed(name, packing, None, window)(*x)
-
-    found, expected = (gradients(partial(run, name), q, k, v, SINKS) for name in (kernel, None))
-    assert_close(found, expected)
+    assert_close(of_groups(kernel, window), of_groups_in_products(window))
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [("split-k", 100), ("flash-decode", 100), (None, None)]
+    # Those of kernels are in test_prompt_terms.py too.
+    ("name", "window"),
+    and_slow([(None, None)], [("split-k", 100), ("flash-decode", 100)]),
 )
 def test_a_decode_step_has_the_sinks(
     name: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -400,68 +412,131 @@ def rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 WINDOWS = (LayerKind(window=3), LayerKind(rotates=False))
 
 
-def loss_of_model(mesh: Any, params: Any) -> tuple[jax.Array, Any]:
-    """Of a model with layers with a window and without: hidden states of whole sequences, of
-    streams of them and of groups, and of prefill. The value, and so the gradient, is of groups,
-    whose prompts attend by the call that whole sequences do."""
-    config = replace(tiny_model("qwen2")[0], kinds=WINDOWS)
-    prompts, real, completions, live = rows(config.vocab_size)
+def whole_rows(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each prompt and its completion, twice, with their mask."""
+    prompts, real, completions, live = rows(vocab)
     halves = (prompts, completions), (real, live)
-    whole = [np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves]
-    fixed = jax.lax.stop_gradient(params)
-    plain = decoder.forward(config, fixed, *whole, mesh=mesh)
-    plain = jnp.where(whole[1][..., None], plain, 0)
-    streams = []
-    for group, given in ((1, fixed), (2, params)):
-        packing = pack(Sequences(*whole, live, group), mesh)
-        hidden = decoder.forward_packed(config, given, packing, mesh=mesh)
-        streams += [rows.unpack(hidden) for rows in packing.rows]
-    total = sum(jnp.sin(x).sum() for x in streams)
-    filled, _ = decoder.prefill(config, fixed, completions, live, mesh=mesh)
-    return total, (plain, *streams, jnp.where(live[..., None], filled, 0))
+    tokens, mask = (np.concatenate([np.repeat(x, 2, 0), y], 1) for x, y in halves)
+    return tokens, mask
+
+
+def to_the_start(x: Any, mask: np.ndarray) -> np.ndarray:
+    """Rows whose padding, which is 0, is moved behind them."""
+    order = np.argsort(~mask, 1, stable=True).reshape(*mask.shape, *[1] * (x.ndim - 2))
+    return np.take_along_axis(np.asarray(x), order, 1)
 
 
 @cache
-def by_model_of_products() -> Any:
-    """With gradients, of matrix products on one device."""
-    run = jax.value_and_grad(partial(loss_of_model, None), has_aux=True)
-    return jax.jit(run)(tiny_model("qwen2")[1])
+def of_model() -> DecoderConfig:
+    """With layers with a window and without."""
+    return replace(tiny_model("qwen2")[0], kinds=WINDOWS)
 
 
-@pytest.mark.parametrize(("kernel", "axes"), [("cudnn", (2, 1, 4)), ("splash", None)], ids=str)
+Entry = Literal["rows", "streams", "groups", "prefill"]
+ENTRIES: tuple[Entry, ...] = get_args(Entry)
+
+
+def loss_of_model(
+    mesh: Any, entries: tuple[Entry, ...], params: Any
+) -> tuple[jax.Array, dict[Entry, Any]]:
+    """Hidden states of whole sequences, of streams of them and of groups, and of a prefill of the
+    prompts. The value, and so the gradient, is of the first of `entries`, in which prompts count
+    once for a group."""
+    config, of = of_model(), dict.fromkeys(ENTRIES, jax.lax.stop_gradient(params))
+    of[entries[0]] = params
+    tokens, mask = whole_rows(config.vocab_size)
+    prompts, real, _, live = rows(config.vocab_size)
+    found: dict[Entry, Any] = {}
+    if "rows" in entries:
+        plain = decoder.forward(config, of["rows"], tokens, mask, mesh=mesh)
+        found["rows"] = jnp.where(mask[..., None], plain, 0)
+    streams: list[tuple[Entry, int]] = [("streams", 1), ("groups", 2)]
+    for entry, group in streams:
+        if entry in entries:
+            packing = pack(Sequences(tokens, mask, live, group), mesh)
+            hidden = decoder.forward_packed(config, of[entry], packing, mesh=mesh)
+            found[entry] = [each.unpack(hidden) for each in packing.rows]
+    if "prefill" in entries:
+        first, own = (to_the_start(x, real) for x in (np.where(real, prompts, 0), real))
+        filled, _ = decoder.prefill(config, of["prefill"], first, own, mesh=mesh)
+        found["prefill"] = jnp.where(own[..., None], filled, 0)
+    valued = found["groups"] if entries[0] == "groups" else of_groups_once(found["rows"])
+    return sum(jnp.sin(x).sum() for x in valued), found
+
+
+def of_groups_once(rows: Any) -> list[Any]:
+    """Of rows of prompts and completions."""
+    return [rows[::2, :W], rows[:, W:]]
+
+
+@cache
+def by_model_of_products() -> tuple[tuple[Any, dict[Entry, Any]], Any]:
+    """What `loss_of_model` finds of all entries, and its gradient: of whole sequences alone, in
+    matrix products on one device."""
+    config = of_model()
+    tokens, mask = whole_rows(config.vocab_size)
+    _, real, *_ = rows(config.vocab_size)
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        hidden = decoder.forward(config, params, tokens, mask)
+        hidden = jnp.where(mask[..., None], hidden, 0)
+        return sum(jnp.sin(x).sum() for x in of_groups_once(hidden)), hidden
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (total, hidden), gradient = jax.device_get(run(tiny_model("qwen2")[1]))
+    of_prompts, streams = to_the_start(hidden[::2, :W], real), [to_the_start(hidden, mask)]
+    groups = [of_prompts, of_groups_once(hidden)[1]]
+    found = {"rows": hidden, "streams": streams, "groups": groups, "prefill": of_prompts}
+    return (total, found), gradient
+
+
+@pytest.mark.parametrize(
+    ("kernel", "axes", "entries"),
+    and_slow(
+        # Whole rows are rolled for cuDNN's kernel. Streams of groups are above, in both.
+        [("cudnn", (2, 1, 4), ("rows",)), ("splash", None, ("groups", "prefill"))],
+        [
+            ("cudnn", (2, 1, 4), ("groups", "rows", "streams", "prefill")),
+            ("splash", None, ("groups", "rows", "streams")),
+        ],
+    ),
+    ids=str,
+)
 def test_a_model_is_the_same_function_in_each_kernel(
     as_cudnn: None,
     monkeypatch: pytest.MonkeyPatch,
     kernel: str,
     axes: tuple[int, int, int] | None,
+    entries: tuple[Entry, ...],
 ) -> None:
     """With cuDNN's gradients; of 2 KV heads each of four devices picks its own. Expected is what
-    matrix products compute on one device."""
-    expected = by_model_of_products()
+    matrix products compute of whole sequences on one device."""
+    (total, every), gradient = by_model_of_products()
+    expected: Any = (total, {entry: every[entry] for entry in entries})
     mesh = None if axes is None else make_mesh(*axes)
     monkeypatch.setattr(decoder, "kernel_of", lambda *_: kernel)
     monkeypatch.setattr(splash, "attend", partial(splash.attend, interpret=True))
-    run: Any = partial(loss_of_model, mesh)  # of its own: jax keeps the traces of one function
+    # Of its own: jax keeps the traces of one function.
+    run: Any = partial(loss_of_model, mesh, entries)
     if kernel == "cudnn":
-        run = jax.value_and_grad(run, has_aux=True)
-    else:
-        expected, _ = expected
+        run, expected = jax.value_and_grad(run, has_aux=True), (expected, gradient)
     assert_close(jax.jit(run)(tiny_model("qwen2", mesh)[1]), expected, 1e-4)
 
 
 def test_an_encoder_is_the_same_function_in_cudnn(
     as_cudnn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose padding may be on either side."""
+    """Of whole rows, whose padding may be on either side."""
     config = EncoderConfig("bert", 50, 32, 2, 4, 48, 20, 0, 2, 1e-12, "mean", 20)
     shapes = bert.shapes(config)
     values = zip(shapes, map(np.asarray, arrays(*shapes.values())), strict=True)
     params = bert.tree({path: jnp.asarray(np.float32(0.1) * x) for path, x in values})
     prompts, real, completions, live = rows(config.vocab_size)
-    given = [(prompts, real), (completions, live)]
+    behind = (np.pad(x, ((0, 0), (0, W - C))) for x in (completions, live))
+    given = [np.concatenate(pair) for pair in zip((prompts, real), behind, strict=True)]
 
     def run() -> Any:
-        return jax.jit(lambda: [bert.encode(config, params, *x) for x in given])()
+        return jax.jit(lambda: bert.encode(config, params, *given))()
 
     expected = run()
     monkeypatch.setattr(bert, "kernel_of", lambda *_: "cudnn")
@@ -471,8 +546,9 @@ def test_an_encoder_is_the_same_function_in_cudnn(
 @pytest.mark.parametrize(
     ("width", "behind", "causal"),
     and_slow(
-        [(14, 3, True), (5, 3, False)],
+        [(14, 3, True)],
         [
+            (5, 3, False),  # as a window that is counted above
             *((width, behind, True) for width, behind in ((5, 0), (5, 3), (14, 0))),
             *((8, behind, True) for behind in (0, 3)),
             *((width, 0, False) for width in (5, 8, 14)),
@@ -520,12 +596,12 @@ def test_long_rows_keep_no_scores(window: int | None, share: int) -> None:
     ("positions", "dtype", "limit", "window"),
     and_slow(
         [
-            *((320, "float32", 2e-6, None), (64, "float32", 2e-6, 1)),
+            (320, "float32", 2e-6, None),
             (1024, "bfloat16", 1e-2, 100),
         ],
         [
             *((320, "float32", 2e-6, window) for window in (1, 100)),
-            *((64, "float32", 2e-6, window) for window in (None, 100)),
+            *((64, "float32", 2e-6, window) for window in (None, 1, 100)),
             *((1024, "float32", 2e-6, window) for window in (None, 1, 100)),
             *((positions, "bfloat16", 1e-2, 100) for positions in (64, 320)),
         ],

@@ -21,6 +21,7 @@ from tiny_models import (
     REFERENCES,
     loss_and_logits,
     make_mesh,
+    model_of_its_kinds,
     on_one_device,
     tiny_config,
     tiny_model,
@@ -34,7 +35,7 @@ from jaxrl.models.parameters import param_shardings
 from jaxrl.types import Sequences
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
+@partial(jax.jit, static_argnames=("config", "dtype", "mesh"))
 def computed(config: Any, params: Any, tokens: Any, mask: Any, **options: Any) -> jax.Array:
     hidden = decoder.forward(config, params, tokens, mask, **options)
     return decoder.logits(config, params, hidden)
@@ -48,7 +49,7 @@ def shared_logits(name: str, tokens: Any, mask: Any) -> np.ndarray:
     """Of tokens [3,20], as `batch` has them, by a program that the tests of a family share: where
     one with gradients is needed anyway, by that."""
     config, params = tiny_model(name)
-    if name in (*BLOCKS, "smollm"):
+    if name in GRADED:
         (_, found), _ = on_one_device(config, params, tokens, mask)
         return np.asarray(found)
     return logits(config, params, tokens, mask)
@@ -85,12 +86,22 @@ def assert_trees_close(config: Any, mask: np.ndarray, a: Any, b: Any) -> None:
     jax.tree_util.tree_map_with_path(check, a, b)
 
 
-BLOCKS = ("llama", "qwen2", "qwen3", "olmo2", "gpt_oss", "qwen3_5_moe", "gemma4_shared")
+GRADED = ("llama", "gpt_oss", "gemma4_unified")
+"""Families whose gradients the default suite holds against transformers: of what others add, layers
+with a state have those of single steps in test_delta.py, and the rest is jax's to differentiate."""
+BLOCKS = ("llama", "olmo2", "gpt_oss", "qwen3_5_moe", "gemma4_shared")
 """Families that have between them each kind of block: the gradients of others go the same ways."""
-OTHERS = tuple(name for name in NAMES if name not in BLOCKS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def but(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in NAMES if name not in names)
+
+
+ROPES = ("llama3_rope", "llama_linear_rope")
+"""Cases that differ from others in their frequencies alone, which are in test_rotary.py too."""
+
+
+@pytest.mark.parametrize("name", and_slow([x for x in NAMES if x not in ROPES], ROPES))
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference = np.load(REFERENCES / "decoders" / f"{name}.npz")
     tokens, mask = batch(tiny_config(name).vocab_size)
@@ -98,7 +109,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(ours[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", and_slow(BLOCKS, OTHERS))
+@pytest.mark.parametrize("name", and_slow(GRADED, but(GRADED)))
 def test_gradients_are_those_of_transformers(name: str) -> None:
     config, params = tiny_model(name)
     reference = np.load(REFERENCES / "decoders" / f"{name}.npz")
@@ -136,7 +147,7 @@ def test_layouts_have_the_same_arrays(name: str) -> None:
 @pytest.mark.parametrize(
     # The layers of another layout compute the same where a prefill is held against it (below).
     "name",
-    and_slow(["qwen3", "qwen3_5_moe"], ["gemma4_shared", *OF_TWO_KINDS]),
+    and_slow(["qwen3"], ["qwen3_5_moe", "gemma4_shared", *OF_TWO_KINDS]),
 )
 def test_layouts_agree(name: str) -> None:
     config, unstacked = tiny_model(name, layout="unstacked")
@@ -158,19 +169,23 @@ def test_abstract_params_and_count_are_those_of_the_real_ones() -> None:
 @pytest.mark.parametrize(
     "name",
     and_slow(
-        ["olmo2", "gpt_oss", "qwen3_5", "gemma4_shared"],
+        ["gpt_oss", "qwen3_5", "gemma4_shared"],
         ["qwen2", "phi3", "gemma4", "qwen3", "smollm3", "qwen3_moe", "gemma3", "qwen3_5_moe"]
-        + ["gemma4_moe"],
+        + ["gemma4_moe", "olmo2"],
     ),
 )
 def test_prefill_then_decode_is_forward(name: str) -> None:
-    """Rows with prompts of different lengths, teacher-forced until the sequence is longer than the
-    windows; of layers each by itself, and of stacked ones."""
+    """Slots that share prompts of different lengths, teacher-forced until the sequence is longer
+    than the windows; of layers each by itself, and of stacked ones."""
     config, params = tiny_model(name, layout="unstacked")
-    tokens = np.random.RandomState(0).randint(3, config.vocab_size, (3, 20)).astype(np.int32)
-    lengths = np.array([7, 4, 1])
-    width = 7
-    expected = shared_logits(name, tokens, np.ones_like(tokens, bool))
+    lengths, prompt_of, width = np.array([7, 4, 1]), np.array([0, 2, 1, 1, 0, 2]), 7
+    random = np.random.RandomState(0)
+    tokens, more = random.randint(3, config.vocab_size, (2, 3, 20)).astype(np.int32)
+    more = np.where(np.arange(20)[None] < lengths[:, None], tokens, more)  # the same prompts
+    found = (shared_logits(name, x, np.ones_like(x, bool)) for x in (tokens, more))
+    expected = np.stack(list(found), 1).reshape(6, 20, -1)  # two rows of each prompt
+    row_of = 2 * prompt_of + np.array([0, 0, 0, 1, 1, 1])
+    slots = np.stack([tokens, more], 1).reshape(6, 20)[row_of]
 
     @jax.jit
     def prefill(params: Any, tokens: Any, mask: Any) -> Any:
@@ -184,13 +199,12 @@ def test_prefill_then_decode_is_forward(name: str) -> None:
 
     mask = np.arange(width)[None] < lengths[:, None]
     first, prompts = prefill(params, tokens[:, :width], mask)
-    cache, shared = behind(prompts, lengths, positions=8)
-    np.testing.assert_allclose(np.asarray(first)[mask], expected[:, :width][mask], atol=1e-5)
-    positions = lengths.copy()
-    rows = np.arange(3)
+    cache, shared = behind(prompts, lengths, positions=8, prompt_of=prompt_of)
+    np.testing.assert_allclose(np.asarray(first)[mask], expected[::2, :width][mask], atol=1e-5)
+    positions, rows = lengths[prompt_of], np.arange(6)
     for _ in range(5):
-        got, cache = step(params, cache, tokens[rows, positions], positions, shared)
-        np.testing.assert_allclose(got, expected[rows, positions], atol=2e-5)
+        got, cache = step(params, cache, slots[rows, positions], positions, shared)
+        np.testing.assert_allclose(got, expected[row_of, positions], atol=2e-5)
         positions += 1
 
 
@@ -223,7 +237,7 @@ def test_a_token_changes_nothing_before_itself() -> None:
 def test_a_row_without_a_valid_token_is_finite_and_adds_no_gradient() -> None:
     """Two rows beside an empty one, and the third beside two, add up to the three: what empty rows
     added would be there three times."""
-    config, params = tiny_model("qwen2")
+    config, params = tiny_model("gpt_oss")  # with biases, which padding has too
     tokens, mask = batch(config.vocab_size)
     parts = []
     for rows in (np.arange(3) < 2, np.arange(3) == 2):
@@ -267,7 +281,10 @@ def test_layers_that_are_kept_keep_their_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), and_slow([("llama", "dots")], [("llama", "full"), ("gemma4_shared", "full")])
+    # In the default suite updates with either are held against others without where a mesh divides
+    # them: below, and in test_shared_prompts.py.
+    ("name", "remat"),
+    and_slow([], [("llama", "dots"), ("llama", "full"), ("gemma4_shared", "full")]),
 )
 def test_rematerialisation_changes_no_value(name: str, remat: str) -> None:
     config, params = tiny_model(name)
@@ -294,14 +311,15 @@ def test_bfloat16_compute_is_near_float32(name: str) -> None:
     ("name", "axes"),
     and_slow(
         [
-            ("qwen3", (1, 1, 8)),  # tensor exceeds the query heads
-            ("smollm", (2, 2, 2)),  # divides neither of 3 heads and 1 KV head
-            ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
-            ("gpt_oss", (1, 2, 1, 1, 4)),
-            ("qwen3_5_moe", (1, 1, 4, 1, 2)),  # tensor exceeds the key heads of a state
-            ("gemma4_shared", (1, 2, 2)),  # windows, two ropes, keys and values of other layers
+            ("gpt_oss", (1, 2, 1, 1, 4)),  # of others the logits: below
         ],
         [
+            ("smollm", (2, 2, 2)),  # divides neither of 3 heads and 1 KV head
+            ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
+            ("qwen3", (1, 1, 8)),  # tensor exceeds the query heads
+            ("qwen3_5_moe", (1, 1, 4, 1, 2)),
+            # windows, two ropes, keys and values of other layers: also in test_shared_prompts.py
+            ("gemma4_shared", (1, 2, 2)),
             # tensor exceeds the KV heads of either kind of layers; experts beside an MLP, divided
             ("gemma4_moe", (1, 1, 4, 1, 2)),
             ("llama", (2, 2, 2)),
@@ -334,6 +352,24 @@ def test_sharding_changes_no_value(name: str, axes: tuple[int, ...]) -> None:
     assert_trees_close(config, three[1], got, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("olmo2", (1, 2, 4)),  # divides what the norms of q and k sum over
+        ("qwen3_5_moe", (1, 1, 8)),  # tensor exceeds all heads, those of states too
+    ],
+)
+def test_sharding_changes_no_logit(name: str, axes: tuple[int, ...]) -> None:
+    """In the default suite the gradients on meshes are those above, of kernels in
+    test_attention.py, and of streams."""
+    tokens, mask = batch(tiny_config(name).vocab_size)
+    config, sharded = tiny_model(name, mesh := make_mesh(*axes))
+    four = (np.concatenate([x, x[:1]]) for x in (tokens, mask))
+    found = logits(config, sharded, *four, mesh=mesh)[:3]
+    expected = shared_logits(name, tokens, mask)
+    np.testing.assert_allclose(found[mask], expected[mask], atol=2e-5)
+
+
 ROWS, WIDTH = 7, 31
 TOKENS = ROWS * WIDTH
 """No width, nor positions times heads, and more than a layer is wide."""
@@ -342,7 +378,7 @@ TOKENS = ROWS * WIDTH
 @cache
 def gradient_program(name: str, reduce_in_float32: bool) -> Any:
     """Of the logits' sum, in bfloat16."""
-    config, params = tiny_model(name)
+    config, params = model_of_its_kinds(name)
     config = replace(config, reduce_in_float32=reduce_in_float32)
     assert max(config.vocab_size, config.d_model, config.d_ff) < TOKENS
     tokens, mask = np.ones((ROWS, WIDTH), np.int32), np.ones((ROWS, WIDTH), bool)
@@ -368,7 +404,7 @@ def sums_over(jaxpr: Any) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", and_slow(BLOCKS, OTHERS))
+@pytest.mark.parametrize("name", and_slow(BLOCKS, but(BLOCKS)))
 def test_gradients_of_bfloat16_compute_are_summed_over_tokens_in_float32(name: str) -> None:
     """CPUs sum bfloat16 in float32 whatever the program says, GPUs do as it says: so the program is
     read."""
@@ -392,7 +428,7 @@ def products_over(jaxpr: Any, terms: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", and_slow(BLOCKS, OTHERS))
+@pytest.mark.parametrize("name", and_slow(BLOCKS, but(BLOCKS)))
 def test_a_kernels_gradient_is_reduced_in_float32_on_request(name: str) -> None:
     """A product over all tokens is what devices hold parts of, and add in its dtype."""
     found, on_request = (

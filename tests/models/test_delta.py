@@ -15,7 +15,7 @@ from tiny_models import Memory, make_mesh, tiny_config, tiny_tensors
 from jaxrl.formats import weights
 from jaxrl.models import decoder, delta, parameters
 from jaxrl.models.config import DecoderConfig
-from jaxrl.models.delta import Delta, Filters, Inputs
+from jaxrl.models.delta import Delta, Filters, Inputs, Recurrent
 from jaxrl.models.family import LayerKind
 from jaxrl.models.packing import pack
 from jaxrl.types import Sequences
@@ -41,7 +41,9 @@ def inputs(rows: int, tokens: int, alike: float = 0.0) -> tuple[Inputs, Filters]
     return jax.tree.map(jnp.asarray, given)
 
 
-def by_steps(mask: jax.Array, given: Inputs, filters: Filters) -> tuple[jax.Array, Any]:
+def by_steps(
+    mask: jax.Array, given: Inputs, filters: Filters, start: Recurrent
+) -> tuple[jax.Array, Any]:
     """One call for each token, in a scan."""
 
     def step(kept: Any, one: Any) -> tuple[Any, jax.Array]:
@@ -50,7 +52,6 @@ def by_steps(mask: jax.Array, given: Inputs, filters: Filters) -> tuple[jax.Arra
         out, kept = delta.recur_rows(SIZES, None, real[:, None], token, filters, kept)
         return kept, out[:, 0]
 
-    start = delta.nothing_read(SIZES, len(mask), jnp.dtype("float32"))
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (mask, given))
     kept, out = jax.lax.scan(step, start, first)
     return jnp.moveaxis(out, 0, 1), kept
@@ -64,19 +65,24 @@ def chunks_and_steps() -> list[Any]:
     """Values and gradients of either, of rows that end within a chunk, at its end and in the third
     one."""
 
-    def sums(run: Any, given: Inputs, filters: Filters) -> Any:
-        out, kept = run(ENDING, given, filters)
+    def sums(run: Any, given: Inputs, filters: Filters, start: Recurrent) -> Any:
+        out, kept = run(ENDING, given, filters, start)
         out = jnp.where(ENDING[..., None, None], out, 0)
         return jnp.sin(out).sum() + sum(jnp.sin(x).sum() for x in kept), (out, kept)
 
     runs = partial(delta.recur_rows, SIZES, None), by_steps
-    return [jax.jit(jax.value_and_grad(partial(sums, run), (0, 1), has_aux=True)) for run in runs]
+    graded = partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+    return [jax.jit(graded(partial(sums, run))) for run in runs]
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0])
 def test_chunks_are_the_recurrence_step_by_step(alike: float) -> None:
-    """Also where all keys are one and little is forgotten, whose changes nearly cancel."""
-    chunks, steps = (run(*inputs(3, 150, alike)) for run in chunks_and_steps())
+    """Also where all keys are one and little is forgotten, whose changes nearly cancel; behind
+    other tokens, with the gradient of what is kept of them."""
+    draw = np.random.default_rng(1)
+    like = delta.nothing_read(SIZES, 3, jnp.dtype("float32"))
+    start = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), like)
+    chunks, steps = (run(*inputs(3, 150, alike), start) for run in chunks_and_steps())
     for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(steps), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
@@ -103,8 +109,11 @@ COMPLETIONS = np.random.RandomState(4).randint(3, 64, (8, 6))
 LIVE = np.arange(6)[None] < np.array([6, 1, 3, 2, 0, 4, 6, 5])[:, None]
 
 
-def scored(axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]) -> Any:
-    """Value and gradient of hidden states, which are there too: of rows (group 0) or streams."""
+def scored(
+    axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...], graded: bool
+) -> list[Any]:
+    """Hidden states of rows (group 0) or streams; where `graded`, with a value of them and its
+    gradient."""
     mesh = None if axes is None else make_mesh(*axes)
     config = tiny_config("qwen3_5").with_layers(layers)
     tensors = Memory(tiny_tensors("qwen3_5", config=config))
@@ -122,7 +131,9 @@ def scored(axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]) ->
         own = jnp.where(LIVE[..., None], own, 0)
         return jnp.sin(own).sum(), own
 
-    return jax.tree.leaves(jax.jit(jax.value_and_grad(run, has_aux=True))(params))
+    return jax.tree.leaves(
+        jax.jit(jax.value_and_grad(run, has_aux=True) if graded else run)(params)
+    )
 
 
 EVERY, STATES = (0, 1, 2, 3), (1, 3)
@@ -130,30 +141,62 @@ EVERY, STATES = (0, 1, 2, 3), (1, 3)
 
 
 @cache
-def of_rows(layers: tuple[int, ...]) -> Any:
+def of_rows(layers: tuple[int, ...], graded: bool) -> list[Any]:
     """On one device."""
-    return scored(None, 0, layers)
+    return scored(None, 0, layers, graded)
 
 
 @pytest.mark.parametrize(
-    ("axes", "group", "layers"),
+    ("axes", "group", "layers", "graded"),
     and_slow(
-        [((1, 1, 2, 2), 2, STATES), (None, 1, STATES)],
+        [((1, 1, 2, 2), 2, STATES, False)],  # gradients of what a layer reads are above
         [
-            *((axes, group, EVERY) for axes in (None, (1, 1, 2, 2)) for group in (1, 2)),
-            ((1, 1, 2, 2), 0, EVERY),
+            *((axes, group, STATES, True) for axes, group in (((1, 1, 2, 2), 2), (None, 1))),
+            *((axes, group, EVERY, True) for axes in (None, (1, 1, 2, 2)) for group in (1, 2)),
+            ((1, 1, 2, 2), 0, EVERY, True),
         ],
     ),
     ids=str,
 )
 def test_streams_hold_the_same_rows(
-    axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...]
+    axes: tuple[int, ...] | None, group: int, layers: tuple[int, ...], graded: bool
 ) -> None:
     """Rows by themselves, and groups that share a prompt, whose state and last inputs are then
     those at the prompt's end, one of which is shorter than the convolution; on a mesh too, where
     `context` divides the tokens."""
-    for a, b in zip(scored(axes, group, layers), of_rows(layers), strict=True):
+    for a, b in zip(scored(axes, group, layers, graded), of_rows(layers, graded), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("group", and_slow([1], [2]))
+def test_a_stream_is_read_as_its_rows_are(group: int) -> None:
+    """By themselves, and in groups; on four devices that each have both key heads."""
+    (given, filters), mesh = inputs(8, 13), make_mesh(1, 1, 4)
+    before, own = (
+        jax.tree.map(lambda x, part=part: np.asarray(x)[part], given)
+        for part in (np.s_[::2, :7], np.s_[:, 7:])
+    )
+    given = joined(before, own)
+    tokens, mask = np.zeros((8, 13), np.int32), np.concatenate([np.ones((8, 7), bool), LIVE], 1)
+
+    @jax.jit
+    def read(*each: Inputs) -> tuple[jax.Array, list[jax.Array]]:
+        packing = pack(Sequences(tokens, mask, LIVE, group), mesh)
+        parts = [jax.tree.map(at.pack, x) for at, x in zip(packing.rows, each, strict=True)]
+        stream = jax.tree.map(lambda *x: sum(x), *parts)
+        found, _ = delta.recur_packed(SIZES, mesh, packing)(stream, filters)
+        rows, _ = delta.recur_rows(SIZES, None, mask, given, filters)
+        return rows, [at.unpack(found) for at in packing.rows]
+
+    rows, found = read(*((given,) if group == 1 else (before, own)))
+    found = found[0] if group == 1 else joined(*found)
+    seen = mask[..., None, None]
+    np.testing.assert_allclose(found, np.where(seen, rows, 0), atol=1e-5)
+
+
+def joined(before: Any, own: Any) -> Any:
+    """Each of `before` twice, with its own behind it."""
+    return jax.tree.map(lambda x, y: np.concatenate([np.repeat(x, 2, 0), y], 1), before, own)
 
 
 @pytest.mark.parametrize("remat", and_slow(["full"], ["dots"]))

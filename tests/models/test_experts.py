@@ -106,11 +106,12 @@ def test_sorted_blocks_are_ragged_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_that_are_elsewhere_add_nothing() -> None:
     """The sums over two halves of the experts add up to that over all."""
     x, ids, weights, *kernels = given(1)
+    whole, _ = by_hand(x, ids, weights, *kernels)
+    kernels = [np.concatenate([kernel, kernel[:1]]) for kernel in kernels]  # one that none chooses
     for run in map(jax.jit, (by_blocks, by_step)):
-        whole = run(x, ids, weights, *kernels)
         halves = [
-            run(x, ids - first, weights, *(kernel[first:last] for kernel in kernels))
-            for first, last in ((0, 2), (2, E))
+            run(x, ids - first, weights, *(kernel[first : first + 3] for kernel in kernels))
+            for first in (0, 3)
         ]
         np.testing.assert_allclose(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
 
@@ -297,24 +298,27 @@ def test_streams_route_as_rows_do_on_any_mesh(name: str) -> None:
         return rows, routed[0].ids
 
     rows = np.asarray(jax.jit(partial(decoder.forward, config))(params, tokens, mask)).sum(-1)
-    found, ids = jax.jit(run, static_argnums=2)(params, sequences, None)
     expected = np.where(mask[:, 9:], rows[:, 8:-1], 0)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert ids.shape == (config.n_layers, 1, ids.shape[2], 2)
-    if config.cycle > 1:  # of stacks too in the order of the layers
-        _, unstacked = tiny_model(name, layout="unstacked")
-        _, others = jax.jit(run, static_argnums=2)(unstacked, sequences, None)
-        np.testing.assert_array_equal(ids, others)
-
     mesh = make_mesh(1, 1, 1, 2, 2)
     _, sharded = tiny_model(name, mesh)
-    found, _ = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
+    found, ids = jax.jit(run, static_argnums=2)(sharded, sequences, mesh)
     np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert ids.shape == (config.n_layers, 2, ids.shape[2], 2)
+    if config.cycle > 1:  # of stacks too in the order of the layers, and on one device
+        _, unstacked = tiny_model(name, layout="unstacked")
+        found, ids = jax.jit(run, static_argnums=2)(params, sequences, None)
+        _, others = jax.jit(run, static_argnums=2)(unstacked, sequences, None)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_array_equal(ids, others)
 
 
-@pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3_5_moe"]))
-def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
-    """Of padded rows, as streams; with gradients that no mesh changes."""
+@pytest.mark.parametrize(
+    # Gradients of mixtures on meshes are in test_decoder.py too.
+    ("name", "graded"),
+    and_slow([("qwen3_moe", False)], [("qwen3_moe", True), ("qwen3_5_moe", True)]),
+)
+def test_the_balance_of_experts_is_that_of_transformers(name: str, graded: bool) -> None:
+    """Of padded rows, as streams; a value, and where `graded` gradients, that no mesh changes."""
     config, params = tiny_model(name)
     mixture = config.experts
     assert mixture is not None
@@ -336,8 +340,11 @@ def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
     mesh = make_mesh(1, 1, 1, 2, 2)
     tokens, mask = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (tokens, mask))
     _, sharded = tiny_model(name, mesh)
-    again = run(sharded, mask, mesh)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, (value, gradient))
+    if graded:
+        again, expected = run(sharded, mask, mesh), (value, gradient)
+    else:
+        again, expected = jax.jit(balance, static_argnums=2)(sharded, mask, mesh), value
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, expected)
 
 
 def test_balanced_routers_have_the_least_loss() -> None:

@@ -348,11 +348,12 @@ def test_padding_to_an_even_width_changes_no_hidden_state():
 
 def test_the_width_of_a_prefill_changes_no_sample():
     """It may be wider than the prompts' limit, and wider than the cache."""
-    params = unstack(jax.device_get(random_params(CONFIG)))
+    config = replace(CONFIG, n_layers=1)
+    params = unstack(jax.device_get(random_params(config)))
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     found = []
     for multiple in (2, 64):
-        engine = Engine(CONFIG, None, slots=2, max_prompt_tokens=5, max_new_tokens=7)
+        engine = Engine(config, None, slots=2, max_prompt_tokens=5, max_new_tokens=7)
         engine.width_multiple = multiple
         sampled = engine.generate(params, prompts, n=2, sampling=SamplingParams(7), seed=1)
         found.append([[c.tokens for c in group] for group in sampled])

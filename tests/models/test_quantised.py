@@ -127,7 +127,8 @@ def test_whole_blocks_of_a_kernel_are_quantised_alone(kind):
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    and_slow([(MIXTURE, "nf4"), ("qwen3", "int8")], [("qwen3", "nf4"), ("qwen3_moe", "nf4")]),
+    # Codes of 8 bits: of devices, below.
+    and_slow([(MIXTURE, "nf4")], [("qwen3", "int8"), ("qwen3", "nf4"), ("qwen3_moe", "nf4")]),
     ids=lambda x: "mixture" if x is MIXTURE else x,
 )
 def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
@@ -159,8 +160,10 @@ def test_it_computes_what_floats_of_the_same_values_compute(model, kind):
 
 @pytest.mark.parametrize("name", and_slow(["qwen3_moe"], ["qwen3"]))
 def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
-    config = replace(tiny_config(name), lora=LORA, quantised="nf4")
-    base = weights.load(Memory(tiny_tensors(name)), config.base, layout="unstacked")
+    plain = tiny_config(name).with_layers((0,))
+    config = replace(plain, lora=LORA, quantised="nf4")
+    tensors = Memory(tiny_tensors(name, config=plain))
+    base = weights.load(tensors, config.base, layout="unstacked")
     adapters = parameters.unstack(jax.device_get(random_adapters(config)))
     params = join(base, adapters)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (2, 6)).astype(np.int32)
@@ -175,8 +178,9 @@ def test_prefill_and_decode_equal_the_forward_pass_over_them(name):
     np.testing.assert_allclose(hidden, expected[:, 5], atol=1e-5)
 
 
-PARTS = [(MIXTURE, "nf4", (1, 2, 2, 1, 2))]
+PARTS = [(MIXTURE, "int8", (1, 2, 2, 1, 2))]
 MORE_PARTS = [
+    (MIXTURE, "nf4", (1, 2, 2, 1, 2)),
     (WIDE, "nf4", (1, 2, 2)),
     (WIDE, "int8", (1, 2, 2)),
     (WIDE, "int8", (2, 2, 2)),
@@ -188,7 +192,8 @@ MORE_PARTS = [
 
 @pytest.mark.parametrize(("model", "kind", "axes"), and_slow(PARTS, MORE_PARTS))
 def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
-    """Each device quantises what it holds of the float weights, in whole blocks."""
+    """Each device quantises what it holds of the float weights, in whole blocks; floats of the same
+    values on one device compute the same."""
     config, mesh = replace(model, quantised=kind), make_mesh(*axes)
     tensors = Drawn(config)
     one = weights.load(tensors, config.base)
@@ -205,7 +210,8 @@ def test_devices_hold_parts_and_compute_the_same(model, kind, axes):
         assert up.sharding.shard_shape(up.shape)[1] == 2  # of four experts
     adapters = random_adapters(config)
     placed = jax.device_put(adapters, frozen_and_trained(param_shardings(config, mesh))[1])
-    ours, theirs = step(config, mesh, many, placed), step(config, None, one, adapters)
+    floats = merge(join(one, adapters), 0.0)
+    ours, theirs = step(config, mesh, many, placed), step(model, None, floats, adapters)
     (loss, _), of_ours = ours
     (same, _), of_theirs = theirs
     for a, b in zip(
@@ -223,23 +229,18 @@ def test_a_dim_whose_blocks_the_devices_do_not_divide_is_whole():
 
 
 def test_no_more_than_a_layer_is_dequantised_at_a_time():
-    """Of the compiled gradient: what 12 layers more keep is their activations, not their kernels as
-    floats."""
+    """Of the compiled gradient of 14 layers: what it holds beside its arguments is less than the
+    kernels of two as floats. One of each layer, the smallest, would be a whole layer's more."""
     tokens, mask = np.ones((1, 4), np.int32), np.ones((1, 4), bool)
+    config = replace(WIDE, n_layers=14, quantised="nf4")
+    frozen, trained = frozen_and_trained(parameters.abstract_params(config))
 
-    def temporaries(n_layers):
-        config = replace(WIDE, n_layers=n_layers, quantised="nf4")
-        frozen, trained = frozen_and_trained(parameters.abstract_params(config))
+    def loss(trained, base):
+        return loss_and_logits(config, join(base, trained), tokens, mask)[0]
 
-        def loss(trained, base):
-            return loss_and_logits(config, join(base, trained), tokens, mask)[0]
-
-        compiled = jax.jit(jax.grad(loss)).lower(trained, frozen).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
+    compiled = jax.jit(jax.grad(loss)).lower(trained, frozen).compile()
     layer = 4 * WIDE.dense_weights // WIDE.n_layers
-    few, many = temporaries(2), temporaries(14)
-    assert many - few < 12 * layer / 10
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * layer
 
 
 def test_the_bytes_of_the_base():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import REFERENCES, tiny_config, tiny_model
+from tiny_models import REFERENCES, model_of_layers, tiny_config
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
@@ -72,7 +72,7 @@ def test_only_what_depends_on_a_length_keeps_one() -> None:
 def test_a_model_of_one_length_samples_what_it_scores() -> None:
     """Prompts shorter than the original context, completions that reach beyond it: the engine's
     log-probs are those of a whole pass, and without a length in common they are not."""
-    config, params = tiny_model("phi3_longrope", layout="unstacked")
+    config, params = model_of_layers("phi3_longrope", (0,), layout="unstacked")
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
     engine = Engine(config, None, slots=2, max_prompt_tokens=4, max_new_tokens=20)
     assert engine.config == config.for_length(24)

@@ -1,4 +1,4 @@
-"""Slots that each have a row of their own for their prompt, for tests without an engine."""
+"""Slots and the rows of their prompts, for tests without an engine."""
 
 from __future__ import annotations
 
@@ -20,19 +20,42 @@ def a_seat_each(lengths: Any, shards: int = 1) -> Seats:
     return Seats(table, lengths, slots)
 
 
-def behind(prompts: Cache, lengths: Any, positions: int) -> tuple[Cache, Shared]:
+def seats_of(prompt_of: np.ndarray, lengths: np.ndarray, shards: int, free: int = 1) -> Seats:
+    """Of slots divided among devices, each of which has all prompts and `free` seats besides."""
+    each = len(prompt_of) // shards
+    most = max(np.bincount(part).max() for part in prompt_of.reshape(shards, each)) + free
+    slots = np.full((shards, len(lengths), most), -1, np.int32)
+    places = np.zeros(len(prompt_of), np.int32)
+    for slot, prompt in enumerate(prompt_of):
+        shard, own = divmod(slot, each)
+        seat = int((slots[shard, prompt] >= 0).sum())
+        slots[shard, prompt, seat], places[slot] = own, prompt * most + seat
+    return Seats(slots.reshape(-1, most), np.tile(lengths, shards), places)
+
+
+def behind(
+    prompts: Cache, lengths: Any, positions: int, prompt_of: np.ndarray | None = None
+) -> tuple[Cache, Shared]:
     """Makes the cache of slots that begin behind prefilled prompts, of `positions` positions: the
-    slots of layers with a state have that of their prompt."""
+    slots of layers with a state have that of their prompt.
+
+    Args:
+        prompt_of: the prompt of each slot; None: a slot for each.
+    """
+    rows = np.arange(len(lengths)) if prompt_of is None else prompt_of
 
     def begin(entry: Any) -> Any:
         if isinstance(entry, Recurrent):
-            return entry
-        return jax.tree.map(
-            lambda x: jnp.asarray(np.zeros((*x.shape[:2], positions, x.shape[3]), x.dtype)), entry
-        )
+            return jax.tree.map(lambda x: np.asarray(x)[rows], entry)
+        sizes = ((len(rows), x.shape[1], positions, x.shape[3]) for x in entry)
+        return tuple(jnp.asarray(np.zeros(n, x.dtype)) for n, x in zip(sizes, entry, strict=True))
 
-    seats = a_seat_each(lengths)
-    return [begin(entry) for entry in prompts], Shared(prompts, seats, seats.lengths)
+    if prompt_of is None:
+        seats = a_seat_each(lengths)
+    else:
+        seats = Seats(*map(jnp.asarray, seats_of(rows, np.int32(lengths), 1)))
+    starts = jnp.asarray(np.int32(lengths)[rows])
+    return [begin(entry) for entry in prompts], Shared(prompts, seats, starts)
 
 
 def attend_alone(kernel: Any, at: np.ndarray, window: int | None = None) -> Any:

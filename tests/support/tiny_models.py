@@ -92,6 +92,13 @@ def model_of_its_kinds(name: str, layout: str = "stacked") -> tuple[Any, Any]:
     return config, weights.load(tensors, config, None, jnp.float32, layout)
 
 
+def model_of_layers(name: str, keep: tuple[int, ...], layout: str = "stacked") -> tuple[Any, Any]:
+    """As `tiny_model`, with layers of the kinds of these alone."""
+    config = tiny_config(name).with_layers(keep)
+    tensors = Memory(tiny_tensors(name, config=config))
+    return config, weights.load(tensors, config, None, jnp.float32, layout)
+
+
 def random_params(config: DecoderConfig, seed: int = 0, layout: str = "stacked") -> Any:
     """Float32 parameters on the scale of `init_params`: numpy draws them, so that nothing is
     compiled."""
