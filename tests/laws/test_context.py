@@ -83,11 +83,12 @@ def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
     given = [f"student.model={models['s']}", *GSPO, f"teacher.model={models['t']}"]
     given += ["distill_weight=1", "policy.kl_coef=0.1", "steps=1", "actor.minibatches=1"]
     given += ["optimizer.name=sgd", "optimizer.learning_rate=0.1", *CONSTANT]  # a step as exact
+    given += ["eval.prompts=6", "eval.samples=4", "eval.temperature=1"]  # programs of training
     found, trained = [], []
     for name, more in {
-        "without": ["mesh=actor=1,rollout=1,teacher+reference=1", "data.eval=null"],
+        "without": ["mesh=actor+rollout+teacher+reference=1", "data.eval=null"],
         "with": [
-            "mesh=actor=4,rollout=1,teacher+reference=2",
+            "mesh=rollout=1,actor=4,teacher+reference=2",
             "actor.parallel.context=2",
             "actor.parallel.tensor=2",
             "teacher.parallel.context=2",

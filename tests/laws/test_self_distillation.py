@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import CONSTANT, SHORT, losses, numbers, save_model, weights
+from runs import AS_TRAINED, CONSTANT, SHORT, losses, numbers, save_model, weights
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
@@ -49,7 +49,8 @@ def run(student, run_dir, *overrides):
 def test_the_version_before_training_is_an_ordinary_teacher(student, tmp_path):
     """With ema=1 and the student's own prompt: every number and weight, and no divergence at the
     start."""
-    asked = ["data.eval=arithmetic", "distill.signal=topk", "distill.top_k=8"]
+    asked = ["data.eval=arithmetic", *AS_TRAINED, "eval.teacher=true"]
+    asked += ["distill.signal=topk", "distill.top_k=8"]
     plain = run(student, tmp_path / "plain", f"teacher.model={student}", *asked)
     own = run(student, tmp_path / "own", POLICY, "teacher.ema=1", "teacher.prompt={prompt}", *asked)
     lengths = [row.pop("teacher/prompt_tokens_mean") for row in own.metrics[1:]]

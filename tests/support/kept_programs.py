@@ -4,7 +4,8 @@ A run traces and lowers its programs anew, which takes most of a tiny run's time
 repeat a run with another folder. A program is a pure function of the config, the model, the mesh
 and the loss: of the config, what says where and how often something is written or evaluated does
 not count, nor which rows are read, nor what rewards completions, nor who else is on the devices,
-nor how many steps there are, where the learning rate is the same in all. The loss is compared by
+nor how many steps there are, where the learning rate is the same in all: it is constant once it
+has risen, and a run is longer than the rise. The loss is compared by
 its code and by what it closes over; what cannot be compared is like nothing else. A file whose
 tests patch what is traced must not ask for it.
 """
@@ -74,8 +75,8 @@ class Itself:
 def content(x: Any) -> Any:
     """What can be hashed, and is equal where two programs made of such values are."""
     if isinstance(x, Config):
-        constant = x.optimizer.lr_schedule == "constant" and not x.optimizer.warmup_steps
-        unread = UNREAD | ({"steps": True} if constant else {})
+        rises, steady = x.optimizer.warmup_steps, x.optimizer.lr_schedule == "constant"
+        unread = UNREAD | ({"steps": True} if steady and rises < x.steps else {})
         # All that a loss asks of the schedule.
         return Config, x.correction, x.model_dump_json(exclude=unread)
     if isinstance(x, FunctionType):
