@@ -262,7 +262,7 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
         patch.setitem(MAKERS, "rollout", broken)
         assert cli.run(main, [*QUICK, *models, *SHORT, ALONE, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
-    assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
+    assert "rollout.start failed in worker actor+rollout+teacher" in told and "disk on fire" in told
     assert run(tmp_path, models, "steps=1", "data.eval=null").metrics[-1]["step"] == 1
 
 

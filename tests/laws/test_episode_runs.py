@@ -120,10 +120,13 @@ def test_a_killed_run_hears_the_same_again(given: list[str], tmp_path: Path) -> 
     assert trained(again) == trained(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_rollout_that_is_killed_hears_the_same_again(given: list[str], tmp_path: Path) -> None:
     """Killed in the middle of a batch's episodes, a worker process comes back, and the run gives
-    the weights that threads give with all that its random environments said, bit for bit."""
+    the weights that threads give with all that its random environments said, bit for bit. By
+    default tests/laws/test_ray_train.py kills a worker that samples, and the test before this hears
+    an environment again."""
     (tmp_path / "dice.py").write_text(DICE.replace("STOP", KILLS))
     run_dir = tmp_path / "run"
     given = [*given, "data.eval=null"]

@@ -82,6 +82,7 @@ REWARDED = [
     *(f"reward.functions=[{FUNCTIONS}:length]", "reward.weights=[0.1]", "reward.workers=1"),
     *("reward.dtype=float32", "reference.lazy=true", "optimizer.learning_rate=1e-3", *PENALISED),
     *("offload.params=true", "offload.optimizer=true", "offload.frozen=true"),
+    *("eval.prompts=6", "eval.samples=4", "eval.temperature=1"),  # of the programs of training
     "mesh=actor+rollout=2,reference+reward+grouper=1",
 ]
 STRUCK = [
@@ -179,9 +180,8 @@ DISTILLED_STRIKES = {
     "teacher.score.stop.8": r"teacher\.score has run for .*; its deadline is 10 s",
     "teacher.score.gcs_server-kill.11": r"the gcs_server .* of the run's own Ray cluster has ended",
 }
-"""What strikes a run, and what it says of it. A rollout is killed while it generates in
-tests/laws/test_episode_runs.py; how each daemon's loss is found is in
-tests/runtime/test_cluster.py."""
+"""What strikes a run, and what it says of it. The process of the teacher is that of the rollout;
+how each daemon's loss is found is in tests/runtime/test_cluster.py."""
 REWARDED_STRIKES = {
     "reference.score.kill.1": r"died in reference\.score",
     "actor.update.kill.2": r"worker actor\+rollout .* died in (actor|rollout)\.",

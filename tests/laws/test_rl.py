@@ -367,13 +367,12 @@ def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, c
 def test_a_cache_in_pages_changes_a_run_by_rounding_alone(student, tmp_path):
     """Completions of up to two pages each, of which there are three for four completions; those of
     evaluations too."""
-    asked = ["max_new_tokens=66", "rollout.launch_tokens=64", "rollout.slots=4", "steps=1"]
+    asked = ["max_new_tokens=66", "rollout.launch_tokens=66", "rollout.slots=4", "steps=1"]
     asked += ["batch_size=2", "group_size=2", "actor.minibatches=1", "data.eval=arithmetic:size=2"]
     asked += ["eval.prompts=2", "eval.samples=2", "eval.temperature=1"]
-    whole, paged = (
-        run(student, tmp_path / name, *asked, *more)
-        for name, more in (("whole", []), ("paged", ["rollout.cache_tokens=192"]))
-    )
+    pages = ["rollout.cache_tokens=192", "rollout.launch_tokens=64"]
+    whole = run(student, tmp_path / "whole", *asked)
+    paged = run(student, tmp_path / "paged", *asked, *pages)
     assert sum(row["rollout/sent_back"] for row in paged.metrics if row["step"]) > 0
     assert not any("rollout/sent_back" in row for row in whole.metrics)
     for one, other in zip(numbers(whole), numbers(paged), strict=True):
