@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from episode_environments import Doors, Echo
 from reward_functions import length
 from rich.console import Console
@@ -51,7 +53,9 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def keys(**more: object) -> dict[str, object]:
-    short = dict(text.split("=", 1) for text in (*SHORT, *CONSTANT, "mesh=actor+rollout=1"))
+    evaluated = ["eval.prompts=6", "eval.samples=2", "eval.temperature=1"]  # programs of training
+    given = (*SHORT, *CONSTANT, *evaluated, "mesh=actor+rollout=1")
+    short = dict(text.split("=", 1) for text in given)
     return {
         key: Config.load(overrides=SHORT) and _value(text) for key, text in short.items()
     } | more
@@ -105,7 +109,7 @@ def test_a_run_of_objects_resumes_with_the_same_ones(
     """The config says where they came from; the rows are known by their fingerprint, and the
     command line says how to give them."""
     run = keys(run_dir=str(tmp_path / "run"), **GSPO)
-    sets = {"low": ROWS[:3], "high": ROWS[4:]}
+    sets = {"low": ROWS[:3], "high": ROWS[5:]}
     objects: dict[str, Any] = {"model": student, "environment": functools.partial(Doors, 4)}
     objects["rewards"] = [length]
     result = train(run, data=iter(ROWS), eval_data=sets, **objects)
@@ -123,7 +127,7 @@ def test_a_run_of_objects_resumes_with_the_same_ones(
     again = train(longer, data=ROWS, eval_data=sets, **objects)
     assert numbers(again)[:3] == numbers(result) and again.metrics[-1]["step"] == 3
     changed = [*ROWS[:-1], {**ROWS[-1], "answer": "no"}]
-    other = sets | {"high": changed[4:]}
+    other = sets | {"high": changed[5:]}
     with pytest.raises(UserError, match="what data.train and data.eval.high names has changed"):
         train({**run, "steps": 4}, data=changed, eval_data=other, **objects)
     with pytest.raises(UserError, match="(?s)another config.*environment.name"):
@@ -341,8 +345,21 @@ def test_the_path_of_an_environment_is_whole_whatever_the_config_is(
         assert made.environment.name == f"{tmp_path / 'env.py'}:E"
 
 
+def terse(student: str, path: Path) -> str:
+    """A copy of the student that ends each turn at once: the first of its features is large in all
+    tokens, and twice as large in the one that ends."""
+    shutil.copytree(student, path)
+    (file,) = path.glob("*.safetensors")
+    tensors = safetensors.numpy.load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    table[:, 0] = 100
+    table[258, 0] = 200
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    return str(path)
+
+
 def test_where_only_an_environment_judges_its_reward_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    student: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the console, the end of the run, the samples, an evaluation's table and the report."""
 
@@ -351,10 +368,9 @@ def test_where_only_an_environment_judges_its_reward_is_shown(
             return Answer("", reward=1.0, done=True)
 
     rows = [{"prompt": f"{n}+{n}-{n}="} for n in range(10, 18)]
-    given: Any = {"eval_data": rows[:4], "environment": Ends}
+    given: Any = {"eval_data": rows[:6], "environment": Ends}
     run = keys(**GSPO, **{"teacher.model": None, "run_dir": str(tmp_path / "run")})
-    run["max_new_tokens"] = 24
-    result = train(run, data=rows, model="builtin:student", **given)
+    result = train(run, data=rows, model=terse(student, tmp_path / "terse"), **given)
     out = capsys.readouterr().out
     assert "held-out reward 1.000" in out
     assert "environment's reward on held-out prompts: 1.000 before, 1.000 after" in out
@@ -362,7 +378,7 @@ def test_where_only_an_environment_judges_its_reward_is_shown(
     with page.capture() as captured:
         page.print(table(evaluate(result.run_dir, samples=tmp_path / "samples", **given)))
     lines = (tmp_path / "samples").read_text().splitlines()
-    assert [json.loads(line)["reward"] for line in lines] == [1.0] * 4
+    assert [json.loads(line)["reward"] for line in lines] == [1.0] * 12
     assert re.search(r"not judged.*\n.* reward +1\.000", captured.get())
     assert cli.run(report_main, [str(result.run_dir)]) == 0
     html = (result.run_dir / "report.html").read_text()

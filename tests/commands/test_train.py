@@ -5,7 +5,18 @@ import json
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import CONSTANT, MESH, QUICK, SHORT, losses, save_model, save_pair, unlisted_files
+from runs import (
+    ALONE,
+    AS_TRAINED,
+    CONSTANT,
+    MESH,
+    QUICK,
+    SHORT,
+    losses,
+    save_model,
+    save_pair,
+    unlisted_files,
+)
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl import Config, load_model
@@ -24,13 +35,13 @@ def models(tmp_path_factory):
 
 def run(tmp_path, models, *overrides, name="run"):
     """With programs that runs of other lengths share."""
-    given = [*models, *SHORT, *CONSTANT, MESH, f"run_dir={tmp_path / name}", *overrides]
-    return train(Config.load("builtin:quickstart", given))
+    given = [*models, *SHORT, *CONSTANT, *AS_TRAINED, ALONE, f"run_dir={tmp_path / name}"]
+    return train(Config.load("builtin:quickstart", [*given, *overrides]))
 
 
 @pytest.fixture(scope="module")
 def reference(models, tmp_path_factory):
-    return run(tmp_path_factory.mktemp("reference"), models)
+    return run(tmp_path_factory.mktemp("reference"), models, "eval.teacher=true")
 
 
 def test_what_a_run_leaves_behind(reference):
@@ -71,9 +82,8 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(reference, models, tmp_pat
     assert losses(other) != losses(reference)
 
 
-QUICKSTARTS = "actor=2,rollout=2,teacher=4"
 MORE_MESHES = [
-    "actor+rollout+teacher=1",
+    "actor=2,rollout=2,teacher=4",
     "actor=1,rollout=3,teacher=4",
     "actor+rollout=6,teacher=2 actor.parallel.tensor=2 rollout.parallel.tensor=2",
 ]
@@ -133,13 +143,14 @@ def test_sft_and_seq_kd_learn_without_student_samples(models, tmp_path):
 
 def test_through_the_command_line(reference, models, tmp_path, capsys):
     """On other devices than the reference, which changes no loss."""
-    arguments = [*models, *SHORT, *CONSTANT, f"run_dir={tmp_path / 'run'}"]
-    assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
+    arguments = [*models, *SHORT, *CONSTANT, *AS_TRAINED, f"run_dir={tmp_path / 'run'}"]
+    mesh = ["--mesh", MESH.removeprefix("mesh=")]
+    assert cli.run(main, [*QUICK, *mesh, *arguments]) == 0
     told = capsys.readouterr().out
     assert "actor: ready" in told and "accuracy on held-out prompts" in told and "step 2/2" in told
     rows = read_metrics(tmp_path / "run")[1:]
     assert [row["distill/divergence"] for row in rows] == pytest.approx(losses(reference), rel=2e-4)
-    assert cli.run(main, [*QUICK, "--mesh", QUICKSTARTS, *arguments]) == 0
+    assert cli.run(main, [*QUICK, *mesh, *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
 
 
@@ -224,7 +235,7 @@ def test_a_shared_vocabulary_that_tensor_does_not_divide(models, tmp_path):
 
 def test_a_run_that_diverges_ends_with_exit_code_1_and_keeps_the_batch(models, tmp_path, capsys):
     folder = tmp_path / "run"
-    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "data.eval=null", MESH]
+    arguments = [*models, *SHORT, f"run_dir={folder}", "steps=9", "data.eval=null", ALONE]
     wild = ["optimizer.name=sgd", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null"]
     assert cli.run(main, [*QUICK, *arguments, *wild, "actor.max_nonfinite=2"]) == 1
     told = capsys.readouterr().err
@@ -249,10 +260,10 @@ def test_a_failed_start_leaves_the_run_directory_usable(models, tmp_path, capsys
 
     with monkeypatch.context() as patch:
         patch.setitem(MAKERS, "rollout", broken)
-        assert cli.run(main, [*QUICK, *models, *SHORT, f"run_dir={tmp_path / 'run'}"]) == 1
+        assert cli.run(main, [*QUICK, *models, *SHORT, ALONE, f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
-    assert "rollout.start failed in worker rollout" in told and "disk on fire" in told
-    assert run(tmp_path, models, "steps=1", "data.eval=null", MESH).metrics[-1]["step"] == 1
+    assert "rollout.start failed in worker actor+rollout+teacher" in told and "disk on fire" in told
+    assert run(tmp_path, models, "steps=1", "data.eval=null").metrics[-1]["step"] == 1
 
 
 def test_teacher_of_another_vocabulary_is_refused(models, tmp_path, capsys):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT, save_model
 from tiny_models import make_mesh, random_params
 
@@ -24,7 +25,6 @@ from jaxrl.types import Sequences
 MODEL = DecoderConfig("llama", 48, 32, 2, 4, 2, 8, 64, tie_embeddings=True, eos_ids=(1,))
 PROMPT, COMPLETION = 96, 928
 TOKENS = PROMPT + COMPLETION
-LEARNT = ("actor/grad_norm", "policy/entropy", "distill/divergence")
 
 
 def sequences() -> Sequences:
@@ -76,28 +76,41 @@ def leaves_of(folder) -> list[np.ndarray]:
     return jax.tree.leaves(jax.device_get(load_model(folder).params))
 
 
-def test_a_run_learns_what_it_would_learn_without(tmp_path: Path):
+TAUGHT = (
+    ["group_size=2", "eval.samples=2"],
+    "actor+rollout+teacher=1",
+    ["mesh=rollout=1,actor=2,teacher=2"],
+    "distill/student_entropy",
+)
+REWARDED = (
+    [*GSPO, "distill_weight=1", "policy.kl_coef=0.1", "eval.samples=4"],
+    "actor+rollout+teacher+reference=1",
+    [
+        "mesh=rollout=1,actor=4,teacher+reference=2",
+        "actor.parallel.tensor=2",
+        "reference.parallel.context=2",
+    ],
+    "policy/entropy",
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "one", "many", "entropy"), and_slow([TAUGHT], [REWARDED]), ids=["taught", "rewarded"]
+)
+def test_a_run_learns_what_it_would_learn_without(tmp_path: Path, method, one, many, entropy):
     """Every role that has the axis, prompts that a group shares, samples of the teacher, and
     rewards beside what the teacher says: the metrics of an update, and the weights after it."""
     models = {role: save_model(tmp_path / role, 32, 1, seed) for seed, role in enumerate("st")}
-    given = [f"student.model={models['s']}", *GSPO, f"teacher.model={models['t']}"]
-    given += ["distill_weight=1", "policy.kl_coef=0.1", "steps=1", "actor.minibatches=1"]
+    given = [f"student.model={models['s']}", *method, f"teacher.model={models['t']}"]
+    given += ["steps=1", "actor.minibatches=1", "eval.prompts=6", "eval.temperature=1"]
     given += ["optimizer.name=sgd", "optimizer.learning_rate=0.1", *CONSTANT]  # a step as exact
+    divided = [*many, "actor.parallel.context=2", "teacher.parallel.context=2", "eval.teacher=true"]
     found, trained = [], []
-    for name, more in {
-        "without": ["mesh=actor=1,rollout=1,teacher+reference=1", "data.eval=null"],
-        "with": [
-            "mesh=actor=4,rollout=1,teacher+reference=2",
-            "actor.parallel.context=2",
-            "actor.parallel.tensor=2",
-            "teacher.parallel.context=2",
-            "reference.parallel.context=2",
-            "eval.teacher=true",
-        ],
-    }.items():
+    for name, more in {"without": [f"mesh={one}", "data.eval=null"], "with": divided}.items():
         keys = [*SHORT, *given, *more, f"run_dir={tmp_path / name}"]
         result = train(Config.load("builtin:quickstart", keys))
-        found.append([result.metrics[1][key] for key in LEARNT])
+        learnt = ("actor/grad_norm", entropy, "distill/divergence")
+        found.append([result.metrics[1][key] for key in learnt])
         trained.append(leaves_of(result.run_dir))
     np.testing.assert_allclose(*found, rtol=1e-4)
     assert found[0][0] > 0

@@ -11,7 +11,7 @@ from collections import Counter
 import jax
 import pytest
 from cases import and_slow, needs_ray
-from runs import GSPO, SHORT, save_model, weights
+from runs import ALONE, AS_TRAINED, CONSTANT, GSPO, SHORT, save_pair, weights
 
 from jaxrl import Config
 from jaxrl.algorithms.methods import needed_roles
@@ -29,17 +29,18 @@ FLOAT32 = ["rollout.dtype=float32", "actor.param_dtype=float32", "actor.dtype=fl
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return [
-        f"student.model={save_model(folder / 'student', 32, 2, 0)}",
-        f"teacher.model={save_model(folder / 'teacher', 48, 1, 1)}",
-    ]
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory):
+    """A loop over one layer is no loop, and needs less than the plan counts."""
+    return save_pair(tmp_path_factory.mktemp("deeper"), layers=2)
 
 
 def config(models, run_dir, *overrides):
-    return Config.load(
-        "builtin:quickstart", [*models, *SHORT, *FLOAT32, f"run_dir={run_dir}", *overrides]
-    )
+    given = [*models, *SHORT, *AS_TRAINED, *CONSTANT, *FLOAT32, f"run_dir={run_dir}", *overrides]
+    return Config.load("builtin:quickstart", given)
 
 
 def crew_of(made):
@@ -87,7 +88,8 @@ def rows_of(result):
 
 
 KINDS = {
-    "gkd": ["mesh=actor+rollout+teacher=2"],
+    "gkd": [ALONE],
+    "of two devices": ["mesh=actor+rollout+teacher=2", "eval.teacher=true"],
     "gspo": [*GSPO, "mesh=actor+rollout+reference=2", "policy.kl_coef=0.1"],
     "one_step_off": ["mesh=actor+rollout+teacher=2", "schedule=one_step_off", "steps=5"],
     "in parts": ["mesh=actor+rollout=2,teacher=2", "teacher.num_microbatches=2"],
@@ -124,9 +126,9 @@ def test_offloading_changes_no_number(models, tmp_path, kind):
 
 
 @pytest.mark.parametrize("offload", [[], OFFLOAD], ids=["stays", "offloaded"])
-def test_the_plan_foresees_the_ledgers_peak(models, tmp_path, offload):
-    """A vocabulary of 300 and 2 layers: what is counted is small, and all of it is arrays."""
-    made = config(models, tmp_path / "run", "mesh=actor+rollout+teacher=2", "steps=2", *offload)
+def test_the_plan_foresees_the_ledgers_peak(deeper, tmp_path, offload):
+    """A vocabulary of 264 and 2 layers: what is counted is small, and all of it is arrays."""
+    made = config(deeper, tmp_path / "run", ALONE, *offload)
     result = train(made)
     planned = json.loads((result.run_dir / "plan.json").read_text())["pools"][0]["peak"]
     assert result.metrics[-1]["memory/actor/peak_bytes"] == pytest.approx(planned, rel=0.15)
@@ -142,27 +144,11 @@ def test_the_plan_foresees_the_ledgers_peak(models, tmp_path, offload):
 
 
 def test_a_lazy_role_is_made_when_it_is_first_asked(models, tmp_path, capsys):
-    made = config(
-        models,
-        tmp_path / "run",
-        "mesh=actor+rollout+teacher=2",
-        "teacher.lazy=true",
-        "eval.teacher=false",
-        "steps=2",
-    )
-    result = train(made)
+    result = train(config(models, tmp_path / "run", ALONE, "teacher.lazy=true"))
     log = (result.run_dir / "log.txt").read_text()
     assert "teacher: ready" not in log
     assert log.count("teacher: made on its first use, in ") == 1
-    eager = train(
-        config(
-            models,
-            tmp_path / "eager",
-            "mesh=actor+rollout+teacher=2",
-            "eval.teacher=false",
-            "steps=2",
-        )
-    )
+    eager = train(config(models, tmp_path / "eager", ALONE))
     assert "teacher: ready" in (eager.run_dir / "log.txt").read_text()
     assert rows_of(result) == rows_of(eager)
 

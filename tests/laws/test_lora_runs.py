@@ -8,8 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from cases import and_slow
-from runs import CONSTANT, GSPO, SHORT, losses, numbers, save_pair
+from runs import AS_TRAINED, CONSTANT, GSPO, SHORT, losses, numbers, save_pair
 
 from jaxrl import Config
 from jaxrl.checkpoint.model_source import resolve_model
@@ -98,7 +97,7 @@ def test_training_goes_on_from_adapters(models, whole, tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        ["rollout.merge=true", "offload.params=true", "data.eval=arithmetic"],
+        ["rollout.merge=true", "offload.params=true", "data.eval=arithmetic", *AS_TRAINED],
         ["offload.params=true", "offload.optimizer=true"],
     ],
     ids=["merged", "offloaded"],
@@ -116,7 +115,7 @@ def test_the_weights_under_adapters_may_be_held_in_bfloat16(models, whole, tmp_p
 
 
 QLORA = ["mesh=actor+rollout+reference=1", "policy.kl_coef=0.1", "student.base_dtype=nf4"]
-QLORA.append("actor.minibatches=1")
+QLORA += ["actor.minibatches=1", "offload.frozen=true"]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +125,8 @@ def quantised(models, tmp_path_factory):
 
 
 def test_a_quantised_base_is_the_base_everywhere(quantised):
-    """The rollout samples from what is trained, and the reference is its start."""
+    """The rollout samples from what is trained, and the reference is its start. What the actor
+    keeps is not offloaded with the reference."""
     kl = [row["policy/kl_k3"] for row in quantised.metrics[1:]]
     assert abs(kl[0]) < 1e-6 < abs(kl[-1])
     assert max(row["policy/mismatch_k3"] for row in quantised.metrics[1:]) < 1e-6
@@ -184,12 +184,12 @@ def test_what_was_trained_over_a_quantised_base_is_read_over_it(models, quantise
     assert abs(on.metrics[1]["policy/kl_k3"]) < 1e-6  # of the reference, which has merged weights
 
 
-@pytest.mark.parametrize(
-    "offloaded", and_slow([["offload.frozen=true"]], [[]]), ids=["offloaded", ""]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("offloaded", [["offload.frozen=true"], []], ids=["offloaded", ""])
 def test_the_reference_is_the_base_without_another_copy(models, tmp_path, offloaded):
     """GSPO with a penalty: the policy starts at the reference, and moves away from it. What the
-    actor keeps is not offloaded with the reference."""
+    actor keeps is not offloaded with the reference. The default suite has it of a quantised base.
+    """
     more = ["mesh=actor+rollout+reference=1", "policy.kl_coef=0.1"]
     more.append("actor.minibatches=1")
     found = run(models[:1], tmp_path / "run", *GSPO, *more, *offloaded, "steps=2")

@@ -27,10 +27,11 @@ from cases import and_slow, needs_ray
 needs_ray()
 
 import ray_faults  # noqa: E402
-from runs import (  # noqa: E402  # noqa: E402  # noqa: E402
+from runs import (  # noqa: E402
     CONSTANT,
     FUNCTIONS,
     HERE,
+    PENALISED,
     SHORT,
     environment,
     numbers,
@@ -75,12 +76,13 @@ FROZEN = ("reference", "reward", "grouper")
 LAZY = ("reference", "grouper")
 """Those that start in their first call, in the middle of a run: only that call is repeated."""
 REWARDED = [
-    *("algorithm=gspo", "teacher.model=null", "policy.kl_coef=0.1", "group_size=4"),
+    *("algorithm=gspo", "teacher.model=null", "group_size=4"),
     *("policy.advantages=similarity", f"grouper.model={HERE / 'references' / 'tiny_bge'}"),
     *("grouper.use=blend", "grouper.dtype=float32", "reference.dtype=float32"),
     *(f"reward.functions=[{FUNCTIONS}:length]", "reward.weights=[0.1]", "reward.workers=1"),
-    *("reward.dtype=float32", "reference.lazy=true"),
+    *("reward.dtype=float32", "reference.lazy=true", "optimizer.learning_rate=1e-3", *PENALISED),
     *("offload.params=true", "offload.optimizer=true", "offload.frozen=true"),
+    *("eval.prompts=6", "eval.samples=4", "eval.temperature=1"),  # of the programs of training
     "mesh=actor+rollout=2,reference+reward+grouper=1",
 ]
 STRUCK = [
@@ -168,7 +170,7 @@ PARTS = ("steps=4", "teacher.num_microbatches=3", "data.eval=null", "eval.teache
 """So many calls of `teacher.score` a batch; the first strike comes between two of them. It is the
 run that learns from rewards that evaluates.
 """
-ADAPTERS = ("student.lora.rank=2", "student.base_dtype=nf4")
+ADAPTERS = ["student.lora.rank=4", "optimizer.learning_rate=0.02"]  # as other files' runs
 DIED_IN_ROLLOUT_OR_TEACHER = (
     r"worker rollout\+teacher .* died in (teacher\.score|rollout\.(load|generate))"
 )
@@ -178,9 +180,8 @@ DISTILLED_STRIKES = {
     "teacher.score.stop.8": r"teacher\.score has run for .*; its deadline is 10 s",
     "teacher.score.gcs_server-kill.11": r"the gcs_server .* of the run's own Ray cluster has ended",
 }
-"""What strikes a run, and what it says of it. A rollout is killed while it generates in
-tests/laws/test_episode_runs.py; how each daemon's loss is found is in
-tests/runtime/test_cluster.py."""
+"""What strikes a run, and what it says of it. The process of the teacher is that of the rollout;
+how each daemon's loss is found is in tests/runtime/test_cluster.py."""
 REWARDED_STRIKES = {
     "reference.score.kill.1": r"died in reference\.score",
     "actor.update.kill.2": r"worker actor\+rollout .* died in (actor|rollout)\.",
@@ -212,14 +213,15 @@ def has_the_same_bits(result, expected):
         assert not {key for key in differ if not key.startswith("offload/")}
 
 
+@pytest.mark.parametrize("base", and_slow(["float32"], ["nf4"]))
 def test_a_distillation_survives_its_workers_and_its_cluster(
-    models, cluster, tmp_path, undisturbed, capsys
+    models, cluster, tmp_path, undisturbed, capsys, base
 ):
     """One run, struck three times: the teacher killed amid the parts of a batch, the teacher
     stopped, and the cluster's GCS killed. It trains adapters, which come again to a new rollout,
-    and this loads, and quantises, the weights under them itself.
+    and this loads the weights under them, and quantises them where that is asked for, itself.
     """
-    own = [FEW, *PARTS, *ADAPTERS]
+    own = [FEW, *PARTS, *ADAPTERS, f"student.base_dtype={base}"]
     expected = undisturbed("one_step_off", *own)
     for strike in DISTILLED_STRIKES:
         ask_for(tmp_path, strike)

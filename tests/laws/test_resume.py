@@ -48,8 +48,10 @@ from jaxrl.train import main, train
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-FOUR = [*CONSTANT, "steps=4"]
-"""A short run, whose programs are those of runs of other lengths."""
+FOUR = ["steps=4"]
+"""A short run, of the programs of longer ones."""
+TALKS = ["algorithm=sft", "max_prompt_tokens=60", "group_size=1", *CONSTANT]
+"""Of runs without a teacher, whose programs are the same."""
 
 
 def by_default(schedule):
@@ -127,12 +129,15 @@ def test_other_meshes_go_on_with_it(models, tmp_path, capsys):
     """From three devices to one and back; without sampling, which turns rounding into tokens. The
     run reports all of them.
     """
-    data = [models[0], "teacher.model=null", "algorithm=sft", "data.eval=null"]
-    data += CONSTANT
-    whole = run(data, tmp_path / "whole", "mesh=actor=2,rollout=1", "steps=6")
-    run(data, tmp_path / "run", "mesh=actor=2,rollout=1", "steps=2")
-    run(data, tmp_path / "run", "mesh=actor+rollout=1", "steps=4")
-    parts = run(data, tmp_path / "run", "mesh=actor=2,rollout=1", "steps=6")
+    data = ["teacher.model=null", "data.eval=null", *TALKS]
+
+    def to(steps, mesh, name="run"):
+        return run(models[:1], tmp_path / name, f"mesh={mesh}", *data, f"steps={steps}")
+
+    whole = to(6, "actor=2,rollout=1", "whole")
+    to(2, "actor=2,rollout=1")
+    to(4, "actor+rollout=1")
+    parts = to(6, "actor=2,rollout=1")
     told = [[row["sft/loss"] for row in result.metrics[1:]] for result in (whole, parts)]
     assert told[1] == pytest.approx(told[0], rel=1e-5)
     used = "actor=2,rollout=1 to step 2, then actor+rollout=1 to step 4, then actor=2,rollout=1"
@@ -169,14 +174,13 @@ def test_a_template_shows_the_date_on_which_the_run_began(tmp_path, monkeypatch)
     data = tmp_path / "rows.jsonl"
     row = '{{"prompt": "{n}+1", "completion": "{m}", "answer": "{m}"}}\n'
     data.write_text("".join(row.format(n=n, m=n + 1) for n in range(8)))
-    asked = ["algorithm=sft", f"student.model={student}", "mesh=actor+rollout=1", *CONSTANT, *SHORT]
+    asked = [f"student.model={student}", "mesh=actor+rollout=1", *SHORT, *TALKS]
     asked += [
         f"data.train={data}",
         f"data.eval={data}",
         "data.verifier=exact",
         "checkpoint.every=1",
     ]
-    asked += ["max_prompt_tokens=60", "group_size=1"]
 
     def trained(name, steps, day):
         monkeypatch.setattr("jaxrl.run.run_dir.today", lambda: day)
@@ -367,7 +371,7 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
     assert trained_by([*empty, "--resume", "must"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    named = [*arguments(finished.models, "x", *FOUR, "steps=1"), "run_dir=null", "name=n"]
+    named = [*arguments(finished.models, "x", *FOUR), "run_dir=null", "name=n"]
     assert trained_by(named) == trained_by([*named, "--resume", "never"]) == 0
     assert (tmp_path / "runs" / "n-2" / "final").is_dir()
     assert unlisted_files(finished.run_dir) == unlisted_files(tmp_path / "runs" / "n-2") == set()
@@ -375,12 +379,12 @@ def test_resume_never_and_must(finished, tmp_path, capsys, monkeypatch):
 
 def test_other_training_data_of_the_same_name_are_refused(models, tmp_path, capsys):
     data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
-    asked = [f"data.train={data}", "data.eval=null", "eval.teacher=false", *FOUR, "steps=2"]
+    data.write_text("".join(json.dumps({"prompt": f"{i}+10-10="}) + "\n" for i in range(20)))
+    asked = [f"data.train={data}", "data.eval=null", *FOUR]
     run(models, tmp_path / "run", *asked)
-    data.write_text(data.read_text().replace("7+1", "7+2"))
-    assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=3")) == 2
-    assert "what data.train names has changed since step 2" in capsys.readouterr().err
+    data.write_text(data.read_text().replace("7+10", "7+20"))
+    assert trained_by(arguments(models, tmp_path / "run", *asked, "steps=5")) == 2
+    assert "what data.train names has changed since step 4" in capsys.readouterr().err
 
 
 def test_a_directory_in_use_is_refused(finished, capsys):
@@ -480,15 +484,15 @@ def test_an_interruption_that_cannot_save_in_time_says_so(models, tmp_path, monk
 def test_a_checkpoint_folder_that_cannot_be_stops_saving_not_training(models, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    result = run(models, tmp_path / "run", *FOUR, "steps=2")
-    assert result.metrics[-1]["step"] == 2 and (tmp_path / "run" / "final").is_dir()
+    result = run(models, tmp_path / "run", *FOUR)
+    assert result.metrics[-1]["step"] == 4 and (tmp_path / "run" / "final").is_dir()
     told = capsys.readouterr().out
     assert "checkpoint 2 could not be written" in told and "there is none yet" in told
 
 
 def test_the_best_checkpoint_follows_the_evaluation(models, tmp_path, monkeypatch):
     """More accurate weights outlive newer ones; of equals the newer stays."""
-    told = iter([0.0, 0.0, 0.2, 0.9, 0.9, 0.3, 0.1])  # step 0, the teacher, steps 1 to 5
+    told = iter([0.0, 0.2, 0.9, 0.9, 0.3, 0.1])  # steps 0 to 5
     row = {"eval/mean_completion_tokens": 1.0}
     evaluation = "jaxrl.run.reporting.evaluation_row"
     monkeypatch.setattr(evaluation, lambda *_: row | {"eval/accuracy": next(told)})
@@ -506,12 +510,12 @@ def test_trackers_get_less_time_after_a_failure(models, tmp_path, monkeypatch):
     closed = []
     still = SimpleNamespace(write=lambda *_: None, samples=lambda _: None, close=closed.append)
     monkeypatch.setattr("jaxrl.run.attempt.open_trackers", lambda *_: still)
-    run(models, tmp_path / "run", *FOUR, "steps=1")
+    run(models, tmp_path / "run", *FOUR)
 
     def broken(*given: object, **named: object) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Actor, "update", broken)
     with pytest.raises(RunError):
-        run(models, tmp_path / "failing", *FOUR, "steps=1")
+        run(models, tmp_path / "failing", *FOUR)
     assert closed == [CLOSE_S, HURRY_S] and HURRY_S < CLOSE_S

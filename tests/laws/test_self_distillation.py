@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from cases import and_slow
-from runs import CONSTANT, SHORT, losses, numbers, save_model, weights
+from runs import AS_TRAINED, CONSTANT, SHORT, losses, numbers, save_model, weights
 from tiny_models import make_mesh, tiny_model
 
 from jaxrl import Config
@@ -33,6 +33,8 @@ ALONE = [
     "optimizer.learning_rate=0.01",
     *CONSTANT,
 ]
+AVERAGED = [POLICY, "teacher.ema=0.5", *HINT, "actor.minibatches=2", "distill.jsd_beta=0.5"]
+LAGGING = ["schedule=two_step_off", "steps=5", "checkpoint.every=2"]
 VOCABULARY = 264
 
 
@@ -49,7 +51,8 @@ def run(student, run_dir, *overrides):
 def test_the_version_before_training_is_an_ordinary_teacher(student, tmp_path):
     """With ema=1 and the student's own prompt: every number and weight, and no divergence at the
     start."""
-    asked = ["data.eval=arithmetic", "distill.signal=topk", "distill.top_k=8"]
+    asked = ["data.eval=arithmetic", *AS_TRAINED, "eval.teacher=true"]
+    asked += ["distill.signal=topk", "distill.top_k=8"]
     plain = run(student, tmp_path / "plain", f"teacher.model={student}", *asked)
     own = run(student, tmp_path / "own", POLICY, "teacher.ema=1", "teacher.prompt={prompt}", *asked)
     lengths = [row.pop("teacher/prompt_tokens_mean") for row in own.metrics[1:]]
@@ -59,16 +62,20 @@ def test_the_version_before_training_is_an_ordinary_teacher(student, tmp_path):
     assert abs(losses(own)[0]) < 1e-6 < losses(own)[1]
 
 
-def test_the_head_in_the_loss_is_that_of_the_version_that_scored(student, tmp_path):
+@pytest.fixture(scope="module")
+def averaged(student, tmp_path_factory):
+    """Five steps with a moving average."""
+    return run(student, tmp_path_factory.mktemp("averaged") / "run", *AVERAGED, *LAGGING)
+
+
+def test_the_head_in_the_loss_is_that_of_the_version_that_scored(student, averaged, tmp_path):
     """Hidden states with the actor's copy of the head against log-probs of every token, which need
     no head: the same divergence under a lag, with several updates for each batch."""
-    asked = [POLICY, "teacher.ema=0.5", *HINT, "schedule=one_step_off", "actor.minibatches=2"]
-    asked += ["steps=3", "distill.jsd_beta=0.5"]
-    hidden = run(student, tmp_path / "hidden", *asked)
-    every = ["distill.signal=topk", f"distill.top_k={VOCABULARY}"]
-    topk = run(student, tmp_path / "topk", *asked, *every)
-    assert losses(hidden) == pytest.approx(losses(topk), rel=1e-4)
-    assert min(losses(hidden)) > 0.01
+    assert averaged.metrics[4]["policy_version"] == 1
+    every = ["distill.signal=topk", f"distill.top_k={VOCABULARY}", "steps=4"]
+    topk = run(student, tmp_path / "topk", *AVERAGED, *LAGGING, *every)
+    assert losses(averaged)[:4] == pytest.approx(losses(topk), rel=1e-4)
+    assert min(losses(topk)) > 0.01
 
 
 def test_the_current_policy_with_its_own_prompt_teaches_nothing(student, tmp_path):
@@ -79,29 +86,30 @@ def test_the_current_policy_with_its_own_prompt_teaches_nothing(student, tmp_pat
     assert np.abs(losses(same)).max() < 1e-6
 
 
-def test_a_run_with_a_moving_average_resumes_bit_for_bit(student, tmp_path):
-    asked = [POLICY, "teacher.ema=0.9", *HINT, "schedule=two_step_off", "steps=5"]
-    asked += ["checkpoint.every=2", "distill.signal=topk", "distill.top_k=8"]
-    whole = run(student, tmp_path / "whole", *asked)
-    left = tmp_path / "left"
+def test_a_run_with_a_moving_average_resumes_bit_for_bit(student, averaged, tmp_path):
+    asked, whole, left = [*AVERAGED, *LAGGING], averaged, tmp_path / "left"
     shutil.copytree(whole.run_dir, left)
     shutil.rmtree(left / "final")
     for step in (4, 5):
         shutil.rmtree(left / "checkpoints" / str(step))
-    with pytest.raises(UserError, match=r"teacher\.ema: 0\.9 there, 0\.5 now"):
-        run(student, left, *asked, "teacher.ema=0.5")
+    with pytest.raises(UserError, match=r"teacher\.ema: 0\.5 there, 0\.9 now"):
+        run(student, left, *asked, "teacher.ema=0.9")
     resumed = run(student, left, *asked)
     assert resumed.metrics[-1]["step"] == 5
     assert numbers(resumed) == numbers(whole)
     assert weights(resumed.run_dir) == weights(whole.run_dir)
 
 
-@pytest.mark.parametrize(("ema", "offloaded"), [(0, "params"), (0.9, "optimizer")])
+CURRENT = [POLICY, *HINT, "distill.signal=topk", "distill.top_k=8"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "offloaded"), [(CURRENT, "params"), (AVERAGED, "optimizer")], ids=["0", "0.5"]
+)
 def test_what_the_teacher_shares_with_the_actor_is_offloaded_with_it(
-    student, tmp_path, ema, offloaded
+    student, tmp_path, asked, offloaded
 ):
     """In one pool, where actor and teacher may hold the same arrays: no bit changes."""
-    asked = [POLICY, f"teacher.ema={ema}", *HINT, "distill.signal=topk", "distill.top_k=8"]
     plain = run(student, tmp_path / "plain", *asked)
     moved = run(student, tmp_path / "moved", *asked, f"offload.{offloaded}=true")
     assert plain.metrics[1]["weights/teacher_sync_bytes"] == 0

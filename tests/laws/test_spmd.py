@@ -74,7 +74,7 @@ def config(signal: str = "hidden") -> Config:
             "optimizer.learning_rate=0.1",
             "optimizer.warmup_steps=0",
             f"actor.micro_batch_tokens={28 if signal == 'topk' else 'null'}",
-            "rollout.launch_tokens=4",
+            "rollout.launch_tokens=8",
             "distill.chunk_tokens=16",
             "rollout.dtype=float32",
             "distill.top_k=4",

@@ -15,7 +15,7 @@ from cases import and_slow, needs_ray
 needs_ray()
 
 import jax  # noqa: E402
-from runs import CONSTANT, QUICK, SHORT, environment, save_model, weights  # noqa: E402
+from runs import ALONE, CONSTANT, QUICK, SHORT, environment, save_pair, weights  # noqa: E402
 from two_hosts import FIRST, SECOND, refusal, two_hosts  # noqa: E402
 
 from jaxrl import Config, load_model  # noqa: E402
@@ -24,24 +24,22 @@ from jaxrl.train import train  # noqa: E402
 pytestmark = pytest.mark.ray
 
 MESH = "mesh=actor=1,rollout+teacher=1"
-"""The actor fills the first host; rollout and teacher are on the second."""
+"""The actor fills the first host; rollout and teacher are on the second. The programs of each are
+those of its first device."""
 END = 600
 """Seconds within which any run here has ended; none takes a fifth of it on quiet cores."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    student = save_model(folder / "student", 32, 1, seed=0)
-    teacher = save_model(folder / "teacher", 48, 1, seed=1, rows=272)
-    return [f"student.model={student}", f"teacher.model={teacher}"]
+    return save_pair(tmp_path_factory.mktemp("models"), layers=1)
 
 
 @pytest.fixture(scope="module")
 def expected(models, tmp_path_factory):
     """The run on one host, with threads."""
     folder = tmp_path_factory.mktemp("expected")
-    options = arguments(models, folder / "run", "launcher=local")
+    options = arguments(models, folder / "run", "launcher=local", ALONE)
     return train(Config.load("builtin:quickstart", options)).run_dir
 
 
@@ -57,7 +55,7 @@ def hosts(request):
 
 
 def arguments(models, run_dir, *overrides):
-    plain = ["steps=30", "checkpoint.every=1", "data.eval=null", f"run_dir={run_dir}", MESH]
+    plain = ["steps=20", "checkpoint.every=1", "data.eval=null", f"run_dir={run_dir}", MESH]
     return [*models, *SHORT, *CONSTANT, *plain, *overrides]
 
 

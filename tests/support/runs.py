@@ -79,16 +79,26 @@ MESH = "mesh=actor=1,rollout=1,teacher=1"
 order of its collectives would be lost: each process that trains so compiles it again."""
 
 
+ALONE = "mesh=actor+rollout+teacher=1"
+"""One device for all roles. A program for another device is another program, also to the compile
+cache on disk: files whose runs are on the first device alone share what they compile."""
+AS_TRAINED = ["eval.prompts=6", "eval.samples=2", "eval.temperature=1", "eval.teacher=false"]
+"""Evaluations that sample with the programs that a batch of `SHORT` is sampled with."""
+
+
 STEPS = 10
 
 
 CONSTANT = ["optimizer.lr_schedule=constant", "optimizer.warmup_steps=0"]
 """A learning rate that does not depend on the number of steps to come."""
+WARMED = ["optimizer.lr_schedule=constant", "optimizer.warmup_steps=3"]
+"""One that does not either, and depends on the number of updates before: of runs of at least four
+steps."""
 
 
 def arguments(models, run_dir, *overrides):
-    plain = [MESH, f"steps={STEPS}", "checkpoint.every=2", "eval.every=4", f"run_dir={run_dir}"]
-    return [*models, *SHORT, *plain, *overrides]
+    plain = [f"steps={STEPS}", "checkpoint.every=2", "eval.every=4", f"run_dir={run_dir}"]
+    return [*models, *SHORT, ALONE, *AS_TRAINED, *WARMED, *plain, *overrides]
 
 
 def start(models, run_dir, *overrides):
@@ -142,6 +152,10 @@ LENGTH = f"reward.functions=[{FUNCTIONS}:length]"
 
 
 GSPO = ["algorithm=gspo", "teacher.model=null", LENGTH, "reward.workers=1", "group_size=4"]
+
+
+PENALISED = ["policy.kl_coef=0.1", "policy.entropy_coef=0.01", "policy.correction=tis_token"]
+"""Of runs that learn from rewards and share their programs."""
 
 
 def save_reward_model(folder):
