@@ -9,13 +9,15 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import described
 import gpu
 import gpu_sections
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from described import SIZES, arguments, describe, filled, measure
+from described import MODELS, SIZES, arguments, describe, filled, measure
 from gpu_sections import SECTIONS, Bench
 
 from jaxrl.aot.programs import local_bytes
@@ -24,12 +26,44 @@ from jaxrl.sampling import decode
 TINY = SIZES["tiny"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_layer():
+    """In each model: programs of decode steps unroll them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (TINY.student, TINY.teacher):
+            patch.setitem(MODELS, name, replace(MODELS[name], n_layers=1))
+        yield
+
+
+def made_here(shape, dtype, sharding, below):
+    """`described._maker` without a program for each shape."""
+
+    def make(seed):
+        rng = np.random.default_rng(int(seed))
+        if jnp.issubdtype(dtype, jnp.floating):
+            made = rng.uniform(-0.035, 0.035, shape)
+        else:
+            made = rng.integers(0, below, shape)
+        return jax.device_put(made.astype(dtype), sharding)
+
+    return make
+
+
+def zeros_here(tree):
+    """`described.zeros`, the same."""
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), tree)
+
+
 @pytest.fixture(scope="module")
 def rows():
-    """Of every section; of the whole step one schedule, with the programs of earlier tests."""
+    """Of every section; of the updates the variant alone, and of the whole step one schedule, with
+    the programs of earlier tests."""
     bench = Bench(replace(TINY, batches=(4,)), jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+        patch.setattr(described, "_maker", made_here)
+        patch.setattr(described, "zeros", zeros_here)
+        patch.setattr(gpu_sections, "REMATS", ())
         patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
         patch.setattr("jaxrl.sharding.targets.TRY_S", 0.0)  # how close they come is not asked
         return [row for section in SECTIONS.values() for row in section(bench)]
@@ -54,14 +88,21 @@ def test_every_section_has_numbers(rows):
 PROGRAMS = {
     f"update of tiny, remat {remat}": ("actor", "update", {"actor": {"remat": remat}})
     for remat in ("none", "full")
-} | {"score by tiny teacher": ("teacher", "score", {})}
+}
+MEASURED = {  # by default
+    "score by tiny teacher": ("teacher", "score", {}),
+    "update, chunk_tokens=512": ("actor", "update", {"distill": {"chunk_tokens": 512}}),
+}
 
 
-@pytest.mark.parametrize("name", and_slow(sorted(PROGRAMS)[:2], sorted(PROGRAMS)[2:]))
+@pytest.mark.parametrize("name", and_slow(MEASURED, PROGRAMS))
 def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
-    role, program_name, sections = PROGRAMS[name]
+    role, program_name, sections = (MEASURED | PROGRAMS)[name]
     run = describe(TINY, jax.devices()[:1], **sections)
     program = run.program(role, program_name)
+    if not any(row["name"] == name for row in rows):
+        bench = Bench(TINY, jax.devices()[:1])
+        rows = [*gpu_sections.ceilings(bench), *gpu_sections.update(bench)]
     row = next(row for row in rows if row["name"] == name)
     assert row["compiled"] == program.held(program.compile())
     assert row["planned"] == program.planned(run.accounts[role])

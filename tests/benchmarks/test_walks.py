@@ -62,7 +62,9 @@ def test_the_models_are_made_with_their_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(walks, "FIRST_WALKS", 64)
     monkeypatch.setitem(walks.VERIFIERS, "walk", walks.arrives)
-    short = "steps=1 batch_size=8 eval.prompts=8"
+    for sizes in walks.SIZES.values():
+        monkeypatch.setitem(sizes, "n_layers", 1)  # of which decode steps compile each
+    short = "steps=1 batch_size=8 eval.prompts=1 rollout.slots=1"
     recipes = {model: f"{recipe} {short}" for model, recipe in walks.RECIPES.items()}
     monkeypatch.setattr(walks, "RECIPES", recipes)
     walks.make()

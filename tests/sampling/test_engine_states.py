@@ -141,9 +141,10 @@ def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-@pytest.mark.parametrize("config", and_slow([CONFIG, BORROWS], [MIXTURE]), ids=lambda c: c.family)
+@pytest.mark.parametrize("config", and_slow([CONFIG], [BORROWS, MIXTURE]), ids=lambda c: c.family)
 def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
-    """Slots are filled again, and free ones go on being computed."""
+    """Slots are filled again, and free ones go on being computed. The default suite has layers that
+    borrow in episodes, below."""
     assert len({len(completion.tokens) for completion in reference(config)}) > 2
     assert_exact(reference(config), config)
 
@@ -152,15 +153,15 @@ def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> Non
     ("config", "options"),
     and_slow(
         [
-            (CONFIG, {"slots": 16, "launch_tokens": 6}),
             (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
         ],
         [
+            (CONFIG, {"slots": 16, "launch_tokens": 6}),
             (CONFIG, {"slots": 1}),
             (BORROWS, {"slots": 16, "launch_tokens": 6, "shape": (1, 2, 2)}),
         ],
     ),
-    ids=["many slots", "states divided", "a slot", "borrows"],
+    ids=["states divided", "many slots", "a slot", "borrows"],
 )
 def test_tokens_depend_on_seeds_and_prompts_alone(
     config: DecoderConfig, options: dict[str, Any]
