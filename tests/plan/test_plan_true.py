@@ -304,7 +304,7 @@ QUANTISED = [*((k, s) for k in ("int8", "nf4") for s in ("gqa", "tied")), ("nf4"
     ("kind", "shape_name", "name"),
     by_default(
         [(*case, name) for case in QUANTISED for name in OF_THE_POLICY],
-        *(("nf4", "experts", name) for name in ("update", "decode")),
+        ("nf4", "experts", "update"),
     ),
 )
 def test_quantised_weights_under_adapters(kind: str, shape_name: str, name: str) -> None:
