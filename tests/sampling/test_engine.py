@@ -352,15 +352,12 @@ def test_tokens_do_not_depend_on_who_shares_the_prompts(
     assert 5 <= shared.stats.prefill_rows <= 5 * shared.row_shards  # each has its own
 
 
-@pytest.mark.parametrize("at_first", and_slow([2], [4]))
-def test_rows_of_prompts_follow_their_samples(
-    at_first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_prompts_follow_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample of each prompt is long, so that more and more prompts are there while slots are
     refilled, and at the end no more rows and seats than there are slots."""
     limits = [[40, 4, 4, 4]] * 5
     asked = {"sampling": SamplingParams(max_new_tokens=40), "limits": limits}
-    options = {"slots": at_first, "max_new_tokens": 40, "launch_tokens": 4}
+    options = {"slots": 4, "max_new_tokens": 40, "launch_tokens": 4}
     expected = at_once(4, 150, **asked)  # the program of the tests of pages
     seen: list[tuple[int, ...]] = []
     launch = decode.launch
@@ -375,9 +372,9 @@ def test_rows_of_prompts_follow_their_samples(
     monkeypatch.setattr(decode, "launch", spied)
     assert_same(expected, generate(engine(**options), n=4, **asked))
     slots, rows, seats, taken = zip(*seen, strict=True)
-    assert (slots[0], rows[0], seats[0]) == (at_first, 1, at_first) and max(rows) == at_first
+    assert (slots[0], rows[0], seats[0]) == (4, 1, 4) and max(rows) == 4
     assert all(b in (a, 2 * a) or 2 * b <= a for a, b in zip(rows, rows[1:], strict=False))
-    assert slots[-1] < at_first and rows[-1] <= slots[-1] and seats[-1] == 1
+    assert slots[-1] < 4 and rows[-1] <= slots[-1] and seats[-1] == 1
     assert all(0 < n <= of for n, of in zip(taken, slots, strict=True))
 
 
