@@ -182,7 +182,6 @@ def test_a_run_that_goes_on_profiles_what_is_left(profiled, tmp_path, models):
     rows = {row["stage"]: row for row in stages(run_dir)["stages"]}
     last = next(row for row in read_metrics(run_dir) if row["step"] == 4)
     assert rows["actor.update"]["moved"] == last["offload/to_device_bytes"] > 0
-    assert rows["rollout.load"]["moved"] is None, "one pool"
     assert "only 4:5 is profiled" in (run_dir / "log.txt").read_text()
 
 
