@@ -53,6 +53,7 @@ BORROWS = replace(
     final_softcap=1.0,
     kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
 )
+PAIR = replace(BORROWS, n_layers=2, kinds=(WHOLE, replace(WHOLE, borrows=True, d_ff=96)))
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
 N, WIDTH = 2, 64
 
@@ -141,10 +142,11 @@ def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-@pytest.mark.parametrize("config", and_slow([CONFIG], [BORROWS, MIXTURE]), ids=lambda c: c.family)
+@pytest.mark.parametrize(
+    "config", and_slow([CONFIG, PAIR], [BORROWS, MIXTURE]), ids=["states", "pair", "borrows", "moe"]
+)
 def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
-    """Slots are filled again, and free ones go on being computed. The default suite has layers that
-    borrow in episodes, below."""
+    """Slots are filled again, and free ones go on being computed."""
     assert len({len(completion.tokens) for completion in reference(config)}) > 2
     assert_exact(reference(config), config)
 
