@@ -298,12 +298,14 @@ def _products(
 
 # Training.
 
+REMATS = ("full", "dots", "none")
+
 
 def update(bench: Bench) -> Rows:
     """The teacher's score, and an update with less and less of the forward pass recomputed."""
     name = f"score by {bench.size.teacher}"
     yield bench.row("update", name, partial(_trained, bench, "teacher", "score", {}))
-    for remat in ("full", "dots", "none"):
+    for remat in REMATS:
         find = partial(_trained, bench, "actor", "update", {"actor": {"remat": remat}})
         yield bench.row("update", f"update of {bench.size.student}, remat {remat}", find)
 

@@ -8,29 +8,80 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import described
 import gpu
 import gpu_sections
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from described import SIZES, arguments, describe, filled, measure
+from described import MODELS, SIZES, arguments, describe, filled, measure
 from gpu_sections import SECTIONS, Bench
 
 from jaxrl.aot.programs import local_bytes
+from jaxrl.config.schema import Config
 from jaxrl.sampling import decode
 
 TINY = SIZES["tiny"]
 
 
-@pytest.fixture(scope="module")
-def rows():
-    """Of every section; of the whole step one schedule, with the programs of earlier tests."""
+@pytest.fixture(scope="module", autouse=True)
+def one_layer():
+    """In each model: programs of decode steps unroll them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (TINY.student, TINY.teacher):
+            patch.setitem(MODELS, name, replace(MODELS[name], n_layers=1))
+        yield
+
+
+def made_here(shape, dtype, sharding, below):
+    """`described._maker` without a program for each shape."""
+
+    def make(seed):
+        rng = np.random.default_rng(int(seed))
+        if jnp.issubdtype(dtype, jnp.floating):
+            made = rng.uniform(-0.035, 0.035, shape)
+        else:
+            made = rng.integers(0, below, shape)
+        return jax.device_put(made.astype(dtype), sharding)
+
+    return make
+
+
+def zeros_here(tree):
+    """`described.zeros`, the same."""
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), tree)
+
+
+def pretended_run(command, table, limit):
+    """What `gpu_sections._until` reads of a run with this config, which is one of `jaxrl.train`."""
+    config = Config.load(command[command.index("--config") + 1])
+    assert config.profile.range and table.is_relative_to(config.run_dir)
+    Path(config.run_dir).mkdir()
+    row = {"time/step_s": 1.0, "tokens/generated": 64.0}
+    stages = [{"stage": stage, "seconds": 0.1} for stage in sorted(STAGES)]
+    return [row] * config.steps, {"stages": stages}
+
+
+STAGES = {"actor.update", "teacher.score", "rollout.generate"}
+
+
+@pytest.fixture(scope="module", params=and_slow(["pretended"], ["run"]))
+def rows(request):
+    """Of every section; of the updates the variant alone, and of the whole step one schedule, which
+    is run where that is asked for."""
     bench = Bench(replace(TINY, batches=(4,)), jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+        patch.setattr(described, "_maker", made_here)
+        patch.setattr(described, "zeros", zeros_here)
+        patch.setattr(gpu_sections, "REMATS", ())
         patch.setattr(gpu_sections, "SCHEDULES", ("one_step_off",))
+        if request.param == "pretended":
+            patch.setattr(gpu_sections, "_until", pretended_run)
         patch.setattr("jaxrl.sharding.targets.TRY_S", 0.0)  # how close they come is not asked
         return [row for section in SECTIONS.values() for row in section(bench)]
 
@@ -48,20 +99,44 @@ def test_every_section_has_numbers(rows):
     assert all(row["predicted"]["measured"] > 0 for row in programs)
     steps = [row for row in rows if row["section"] == "step"]
     stages = {s["stage"] for row in steps for s in row["stages"]}
-    assert stages >= {"actor.update", "teacher.score", "rollout.generate"}
+    assert stages >= STAGES
+
+
+def test_a_run_is_read_until_its_table_is_there(tmp_path):
+    table = tmp_path / "profile" / "stages.json"
+    table.parent.mkdir()
+    text = '{"step": 0}\n{"step": 1, "time/step_s": 2.0}\n{"step": 2, "ti'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    code = "import sys, time; open(sys.argv[1], 'w').write(sys.argv[2]); time.sleep(60)"
+    command = [sys.executable, "-S", "-c", code, str(table), '{"stages": []}']
+    found = gpu_sections._until(command, table, float("inf"))
+    assert found == ([{"step": 1, "time/step_s": 2.0}], {"stages": []})
+    table.unlink()
+    with pytest.raises(RuntimeError, match="error: no weights"):
+        refused = [sys.executable, "-S", "-c", "raise SystemExit('error: no weights')"]
+        gpu_sections._until(refused, table, float("inf"))
+    with pytest.raises(TimeoutError):
+        gpu_sections._until([sys.executable, "-S", "-c", "input()"], table, 0.0)
 
 
 PROGRAMS = {
     f"update of tiny, remat {remat}": ("actor", "update", {"actor": {"remat": remat}})
     for remat in ("none", "full")
-} | {"score by tiny teacher": ("teacher", "score", {})}
+}
+MEASURED = {  # by default
+    "score by tiny teacher": ("teacher", "score", {}),
+    "update, chunk_tokens=512": ("actor", "update", {"distill": {"chunk_tokens": 512}}),
+}
 
 
-@pytest.mark.parametrize("name", and_slow(sorted(PROGRAMS)[:2], sorted(PROGRAMS)[2:]))
+@pytest.mark.parametrize("name", and_slow(MEASURED, PROGRAMS))
 def test_the_bytes_are_those_of_the_run_s_own_program(rows, name):
-    role, program_name, sections = PROGRAMS[name]
+    role, program_name, sections = (MEASURED | PROGRAMS)[name]
     run = describe(TINY, jax.devices()[:1], **sections)
     program = run.program(role, program_name)
+    if not any(row["name"] == name for row in rows):
+        bench = Bench(TINY, jax.devices()[:1])
+        rows = [*gpu_sections.ceilings(bench), *gpu_sections.update(bench)]
     row = next(row for row in rows if row["name"] == name)
     assert row["compiled"] == program.held(program.compile())
     assert row["planned"] == program.planned(run.accounts[role])

@@ -58,11 +58,15 @@ def test_the_teachers_walks_begin_half_at_random_and_end_at_the_goal():
     assert set(begun) == {8}  # the goal is further away
 
 
+@pytest.mark.usefixtures("shared_programs")
 def test_the_models_are_made_with_their_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(walks, "FIRST_WALKS", 64)
     monkeypatch.setitem(walks.VERIFIERS, "walk", walks.arrives)
-    short = "steps=1 batch_size=8 eval.prompts=8"
+    small = walks.SIZES[walks.STUDENT] | {"n_layers": 1}  # both models are of the same programs
+    monkeypatch.setattr(walks, "SIZES", dict.fromkeys(walks.SIZES, small))
+    short = "steps=1 batch_size=8 eval.prompts=1 rollout.slots=1 max_prompt_tokens=30"
+    short += " optimizer.learning_rate=2e-3 optimizer.lr_schedule=constant"
     recipes = {model: f"{recipe} {short}" for model, recipe in walks.RECIPES.items()}
     monkeypatch.setattr(walks, "RECIPES", recipes)
     walks.make()

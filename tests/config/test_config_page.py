@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kept_programs import UNREAD
-from runs import save_pair, save_reward_model
+from runs import save_reward_model
 from tiny_models import REFERENCES, make_mesh
 
 import jaxrl
@@ -266,18 +266,12 @@ def test_every_key_is_read_but_those_planted_here(
     monkeypatch.setattr(Config, "with_dtypes", lambda c, where: reads.watch(fill(c, where)))
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    distillation = [  # of the shapes of other files' runs
-        *save_pair(tmp_path, layers=1),
-        *("batch_size=6", "group_size=2", "rollout.launch_tokens=4"),
+    asked = [
         "mesh=actor+rollout+teacher=1",
-        f"run_dir={tmp_path / 'distillation'}",
+        f"run_dir={tmp_path / 'run'}",
         "distill.entropy_aware=true",
         f"data.few_shot={shots}",
         "data.few_shot_rows=1",
-    ]
-    rewards = [
-        "mesh=actor+rollout=1",
-        f"run_dir={tmp_path / 'rewards'}",
         "algorithm=gspo",
         "group_size=2",
         "distill_weight=1",
@@ -292,8 +286,7 @@ def test_every_key_is_read_but_those_planted_here(
         "environment.name=guess_number",
         "environment.workers=1",
     ]
-    for asked in (distillation, rewards):
-        train(reads.watch(PlantedConfig.load("builtin:quickstart", [*ONE_STEP, *asked])))
+    train(reads.watch(PlantedConfig.load("builtin:quickstart", [*ONE_STEP, *asked])))
     for signal in ("distill.signal=topk", "distill.signal=sampled distill.jsd_beta=1"):
         overrides = [*signal.split(), "distill.top_k=4"]
         trace_signal(reads.watch(PlantedConfig.load(None, overrides)))

@@ -68,7 +68,8 @@ def test_eight_gpu_configs_are_planned_from_config_json_alone(split, large_host,
 
 
 def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
-    """Both hosts are full, no pool needs both, and the teacher is split no further than it must."""
+    """Both hosts are full, no pool needs both, and the teacher is split no further than it must.
+    In a process that has emulated no device yet."""
     config = CONFIGS / "qwen2.5_32b_to_7b_two_hosts.yaml"
     asked = []
     for role, raw in (("student", QWEN | LARGE), ("teacher", QWEN | LARGE | HUGE)):
@@ -79,6 +80,7 @@ def test_the_config_for_two_hosts_is_planned_from_config_json_alone(tmp_path):
     done = subprocess.run([*command, *HERE], capture_output=True, text=True, cwd=tmp_path)
     fits = "on GPUs of 80 GB, of which jax takes 92%: fits (teacher: data=2 tensor=4)"
     assert fits in done.stdout, done.stderr
+    assert "emulating 16 CPU devices" in done.stdout  # and no backend had started before
     has: dict[Resource, int] = {"CPU": 64, "GPU": 8, "TPU": 0, "memory": 1}
     hosts = [Host(name, name, name, has, has) for name in ("first", "second")]
     placement = place(Config.load(config).mesh, ("actor", "rollout", "teacher"))
@@ -217,7 +219,9 @@ FIRST = {
 
 LIKE_OTHERS = {"qwen2.5_1.5b_gspo_2-1", "qwen3_1.7b_gspo_2", "qwen3_8b_lora_gspo_1"}
 LIKE_OTHERS |= {"qwen3_4b_similarity_8", "smollm2_gspo"}
-"""Configs whose models and data are of the same kinds as those of others."""
+LIKE_OTHERS |= {"qwen3_8b_qlora_gspo_1", "qwen3.5_9b_lora_gspo_1"}
+"""Configs whose data are of the same kinds as those of others, and their models too, or those are
+planned above."""
 OTHERS = {path.stem for path in CONFIGS.glob("*.yaml")} - FIRST - LIKE_OTHERS
 
 
@@ -340,8 +344,10 @@ def test_the_sources_account_of_qwen_1_5b():
     assert 4e9 < rollout.resident + rollout.column("cache") < 5e9
 
 
+@pytest.mark.slow
 def test_planning_starts_no_backend(tmp_path):
-    """In a process that has emulated no device yet: the README's first command."""
+    """In a process that has emulated no device yet: the README's first command. In the default
+    suite the config for two hosts is planned so."""
     command = [sys.executable, "-m", "jaxrl.train", "--mesh", "actor=2,rollout=2,teacher=4"]
     done = subprocess.run(
         [*command, "--dry-run", f"run_dir={tmp_path / 'run'}"], capture_output=True, text=True

@@ -187,7 +187,7 @@ def test_resuming_reads_one_row_at_a_time(tmp_path):
 # With models: what XLA and JAX keep counts too.
 
 ALONE = ("mesh=actor+rollout+teacher=1", "eval.every=0", "checkpoint.every=0")
-WARM, SEEN = 100, 11
+WARM, SEEN = 60, 11
 """Steps in which caches fill, and those over whose least use each count is taken: what is in flight
 differs from step to step.
 """
@@ -198,7 +198,7 @@ def test_a_run_keeps_nothing_of_a_step(tmp_path):
 
     The prompts repeat, because the cache of tokenizers grows up to 10,000 texts a thread.
     """
-    steps = 220
+    steps = 170
     first = WARM + SEEN
     ends = first, first + (steps - 1 - first) // 2, steps - 1
     used = {end: [] for end in ends}

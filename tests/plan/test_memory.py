@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import and_slow
 
 from jaxrl.checkpoint.model_source import lora_of
 from jaxrl.config import yaml_text
@@ -168,12 +169,16 @@ def plan(mesh: str, *, limit_gb: float | None = None, here: bool = False, **chan
 
 @pytest.mark.parametrize(
     ("mesh", "rows"),
-    [
-        ("actor=2,rollout=2,teacher=4", ["actor", "rollout", "teacher"]),
-        ("actor=1,rollout=3,teacher=4", ["actor", "rollout", "teacher"]),
-        ("actor+rollout=6,teacher=2", ["actor", "rollout", "together", "teacher"]),
-        ("actor+rollout=4", ["actor", "rollout", "teacher", "together"]),
-    ],
+    and_slow(
+        [
+            ("actor=2,rollout=2,teacher=4", ["actor", "rollout", "teacher"]),
+            ("actor+rollout=4", ["actor", "rollout", "teacher", "together"]),
+        ],
+        [
+            ("actor=1,rollout=3,teacher=4", ["actor", "rollout", "teacher"]),
+            ("actor+rollout=6,teacher=2", ["actor", "rollout", "together", "teacher"]),
+        ],
+    ),
 )
 def test_the_table_has_a_row_for_each_role_and_one_for_each_shared_pool(
     mesh: str, rows: list[str]
@@ -350,7 +355,7 @@ def test_adapters_beside_the_weights_are_advised_to_be_merged_where_a_copy_fits(
         assert not any("rollout.merge" in each for each in others.verdict)
 
 
-@pytest.mark.parametrize("limit_gb", [26, 40, 80])
+@pytest.mark.parametrize("limit_gb", and_slow([26, 80], [40]))
 def test_what_would_be_faster_is_named_with_what_it_takes_and_fits(limit_gb: float) -> None:
     mesh = "actor=2,rollout=2,teacher=4"
     sizes: dict[str, Any] = {"batch_size": 48, "group_size": 4, "max_new_tokens": 2048}

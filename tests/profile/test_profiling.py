@@ -176,12 +176,18 @@ def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
 def test_a_run_that_goes_on_profiles_what_is_left(profiled, tmp_path, models):
     shutil.copytree(profiled[0] / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "profile")
-    run_dir = run(tmp_path, models, "steps=4", "profile.steps=3:5")
+    pools = ("mesh=actor+rollout=1,teacher=1", "offload.optimizer=true")
+    run_dir = run(tmp_path, models, "steps=4", "profile.steps=3:5", *pools)
     assert stages(run_dir)["steps"] == [4, 4]
+    rows = {row["stage"]: row for row in stages(run_dir)["stages"]}
+    last = next(row for row in read_metrics(run_dir) if row["step"] == 4)
+    assert rows["actor.update"]["moved"] == last["offload/to_device_bytes"] > 0
     assert "only 4:5 is profiled" in (run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_learning_from_rewards_on_one_pool(tmp_path, models):
+    """The numbers of its stages are among those below; other runs learn from rewards."""
     student, _ = models
     keys = "algorithm=gspo mesh=actor+rollout=1 reward.functions=[exact] policy.kl_coef=0.1"
     more = ("teacher.model=null", "offload.optimizer=true", "profile.steps=2:3", "steps=3")
@@ -350,9 +356,9 @@ def test_the_work_of_a_step_follows_its_algorithm():
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
     c = MODEL
 
-    def work(*overrides, model=c):
+    def work(*overrides, model=c, **more):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
-        setting = SimpleNamespace(config=config, student=model, axes=axes, vocab=264)
+        setting = SimpleNamespace(config=config, student=model, axes=axes | more, vocab=264)
         return step_work(setting, [batch])
 
     one = work("actor.minibatches=1", "actor.epochs_per_batch=1")
@@ -369,6 +375,9 @@ def test_the_work_of_a_step_follows_its_algorithm():
     assert [part.flops for part in twice[:3]] == [2 * f.flops for f in (forward, loss, backward)]
     assert twice[3].bytes == 4 * optimizer.bytes
     assert twice[4] == forward and twice[5].flops == 2 * 264 * 32 * 16
+    assert ("reference", "score") not in one
+    scored = work("reference.dtype=float32", reference=Axes(data=2))["reference", "score"]
+    assert scored == twice[4:6], "the old log-probs are of the same products"
     prefill, decode = one["rollout", "generate"]
     assert prefill.bytes == 2 * block_params(c) * 4
     read = 4 / 2 + 2  # of the mean prompt, which two completions share, and half a completion

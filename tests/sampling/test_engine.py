@@ -15,8 +15,7 @@ import pytest
 from cases import and_slow
 from dense_losses import exact_log_softmax
 from jax.sharding import Mesh
-from tiny_models import SAMPLED as CONFIG
-from tiny_models import random_params
+from tiny_models import SAMPLED, random_params
 
 from jaxrl.errors import UserError
 from jaxrl.models import decoder
@@ -32,6 +31,8 @@ from jaxrl.sharding.axes import Axes
 from jaxrl.sharding.mesh import role_mesh
 from jaxrl.types import Completion
 
+CONFIG = replace(SAMPLED, n_layers=1)
+"""Programs of decode unroll their layers; the tests of states and of episodes have several."""
 PROMPTS = [np.random.default_rng(i).integers(0, 61, 1 + 2 * i % 8).tolist() for i in range(5)]
 EOS = (3, 7, 11)
 SAMPLING = SamplingParams(max_new_tokens=12, eos_ids=EOS)
@@ -138,12 +139,16 @@ def teacher_forced_logprobs(
 @pytest.mark.parametrize(
     "options",
     and_slow(
-        [{"slots": 1}, {"min_free": 1}, {"launch_tokens": 5, "check_every": 5}],
-        [{"slots": 16}, {"launch_tokens": 1}, {"min_free": 4}],
+        [{"slots": 1}, {"min_free": 1}],
+        [
+            *({"slots": 16}, {"launch_tokens": 1}, {"min_free": 4}),
+            {"launch_tokens": 5, "check_every": 5},
+        ],
     ),
     ids=str,
 )
 def test_tokens_do_not_depend_on_slots_or_launches(options: dict[str, int]) -> None:
+    """Other launches are compared where slots are given up and where rows follow, below."""
     assert_same(reference(), generate(engine(**options)))
 
 
@@ -153,12 +158,14 @@ def test_tokens_do_not_depend_on_order_or_company() -> None:
     assert_same({2: reference()[2][:1]}, alone)
 
 
-@pytest.mark.parametrize("name", and_slow(["2x2x2"], ["1"]))
-def test_tokens_do_not_depend_on_the_mesh(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "temperature"), and_slow([("2x2x2", 0.0)], [("2x2x2", 1.0), ("1", 0.0), ("1", 1.0)])
+)
+def test_tokens_do_not_depend_on_the_mesh(name: str, temperature: float) -> None:
+    """Those that are drawn are compared where samples share prompts, below."""
+    sampling = replace(SAMPLING, temperature=temperature)
     made = engine(make_mesh(MESHES[name]))
-    assert_same(reference(), generate(made))
-    greedy = replace(SAMPLING, temperature=0.0)
-    assert_same(generate(engine(), sampling=greedy), generate(made, sampling=greedy))
+    assert_same(generate(engine(), sampling=sampling), generate(made, sampling=sampling))
 
 
 def test_decoding_copies_neither_weights_nor_their_cache() -> None:
@@ -203,7 +210,7 @@ def test_seeds_steps_attempts_and_prompt_ids_make_other_samples() -> None:
 @pytest.mark.parametrize("temperature", and_slow([0.0, 0.7], [1.0]))
 def test_logprobs_are_the_teacher_forced_ones(temperature: float) -> None:
     sampling = replace(SAMPLING, temperature=temperature, top_k=5 if temperature else 0)
-    for i, completions in generate(engine(), sampling=sampling, n=2).items():
+    for i, completions in at_once(2, 12, sampling=sampling).items():
         for completion in completions:
             expected = teacher_forced_logprobs(PROMPTS[i], completion, temperature or 1.0)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
@@ -212,10 +219,11 @@ def test_logprobs_are_the_teacher_forced_ones(temperature: float) -> None:
 
 
 def test_greedy_is_the_argmax_of_the_whole_forward_pass() -> None:
-    out = generate(engine(), sampling=SamplingParams(max_new_tokens=12, temperature=0.0), n=1)
-    for i, (completion,) in out.items():
-        best = teacher_forced(PROMPTS[i], completion).argmax(-1)
-        np.testing.assert_array_equal(best, completion.tokens)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
+    for i, completions in at_once(2, 12, sampling=sampling).items():
+        for completion in completions:
+            best = teacher_forced(PROMPTS[i], completion).argmax(-1)
+            np.testing.assert_array_equal(best, completion.tokens)
 
 
 def test_each_completion_ends_at_its_own_eos_which_it_keeps() -> None:
@@ -288,7 +296,8 @@ def spy(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     monkeypatch.setattr(decode, "launch", spied)
 
 
-def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", and_slow(["1"], ["2x2x2"]))
+def test_slots_are_given_up_when_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions of which each half is twice as long as the next: the same ones as without, at a
     fraction of the rows, and one more program for each halving at the most."""
     seen: list[tuple[int, int]] = []
@@ -298,7 +307,7 @@ def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) 
     expected = at_once(8, 60, **asked)
     before = decode.launch._cache_size()
     spy(monkeypatch, seen)
-    made = engine(make_mesh(MESHES["2x2x2"]), slots=40, max_new_tokens=60, launch_tokens=8)
+    made = engine(make_mesh(MESHES[name]), slots=40, max_new_tokens=60, launch_tokens=8)
     assert_same(expected, generate(made, n=8, **asked))
     monkeypatch.undo()
     slots = [slots for slots, _ in seen]
@@ -309,6 +318,9 @@ def test_slots_are_given_up_when_nothing_waits(monkeypatch: pytest.MonkeyPatch) 
     assert made.stats.slots == 40 and made.stats.generated_tokens == lengths.sum()
 
 
+SHARDED = (("2x2x2", 8), ("2x2x2", 40), ("4x1x2", 16))
+
+
 @cache
 def alone(n: int, temperature: float) -> dict[int, list[Completion]]:
     """One sample after the other, each the only one that reads the row of its prompt."""
@@ -316,22 +328,27 @@ def alone(n: int, temperature: float) -> dict[int, list[Completion]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "slots", "n"),
+    ("name", "slots", "n", "temperature"),
     and_slow(
-        [("1", 3, 2), ("2x2x2", 8, 8)],
+        [("2x2x2", 8, 8, 1.0)],  # one device with 3 samples for a slot or four, above
         [
-            *(("1", 5, 8), ("1", 3, 8), ("1", 5, 2), ("1", 40, 2), ("1", 40, 8), ("2x2x2", 8, 2)),
-            *((name, slots, n) for name, slots in (("2x2x2", 40), ("4x1x2", 16)) for n in (2, 8)),
+            *((*case, 1.0) for case in (("1", 5, 8), ("1", 3, 8), ("1", 40, 8))),
+            *(("2x2x2", 40, 8, 1.0), ("4x1x2", 16, 8, 1.0)),
+            *(
+                (*case, 2, temperature)
+                for case in (("1", 3), ("1", 5), ("1", 40), *SHARDED)
+                for temperature in (1.0, 0.0)
+            ),
         ],
     ),
 )
-def test_tokens_do_not_depend_on_who_shares_the_prompts(name: str, slots: int, n: int) -> None:
+def test_tokens_do_not_depend_on_who_shares_the_prompts(
+    name: str, slots: int, n: int, temperature: float
+) -> None:
     """Of several lengths, one of a single token; slots that n does not divide, and refills."""
     shared = engine(make_mesh(MESHES[name]), slots=slots)
-    assert_same(alone(n, 1.0), generate(shared, n=n))
-    if n == 2:
-        greedy = replace(SAMPLING, temperature=0.0)
-        assert_same(alone(n, 0.0), generate(shared, n=n, sampling=greedy))
+    sampling = replace(SAMPLING, temperature=temperature)
+    assert_same(alone(n, temperature), generate(shared, n=n, sampling=sampling))
     assert 5 <= shared.stats.prefill_rows <= 5 * shared.row_shards  # each has its own
 
 
@@ -373,8 +390,8 @@ def limits_of(n: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "cache_tokens", "n", "temperature"),
     and_slow(
-        [("1", 256, 4, 1.0), ("2x2x2", 192, 4, 1.0)],
-        [("1", 192, 1, 0.0), ("1", 2048, 4, 0.0), ("4x1x2", 160, 3, 0.0)],
+        [("2x2x2", 192, 4, 1.0)],  # and one device below, in few programs
+        [("1", 256, 4, 1.0), ("1", 192, 1, 0.0), ("1", 2048, 4, 0.0), ("4x1x2", 160, 3, 0.0)],
     ),
 )
 def test_samples_wait_for_pages_and_go_on_where_they_were(
@@ -401,7 +418,6 @@ def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
     made = engine(make_mesh(MESHES["1"]), cache_tokens=256, **PAGED)
     seen: list[tuple[int, ...]] = []
     launch = decode.launch
-    launch.clear_cache()  # of the tests around, which have the same programs
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         pool, (held, seats), pages = args[3], args[7], args[8]
@@ -410,8 +426,11 @@ def test_pages_bound_the_programs_and_those_of_the_last_samples_are_few(
         return launch(*args, **kwargs)
 
     spied.lower = launch.lower  # type: ignore[attr-defined]
+    expected = at_once(tokens=150, **asked)
+    launch.clear_cache()  # of that and of the tests around, which have the same programs
     monkeypatch.setattr(decode, "launch", spied)
-    generate(made, **asked)
+    assert_same(expected, generate(made, **asked))
+    assert made.stats.sent_back > 0 and made.stats.read_again > 0
     many = len(set(seen))
     generate(made, **asked)
     assert launch._cache_size() == len(set(seen)) == many <= 5
@@ -473,7 +492,8 @@ def test_the_next_launch_starts_before_the_last_tokens_are_searched(
 
 
 @pytest.mark.parametrize(
-    ("launch_tokens", "search_beside"), and_slow([(3, False), (3, True)], [(16, False), (1, True)])
+    ("launch_tokens", "search_beside"),
+    and_slow([(8, False), (8, True)], [(3, False), (3, True), (16, False), (1, True)]),
 )
 def test_a_stop_string_ends_the_completion_wherever_it_falls(
     launch_tokens: int, search_beside: bool

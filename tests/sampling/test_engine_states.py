@@ -53,6 +53,7 @@ BORROWS = replace(
     final_softcap=1.0,
     kinds=(WINDOW, WHOLE, *(replace(kind, borrows=True, d_ff=96) for kind in (WINDOW, WHOLE))),
 )
+PAIR = replace(BORROWS, n_layers=2, kinds=(WHOLE, replace(WHOLE, borrows=True, d_ff=96)))
 PROMPTS = [[5, 9, 2], [1], [8, 8, 20, 31, 4, 17, 2]]
 N, WIDTH = 2, 64
 
@@ -141,7 +142,9 @@ def assert_exact(completions: list[Completion], config: DecoderConfig) -> None:
         np.testing.assert_allclose(completion.logprobs[sampled], expected[sampled], atol=3e-5)
 
 
-@pytest.mark.parametrize("config", and_slow([CONFIG, BORROWS], [MIXTURE]), ids=lambda c: c.family)
+@pytest.mark.parametrize(
+    "config", and_slow([CONFIG, PAIR], [BORROWS, MIXTURE]), ids=["states", "pair", "borrows", "moe"]
+)
 def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> None:
     """Slots are filled again, and free ones go on being computed."""
     assert len({len(completion.tokens) for completion in reference(config)}) > 2
@@ -152,15 +155,15 @@ def test_what_is_sampled_is_what_the_learner_reads(config: DecoderConfig) -> Non
     ("config", "options"),
     and_slow(
         [
-            (CONFIG, {"slots": 16, "launch_tokens": 6}),
             (CONFIG, {"launch_tokens": 6, "shape": (1, 2, 2)}),
         ],
         [
+            (CONFIG, {"slots": 16, "launch_tokens": 6}),
             (CONFIG, {"slots": 1}),
             (BORROWS, {"slots": 16, "launch_tokens": 6, "shape": (1, 2, 2)}),
         ],
     ),
-    ids=["many slots", "states divided", "a slot", "borrows"],
+    ids=["states divided", "many slots", "a slot", "borrows"],
 )
 def test_tokens_depend_on_seeds_and_prompts_alone(
     config: DecoderConfig, options: dict[str, Any]
