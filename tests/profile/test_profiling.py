@@ -181,7 +181,10 @@ def test_a_run_that_goes_on_profiles_what_is_left(profiled, tmp_path, models):
     assert "only 4:5 is profiled" in (run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_learning_from_rewards_on_one_pool(tmp_path, models):
+    """By default a run of distillation is profiled, and what an update of rewards and an offloaded
+    optimizer add to its table is computed below."""
     student, _ = models
     keys = "algorithm=gspo mesh=actor+rollout=1 reward.functions=[exact] policy.kl_coef=0.1"
     more = ("teacher.model=null", "offload.optimizer=true", "profile.steps=2:3", "steps=3")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from cases import and_slow
 from made_run import make_run
 from runs import CONSTANT, QUICK, SHORT, save_model
 
@@ -148,7 +149,11 @@ def every(names: Iterable[str], others: Iterable[object], most: int) -> list[Par
     return [pytest.param(name, other, marks=marks[n % most == 0]) for n, name, other in pairs]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+NESTED = [name for name in DAMAGES if name.startswith("nested")]
+"""What takes a second of YAML's reader."""
+
+
+@pytest.mark.parametrize("damage", and_slow([d for d in DAMAGES if d not in NESTED[1:]], NESTED[1:]))
 def test_a_report_of_a_run_that_is_damaged_all_over(
     made: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +202,7 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("name", "damage"), every([*LINES, *DOCUMENTS, "lock"], DAMAGES, 5))
+@pytest.mark.parametrize(("name", "damage"), every([*LINES, *DOCUMENTS, "lock"], DAMAGES, 10))
 def test_a_report_of_damaged_files_is_a_page_or_a_line(
     made: Path,
     tmp_path: Path,
