@@ -298,9 +298,7 @@ def test_each_expert_has_a_pair_in_the_file(mixture):
     np.testing.assert_allclose(read[mask], beside[mask], rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize(
-    "targets", and_slow([("q_proj", "in_proj_qkv")], [(TARGETS,)]), ids=len
-)
+@pytest.mark.parametrize("targets", and_slow([("q_proj", "in_proj_qkv")], [(TARGETS,)]), ids=len)
 def test_layers_of_two_kinds_have_each_their_adapters(targets):
     """What is written of blocks that hold other projections each is what is loaded of it."""
     config = replace(tiny_config("qwen3_5"), lora=Lora(2, 6.0, tuple(targets)))

@@ -24,6 +24,7 @@ import pytest
 from hub_data import add_data
 from hub_server import Hub
 from large_models import NAMED
+from one_layer import cut_models, take_cut_models
 from pages import COMMAND_PAGES, PAGES, ROOT, blocks, commands, name_of, script
 from runs import save_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
@@ -351,6 +352,8 @@ def test_the_commands_of_a_page_run(
     names models of the hub, a hub has models of these names. By default the README's first run
     trains, and its others are planned only: tests/laws/test_rl.py learns from rewards, and
     tests/run/test_names.py and tests/data/test_hub_sets.py fetch models and data."""
+    if not whole:
+        take_cut_models(cut_models(reader / "cut"), monkeypatch)
     add_data(hub)
     save_model(reader / "tiny", 32, 1, seed=0)
     tiny = {path.name: path.read_bytes() for path in (reader / "tiny").iterdir()}

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import jax
 import pytest
+from one_layer import cut_models, take_cut_models
 from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
 import jaxrl
@@ -45,7 +46,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "add-a-data-source.md": {"algorithm": "sft", "teacher.model": None},
 }
 """Keys of the runs of a page that the page does not set: what it adds is trained with all the
-same, and takes fewer programs."""
+same, and takes fewer programs. These runs take models of one layer too."""
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""
 
@@ -153,7 +154,7 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    run_smaller(page, monkeypatch)
+    run_smaller(page, tmp_path, monkeypatch)
     before = [dict(table) for table in TABLES]
     place: dict[str, Any] = {"__name__": "example"}
     assert len(blocks(page)) >= 2
@@ -174,7 +175,7 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             table.update(old)
 
 
-def run_smaller(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_smaller(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains with the keys of SMALLER, and computes what a page computes operation by operation as
     one program."""
     train = jaxrl.train
@@ -187,6 +188,8 @@ def run_smaller(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *given, **more: (function if more else jitted)(*given, **more)
 
     monkeypatch.setattr(jaxrl, "train", smaller)
+    if page.name in SMALLER:
+        take_cut_models(cut_models(tmp_path / "cut"), monkeypatch)
     if page.name == "add-a-model-family.md":
         for module, name in (
             (decoder, "forward"),
@@ -200,6 +203,7 @@ def test_the_rows_of_the_page_on_data_are_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    take_cut_models(cut_models(tmp_path / "cut"), monkeypatch)
     (block,) = blocks(ROOT / "docs" / "data.md")
     exec(compile(block, "data.md", "exec"), {"__name__": "example"})
     assert (tmp_path / "runs" / "run" / "final" / "config.json").is_file()

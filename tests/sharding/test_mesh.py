@@ -122,7 +122,9 @@ def probe(*needed: int, late: bool = False, **env: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("needed", "words"), and_slow([(3, "3 CPU devices")], [(1, "1 CPU device")]))
+@pytest.mark.parametrize(
+    ("needed", "words"), and_slow([(3, "3 CPU devices")], [(1, "1 CPU device")])
+)
 def test_a_host_without_an_accelerator_emulates_what_is_needed(needed: int, words: str) -> None:
     assert probe(needed) == f"{needed} no accelerator: emulating {words}"
 
