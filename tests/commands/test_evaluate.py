@@ -196,11 +196,11 @@ def test_named_sets_are_told_one_by_one_and_together(tiny, tmp_path, capsys):
 
 
 def test_eval_max_new_tokens_is_the_limit_whatever_the_run_s_was(tiny, tmp_path):
-    """512 new tokens would exceed the model's 128 positions; the evaluation asks for 3."""
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
-    keys = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "eval.max_new_tokens=3"]
+    """512 new tokens would exceed the model's 128 positions; the evaluation asks for 8."""
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "b"}\n')
+    keys = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "eval.max_new_tokens=8"]
     found = evaluate(tiny, overrides=[*keys, "compile_cache=null"])
-    assert found["metrics"]["eval/mean_completion_tokens"] <= 3
+    assert found["metrics"]["eval/mean_completion_tokens"] <= 8
 
 
 @pytest.mark.parametrize(
