@@ -101,7 +101,9 @@ def test_a_save_is_the_state_at_its_call_though_training_goes_on(saved, tmp_path
     assert_equal(state(again), after)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "shape", and_slow([(1, 1, 1), (2, 2, 2)], [((1, 8, 1),), ((1, 1, 2),)]), ids=str
+)
 def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
     path, before, _ = saved
     other = actor(mesh(*shape), tmp_path, path)

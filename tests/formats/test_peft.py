@@ -80,7 +80,7 @@ def test_what_is_written_is_read_again(folders, tmp_path):
         export(resolve_model(folders[0]), tmp_path / "none", adapters=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", and_slow(["phi3", "qwen3_moe"], ["llama"]))
 def test_peft_loads_what_is_written(folders, fused, mixture, tmp_path, family):
     """As a run writes its final folder; where peft is installed, as no extra of ours asks for."""
     torch = pytest.importorskip("torch", reason="needs torch and peft to load adapters there")
