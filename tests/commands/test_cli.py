@@ -175,8 +175,9 @@ def test_help_fits_a_screen_and_names_what_a_first_call_needs(
 
 
 KEYS = config_keys.keys(Config)
-SECTIONS = sorted({part for key in KEYS for part in topics(key.path.rpartition(".")[0]) if part})
-TOPICS = sorted({part for key in KEYS for part in topics(key.path)} - set(SECTIONS))
+WORDS_OF_KEYS = sorted({part for key in KEYS for part in topics(key.path)})
+SECTIONS = [w for w in WORDS_OF_KEYS if any(key.path.startswith(f"{w}.") for key in KEYS)]
+TOPICS = [word for word in WORDS_OF_KEYS if word not in SECTIONS]
 
 
 @pytest.mark.parametrize(

@@ -481,13 +481,14 @@ PIECES = (
 )
 
 
-def test_a_long_turn_is_read_in_time() -> None:
-    """80,000 characters that begin calls again and again."""
+@pytest.mark.parametrize(("size", "most"), and_slow([(40_000, 10)], [(80_000, 20)]))
+def test_a_long_turn_is_read_in_time(size: int, most: int) -> None:
+    """Characters that begin calls again and again, and seconds."""
     started = time.monotonic()
     for piece in PIECES:
         for begin in ("", "<function=f>", '<|tool_call>call:f{x:<|"|>'):
-            parse_calls(begin + piece * (80_000 // len(piece)), [stock])
-        assert time.monotonic() - started < 20, piece
+            parse_calls(begin + piece * (size // len(piece)), [stock])
+        assert time.monotonic() - started < most, piece
 
 
 def test_thoughts_that_a_prompt_opens() -> None:

@@ -134,9 +134,9 @@ def test_no_header_of_a_hub_names_a_file_outside_of_the_cache(
     "etag", ['"{out}/ESCAPED"', '"../../../../ESCAPED"', 'W/"../x"', "..", '"' + "e" * 5000 + '"']
 )
 def test_an_etag_that_is_no_name_is_said(
-    files: dict[str, bytes], hub: Hub, tmp_path: Path, etag: str
+    two: dict[str, bytes], hub: Hub, tmp_path: Path, etag: str
 ) -> None:
-    hub.add("org/tiny", files)
+    hub.add("org/tiny", two)
     hub.lies = {"ETag": etag.format(out=tmp_path)}
     refused("org/tiny", "org/tiny: ", hub.url, "ETag that is no plain name")
     assert not list(tmp_path.rglob("*ESCAPED*"))
@@ -144,8 +144,8 @@ def test_an_etag_that_is_no_name_is_said(
     load_model("org/tiny")
 
 
-def test_a_client_that_the_library_opens_anew_checks_too(files: dict[str, bytes], hub: Hub) -> None:
-    hub.add("org/tiny", files)
+def test_a_client_that_the_library_opens_anew_checks_too(two: dict[str, bytes], hub: Hub) -> None:
+    hub.add("org/tiny", two)
     for _ in range(2):
         close_session()
         hub.lies = {"ETag": '"../x"'}
@@ -157,11 +157,11 @@ SHAS: list[Any] = ["../../../../ESCAPED", "/tmp/ESCAPED", "", "main", "0" * 39, 
 
 @pytest.mark.parametrize("sha", SHAS)
 def test_a_commit_that_is_none_becomes_no_path(
-    files: dict[str, bytes], hub: Hub, tmp_path: Path, sha: Any, monkeypatch: pytest.MonkeyPatch
+    two: dict[str, bytes], hub: Hub, tmp_path: Path, sha: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import HfApi
 
-    hub.add("org/tiny", files)
+    hub.add("org/tiny", two)
     api = HfApi.repo_info
 
     def lying(*args: Any, **options: Any) -> Any:
@@ -305,9 +305,9 @@ def test_a_file_of_the_right_size_with_other_contents_is_refused_and_does_not_st
 
 
 def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+    two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add("org/tiny", files)
+    hub.add("org/tiny", two)
     monkeypatch.setattr("hub_server.git_hash", lambda content: hashlib.sha1(content).hexdigest())
     weights("org/tiny")
 
@@ -316,11 +316,11 @@ def test_a_mirror_that_names_small_files_by_their_sha1_is_believed(
 
 
 def test_a_hub_that_is_asked_too_often_is_asked_again_when_it_says(
-    files: dict[str, bytes], hub: Hub, capfd: pytest.CaptureFixture[str]
+    two: dict[str, bytes], hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for i, seconds in enumerate(("0", "Wed, 21 Oct 2015 07:28:00 GMT")):
         for status in (429, 503):
-            hub.add(f"org/tiny{status}-{i}", files)
+            hub.add(f"org/tiny{status}-{i}", two)
             hub.limited = [(status, {"Retry-After": seconds})] * 3
             forget()
             load_model(f"org/tiny{status}-{i}")
@@ -334,9 +334,9 @@ def test_a_hub_that_is_asked_too_often_is_asked_again_when_it_says(
     [{"Retry-After": "86400"}, {"RateLimit": '"api";r=0;t=86400'}, {"Retry-After": "9" * 9}],
 )
 def test_a_hub_that_wants_to_be_left_alone_for_long_is_not_waited_for(
-    files: dict[str, bytes], hub: Hub, headers: dict[str, str]
+    two: dict[str, bytes], hub: Hub, headers: dict[str, str]
 ) -> None:
-    hub.add("org/tiny", files)
+    hub.add("org/tiny", two)
     hub.limited = [(429, headers)] * 50
     refused("org/tiny", "status 429", "asks to be left alone for", "try again")
     hub.limited = []
@@ -347,10 +347,10 @@ def test_a_hub_that_wants_to_be_left_alone_for_long_is_not_waited_for(
 
 
 def test_a_hub_that_is_busy_for_ever_is_given_up(
-    files: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
+    two: dict[str, bytes], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "LONGEST_WAIT_S", 0.5)
-    hub.add("org/tiny", files)
+    hub.add("org/tiny", two)
     hub.limited = [(429, {"Retry-After": "0"})] * 1_000_000
     began = time.monotonic()
     refused("org/tiny", "status 429")
