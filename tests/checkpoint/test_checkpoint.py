@@ -116,12 +116,15 @@ def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
 
 HALF = ("actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16")
 """Tests of the one or the other take both, whose programs are the same."""
+on_meshes = pytest.mark.parametrize("shape", and_slow([(1, 1, 1)], [((1, 2, 1),)]), ids=str)
+"""Weights and moments of half the width are on one device, in slow tests on two."""
 
 
+@on_meshes
 @pytest.mark.parametrize("keys", and_slow([HALF], [(HALF[:1],), (HALF[1:],)]), ids=len)
-def test_restores_from_float32_to_bfloat16(saved, tmp_path, keys):
+def test_restores_from_float32_to_bfloat16(saved, tmp_path, keys, shape):
     path, before, _ = saved
-    half = actor(mesh(1, 2, 1), tmp_path, path, *keys)
+    half = actor(mesh(*shape), tmp_path, path, *keys)
     for held, full, key in zip(state(half), before, HALF, strict=False):
         pairs = list(zip(jax.tree.leaves(held), jax.tree.leaves(full), strict=True))
         assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs) == (key in keys)
@@ -131,16 +134,17 @@ def test_restores_from_float32_to_bfloat16(saved, tmp_path, keys):
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
 
 
-def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path):
+@on_meshes
+def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path, shape):
     """Second moments were once kept in bfloat16 too."""
-    one = actor(mesh(1, 2, 1), tmp_path, None, *HALF)
+    one = actor(mesh(*shape), tmp_path, None, *HALF)
     one.update(rollout(0)[0], {}, step=0)
     older = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim else x, one.state.opt_state)
     one.state = replace(one.state, opt_state=older)
     one.save(tmp_path / "older", step=1)
     assert one.saved(1) is None
     before = state(one)[1]
-    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "older", *HALF)
+    again = actor(mesh(*shape), tmp_path, tmp_path / "older", *HALF)
     after = state(again)[1]
     assert {str(x.dtype) for x in jax.tree.leaves(after)} == {"float32", "bfloat16", "int32"}
     for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
@@ -148,13 +152,14 @@ def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path):
     assert again.update(rollout(1)[0], {}, step=1).metrics["optimizer_step"] == 2
 
 
-def test_bfloat16_weights_resume_to_the_bit(tmp_path):
+@on_meshes
+def test_bfloat16_weights_resume_to_the_bit(tmp_path, shape):
     """Their rounding at random depends on the updates done, which a checkpoint holds."""
-    one = actor(mesh(1, 2, 1), tmp_path, None, *HALF)
+    one = actor(mesh(*shape), tmp_path, None, *HALF)
     one.update(rollout(0)[0], {}, step=0)
     one.save(tmp_path / "half", step=1)
     assert one.saved(1) is None
-    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "half", *HALF, seed=5)
+    again = actor(mesh(*shape), tmp_path, tmp_path / "half", *HALF, seed=5)
     for each in (one, again):
         each.update(rollout(1)[0], {}, step=1)
     assert_equal(state(again), state(one))
