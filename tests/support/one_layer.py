@@ -1,4 +1,4 @@
-"""The built-in models cut to one layer, whose programs take half the time to compile."""
+"""The built-in models cut to one layer, whose programs take less time to compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ASSETS = Path(model_source.__file__).parents[1] / "assets"
 
 
 def cut_models(folder: Path) -> Path:
-    """Writes them; they have lost what they knew, as no law of a page needs it."""
+    """Writes a student and a teacher, which answer nothing right any more: for runs of which only
+    that they train and evaluate is asked."""
     for name in ("student", "teacher"):
         shutil.copytree(ASSETS / name, folder / name)
         file = folder / name / "config.json"
