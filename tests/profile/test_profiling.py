@@ -355,7 +355,7 @@ def test_the_work_of_a_step_follows_its_algorithm():
     axes = {"actor": Axes(data=2, fsdp=1), "rollout": Axes(data=2)}
     c = MODEL
 
-    def work(*overrides, model=c):
+    def work(*overrides, model=c, axes=axes):
         config = Config.load("builtin:quickstart", [*REWARDED, *overrides])
         setting = SimpleNamespace(config=config, student=model, axes=axes, vocab=264)
         return step_work(setting, [batch])
@@ -374,6 +374,8 @@ def test_the_work_of_a_step_follows_its_algorithm():
     assert [part.flops for part in twice[:3]] == [2 * f.flops for f in (forward, loss, backward)]
     assert twice[3].bytes == 4 * optimizer.bytes
     assert twice[4] == forward and twice[5].flops == 2 * 264 * 32 * 16
+    scored = work(*given, axes=axes | {"reference": axes["actor"]})["reference", "score"]
+    assert [part.flops for part in scored] == [part.flops for part in twice[4:]]
     prefill, decode = one["rollout", "generate"]
     assert prefill.bytes == 2 * block_params(c) * 4
     read = 4 / 2 + 2  # of the mean prompt, which two completions share, and half a completion
