@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from cases import and_slow
 from tiny_models import random_params
 
 from jaxrl.checkpoint import store
@@ -100,7 +101,9 @@ def test_a_save_is_the_state_at_its_call_though_training_goes_on(saved, tmp_path
     assert_equal(state(again), after)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "shape", and_slow([(1, 1, 1), (2, 2, 2)], [((1, 8, 1),), ((1, 1, 2),)]), ids=str
+)
 def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
     path, before, _ = saved
     other = actor(mesh(*shape), tmp_path, path)
@@ -111,31 +114,37 @@ def test_restores_onto_any_mesh_and_back(saved, tmp_path, shape):
     assert_equal(state(actor(mesh(1, 2, 1), tmp_path, tmp_path / "back")), before)
 
 
-@pytest.mark.parametrize("key", ["param_dtype", "moment_dtype"])
-def test_restores_from_float32_to_bfloat16(saved, tmp_path, key):
+HALF = ("actor.param_dtype=bfloat16", "actor.moment_dtype=bfloat16")
+"""Tests of the one or the other take both, whose programs are the same."""
+on_meshes = pytest.mark.parametrize("shape", and_slow([(1, 1, 1)], [((1, 2, 1),)]), ids=str)
+"""Weights and moments of half the width are on one device, in slow tests on two."""
+
+
+@on_meshes
+@pytest.mark.parametrize("keys", and_slow([HALF], [(HALF[:1],), (HALF[1:],)]), ids=len)
+def test_restores_from_float32_to_bfloat16(saved, tmp_path, keys, shape):
     path, before, _ = saved
-    half = actor(mesh(1, 2, 1), tmp_path, path, f"actor.{key}=bfloat16")
-    held = half.state.params if key == "param_dtype" else half.state.opt_state
-    full = before[0] if key == "param_dtype" else before[1]
-    pairs = list(zip(jax.tree.leaves(held), jax.tree.leaves(full), strict=True))
-    assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs)
-    for x, y in pairs:
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
+    half = actor(mesh(*shape), tmp_path, path, *keys)
+    for held, full, key in zip(state(half), before, HALF, strict=False):
+        pairs = list(zip(jax.tree.leaves(held), jax.tree.leaves(full), strict=True))
+        assert any(x.dtype == jax.numpy.bfloat16 for x, _ in pairs) == (key in keys)
+        for x, y in pairs:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y).astype(x.dtype))
     report = half.update(rollout(1)[0], {}, step=1).metrics
     assert np.isfinite(report["loss"]) and report["optimizer_step"] == 2
 
 
-def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path):
+@on_meshes
+def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path, shape):
     """Second moments were once kept in bfloat16 too."""
-    half = "actor.moment_dtype=bfloat16"
-    one = actor(mesh(1, 2, 1), tmp_path, None, half)
+    one = actor(mesh(*shape), tmp_path, None, *HALF)
     one.update(rollout(0)[0], {}, step=0)
     older = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim else x, one.state.opt_state)
     one.state = replace(one.state, opt_state=older)
     one.save(tmp_path / "older", step=1)
     assert one.saved(1) is None
     before = state(one)[1]
-    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "older", half)
+    again = actor(mesh(*shape), tmp_path, tmp_path / "older", *HALF)
     after = state(again)[1]
     assert {str(x.dtype) for x in jax.tree.leaves(after)} == {"float32", "bfloat16", "int32"}
     for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
@@ -143,14 +152,14 @@ def test_moments_of_older_checkpoints_are_read_whatever_their_dtype(tmp_path):
     assert again.update(rollout(1)[0], {}, step=1).metrics["optimizer_step"] == 2
 
 
-def test_bfloat16_weights_resume_to_the_bit(tmp_path):
+@on_meshes
+def test_bfloat16_weights_resume_to_the_bit(tmp_path, shape):
     """Their rounding at random depends on the updates done, which a checkpoint holds."""
-    half = "actor.param_dtype=bfloat16"
-    one = actor(mesh(1, 2, 1), tmp_path, None, half)
+    one = actor(mesh(*shape), tmp_path, None, *HALF)
     one.update(rollout(0)[0], {}, step=0)
     one.save(tmp_path / "half", step=1)
     assert one.saved(1) is None
-    again = actor(mesh(1, 2, 1), tmp_path, tmp_path / "half", half, seed=5)
+    again = actor(mesh(*shape), tmp_path, tmp_path / "half", *HALF, seed=5)
     for each in (one, again):
         each.update(rollout(1)[0], {}, step=1)
     assert_equal(state(again), state(one))

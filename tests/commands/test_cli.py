@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cases import and_slow
 
 import jaxrl
 from jaxrl.__main__ import COMMANDS
@@ -153,7 +154,7 @@ def test_help_all_lists_every_key_with_type_range_default_and_docstring(
     assert "actor.micro_batch_tokens int or null, at least 1 [default 16384]" in words
 
 
-@pytest.mark.parametrize("columns", [80, 100, 140])
+@pytest.mark.parametrize("columns", and_slow([80], [100, 140]))
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_help_fits_a_screen_and_names_what_a_first_call_needs(
     command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -173,10 +174,15 @@ def test_help_fits_a_screen_and_names_what_a_first_call_needs(
         assert re.findall(r"--\w[\w-]*", planned) == ["--config", "--dry-run", "--target"]
 
 
-TOPICS = sorted({part for key in config_keys.keys(Config) for part in topics(key.path)})
+KEYS = config_keys.keys(Config)
+WORDS_OF_KEYS = sorted({part for key in KEYS for part in topics(key.path)})
+SECTIONS = [w for w in WORDS_OF_KEYS if any(key.path.startswith(f"{w}.") for key in KEYS)]
+TOPICS = [word for word in WORDS_OF_KEYS if word not in SECTIONS]
 
 
-@pytest.mark.parametrize("word", TOPICS)
+@pytest.mark.parametrize(
+    "word", and_slow([*SECTIONS, *TOPICS[::5]], [w for i, w in enumerate(TOPICS) if i % 5])
+)
 def test_help_tells_about_any_section_key_or_last_word_of_a_key(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +215,9 @@ def test_help_about_no_key_names_the_near_one(
 WORDS = {name: here for name, here in config_keys.other_libraries()[0].items() if "." not in name}
 
 
-@pytest.mark.parametrize("name", sorted(WORDS))
+@pytest.mark.parametrize(
+    "name", and_slow(sorted(WORDS)[::4], [w for i, w in enumerate(sorted(WORDS)) if i % 4])
+)
 def test_an_option_that_is_a_key_elsewhere_names_ours(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,8 @@
 """`evaluate` in Python and on the command line, on what runs leave behind and on other models."""
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -106,10 +106,16 @@ def test_the_start_of_a_run_is_reproduced_from_its_config(run):
         assert found["step"] is None
 
 
-def test_the_mesh_changes_no_number(run):
-    found = evaluate(run.run_dir, overrides=["rollout.parallel.tensor=2"], mesh="rollout=4")
-    assert found["settings"]["mesh"] == "rollout=4"
-    assert found["metrics"]["eval/accuracy"] == run.metrics[-1]["eval/accuracy"]
+def test_the_mesh_changes_no_number(tiny, tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "b"}\n')
+    keys = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "max_new_tokens=8"]
+    texts = []
+    for mesh, more in (("rollout=1", []), ("rollout=4", ["rollout.parallel.tensor=2"])):
+        samples = tmp_path / f"{mesh}.jsonl"
+        found = evaluate(tiny, overrides=[*keys, *more], mesh=mesh, samples=samples)
+        assert found["settings"]["mesh"] == mesh
+        texts.append([json.loads(line)["completion"] for line in samples.open()])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 2
 
 
 def test_the_command_tells_and_writes_its_numbers(run, tmp_path, capsys):
@@ -190,11 +196,11 @@ def test_named_sets_are_told_one_by_one_and_together(tiny, tmp_path, capsys):
 
 
 def test_eval_max_new_tokens_is_the_limit_whatever_the_run_s_was(tiny, tmp_path):
-    """512 new tokens would exceed the model's 128 positions; the evaluation asks for 3."""
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
-    keys = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "eval.max_new_tokens=3"]
+    """512 new tokens would exceed the model's 128 positions; the evaluation asks for 8."""
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n{"prompt": "b"}\n')
+    keys = [f"data.eval={tmp_path}/eval.jsonl", "max_prompt_tokens=8", "eval.max_new_tokens=8"]
     found = evaluate(tiny, overrides=[*keys, "compile_cache=null"])
-    assert found["metrics"]["eval/mean_completion_tokens"] <= 3
+    assert found["metrics"]["eval/mean_completion_tokens"] <= 8
 
 
 @pytest.mark.parametrize(
@@ -248,8 +254,12 @@ def test_the_module_is_the_function():
     assert callable(jaxrl.evaluate) and jaxrl.evaluate.main is main
 
 
-def test_module_runs_as_a_command(tmp_path):
-    command = [sys.executable, "-m", "jaxrl.evaluate", str(tmp_path / "nothing")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: model") and "Traceback" not in done.stderr
+def test_module_runs_as_a_command(tmp_path, monkeypatch, capsys):
+    """In this process: tests/laws/test_bad_input.py has one that a shell starts."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(tmp_path / "nothing")])
+    monkeypatch.setattr(cli, "leave", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(jaxrl.evaluate.__file__, run_name="__main__")
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert told.err.startswith("error: model") and "Traceback" not in told.err

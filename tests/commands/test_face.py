@@ -43,10 +43,11 @@ assert callable(jaxrl.models.encoder.embed) and callable(jaxrl.models.reward.sco
 @pytest.mark.parametrize(
     "before",
     and_slow(
-        ["import jaxrl.train, jaxrl.generate", f"{HOMES}from jaxrl.train import main"],
-        [""],  # as the wheel's test and a page's Python begin
+        [f"{HOMES}from jaxrl.train import main"],
+        # The second is as the wheel's test and a page's Python begin.
+        ["import jaxrl.train, jaxrl.generate", ""],
     ),
-    ids=["modules", "public homes, a name", "nothing"],
+    ids=["public homes, a name", "modules", "nothing"],
 )
 def test_public_names_are_callable_in_any_order(before):
     code = f"{before}\nfrom jaxrl import Config, dry_run, train, load_model, generate\n"

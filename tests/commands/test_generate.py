@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from tiny_models import random_params
 from tiny_tokenizer import tiny_tokenizer
 
+import jaxrl
 from jaxrl.checkpoint.model_source import Model, load_model
 from jaxrl.config import cli
 from jaxrl.errors import UserError
@@ -211,7 +212,8 @@ def test_command_writes_what_python_gives(folder: Path, model: Model, tmp_path: 
         "--out",
         str(tmp_path / "o.jsonl"),
     ]
-    argv += ["--n", "2", "--max-new-tokens", "8", "--temperature", "0.5", "--devices", "2"]
+    argv += ["--n", "2", "--max-new-tokens", "8", "--temperature", "0.5"]
+    argv += ["--devices", "4", "--tensor", "2"]  # the mesh, and so the programs, of the test above
     assert cli.run(main, argv) == 0
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     expected = generate(model, ["ab", chat["messages"]], n=2, max_new_tokens=8, temperature=0.5)
@@ -240,8 +242,14 @@ def test_bad_options_end_with_code_2(
     assert message in capsys.readouterr().err
 
 
-def test_module_runs_as_a_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jaxrl.generate", str(tmp_path / "nothing"), "--prompt", "a"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: model") and "Traceback" not in done.stderr
+def test_module_runs_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: tests/laws/test_bad_input.py has one that a shell starts."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "nothing"), "--prompt", "a"])
+    monkeypatch.setattr(cli, "leave", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(jaxrl.generate.__file__), run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith("error: model") and "Traceback" not in said.err

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizers import sentencepiece
+from cases import and_slow
 from chat_shapes import (
     ASK,
     ENDS,
@@ -506,7 +507,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", and_slow([n for n in HOSTILE if n != "batch"], ["batch"]))
 def test_a_template_that_works_without_end_is_refused(name: str) -> None:
     tokenizer = tiny_tokenizer(HOSTILE[name])
     began = time.process_time()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import and_slow
 
 from jaxrl.data.chat_template import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
@@ -109,8 +110,19 @@ def rendered(path: Path, calls: Sequence[tuple[str, Any]]) -> str | None:
     return opened_thoughts(before) + both[len(before) :]
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("path", templates() or [None], ids=lambda p: p.stem if p else "none")
+PAIRS = [
+    (path, kind, i + j)
+    for i, path in enumerate(templates() or [None])
+    for j, kind in enumerate(CALLS)
+]
+"""Each template and what it renders, numbered."""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    and_slow([p[:2] for p in PAIRS if p[2] % 3 == 0], [p[:2] for p in PAIRS if p[2] % 3]),
+    ids=lambda x: x.stem if isinstance(x, Path) else str(x),
+)
 def test_what_a_chat_template_renders_is_read_back(path: Path | None, kind: str) -> None:
     if path is None:
         pytest.skip("trl is not installed, which brings the templates of the families")
@@ -469,13 +481,14 @@ PIECES = (
 )
 
 
-def test_a_long_turn_is_read_in_time() -> None:
-    """80,000 characters that begin calls again and again."""
+@pytest.mark.parametrize(("size", "most"), and_slow([(40_000, 10)], [(80_000, 20)]))
+def test_a_long_turn_is_read_in_time(size: int, most: int) -> None:
+    """Characters that begin calls again and again, and seconds."""
     started = time.monotonic()
     for piece in PIECES:
         for begin in ("", "<function=f>", '<|tool_call>call:f{x:<|"|>'):
-            parse_calls(begin + piece * (80_000 // len(piece)), [stock])
-        assert time.monotonic() - started < 20, piece
+            parse_calls(begin + piece * (size // len(piece)), [stock])
+        assert time.monotonic() - started < most, piece
 
 
 def test_thoughts_that_a_prompt_opens() -> None:

@@ -109,19 +109,21 @@ def test_tools_are_shown_by_the_template() -> None:
         assert "<|im_start|>tool\n42<|im_end|>" in spelt(reply(partner, (0, 0), "add(41)").tokens)
 
 
-def test_tools_that_nothing_shows_are_named_once() -> None:
+def test_tools_that_nothing_shows_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shows = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    for tokenizer, expected in (
-        (CHAT, "Tools: the model does not see its tools: the chat template has no place for them"),
-        (TEXT, "Tools: the model does not see its tools: text prompts have no place for them"),
-        (tiny_tokenizer(shows + CHATML), ""),
-    ):
-        with made("Tools", tokenizer=tokenizer) as episodes:
+    with made("Tools") as first:  # whose process serves the others too
+        monkeypatch.setattr("jaxrl.environments.episode_batches.pool_of", lambda *_: first.pool)
+        for tokenizer, expected in (
+            (CHAT, "Tools: the model does not see its tools: the chat template has no place for"),
+            (TEXT, "Tools: the model does not see its tools: text prompts have no place for them"),
+            (tiny_tokenizer(shows + CHATML), ""),
+        ):
+            episodes = made("Tools", tokenizer=tokenizer).thing
             said: list[str] = []
             episodes.notify = said.append
             for step in range(2):
                 episodes.begin(prompts("x", tokenizer=tokenizer), n=1, step=step)
-        assert len(said) == bool(expected) and all(expected in line for line in said)
+            assert len(said) == bool(expected) and all(expected in line for line in said)
 
 
 def test_a_turn_begins_in_the_thoughts_that_the_prompt_opens() -> None:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from cases import and_slow
 from gguf_models import write_model
 from hub_server import Hub
 from references.tiny import batch
@@ -47,7 +48,7 @@ def with_head(name: str, head: np.ndarray | None = None) -> dict[str, np.ndarray
 # A head of its own under a tied config
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", and_slow(NAMES[::6], [n for i, n in enumerate(NAMES) if i % 6]))
 def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
     name: str, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cases import and_slow
 from gguf_models import write_model
 from runs import QUICK, SHORT, save_model
 from safetensors.numpy import load_file, save_file
@@ -741,8 +742,9 @@ def test_a_run_whose_config_is_damaged(desk: Desk) -> None:
     desk.refused(desk.argv(), "run/config.yaml", "not YAML")
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "changed", "manifest", "format"])
+@pytest.mark.parametrize("damage", and_slow(["changed", "manifest"], ["cut", "missing", "format"]))
 def test_a_run_whose_checkpoints_are_all_damaged(desk: Desk, damage: str) -> None:
+    """Of the arrays and of what describes them; tests/checkpoint/test_checkpoint.py has each."""
     for place in store.folders(run_of(desk)):
         arrays, manifest = place / store.ACTOR / "arrays", place / store.MANIFEST
         if damage == "cut":

@@ -24,6 +24,7 @@ import pytest
 from hub_data import add_data
 from hub_server import Hub
 from large_models import NAMED
+from one_layer import cut_models, take_cut_models
 from pages import COMMAND_PAGES, PAGES, ROOT, blocks, commands, name_of, script
 from runs import save_model
 from tiny_tokenizer import CHATML, tiny_tokenizer
@@ -232,6 +233,7 @@ NEEDS = {
 }
 """What is not run: a pattern of the command, and one of what its page then says."""
 FEW = {"steps": 2, "eval.every": 0, "eval.prompts": 4, "max_new_tokens": 16}
+FEW |= {"eval.teacher": "false"}  # whose completions are programs of their own
 OF_YAML = {"batch_size": 8, "max_prompt_tokens": 64}
 """For run.yaml beside these, whose sizes are those of a GPU."""
 PLACEHOLDERS = {
@@ -331,14 +333,15 @@ RUN_PAGES = [page for page in PAGES if any(what_is_needed(w) is None for w in co
 
 
 @pytest.mark.parametrize(
-    "page",
+    ("page", "whole"),
     [
-        pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else pytest.mark.slow)
-        for page in RUN_PAGES
+        pytest.param(ROOT / "README.md", False, id="README.md with one run"),
+        *(pytest.param(page, True, id=page.name, marks=pytest.mark.slow) for page in RUN_PAGES),
     ],
 )
 def test_the_commands_of_a_page_run(
     page: Path,
+    whole: bool,
     reader: Path,
     hub: Hub,
     made: Callable[..., Path],
@@ -346,7 +349,11 @@ def test_the_commands_of_a_page_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the page, as a reader types them, but with few and small steps. Where a page
-    names models of the hub, a hub has models of these names."""
+    names models of the hub, a hub has models of these names. By default the README's first run
+    trains, and its others are planned only: tests/laws/test_rl.py learns from rewards, and
+    tests/run/test_names.py and tests/data/test_hub_sets.py fetch models and data."""
+    if not whole:
+        take_cut_models(cut_models(reader / "cut"), monkeypatch)
     add_data(hub)
     save_model(reader / "tiny", 32, 1, seed=0)
     tiny = {path.name: path.read_bytes() for path in (reader / "tiny").iterdir()}
@@ -364,6 +371,8 @@ def test_the_commands_of_a_page_run(
         if what_is_needed(words) is not None:
             continue
         words = [PLACEHOLDERS.get(word, word) for word in words]
+        if not whole and {"jaxrl.train", "--config"} <= set(words):
+            words = [*words, "--dry-run"]
         shutil.rmtree("runs/run", ignore_errors=True)  # of another command of the page
         if (kind := None if "--dry-run" in words else tiny) is not added:
             add_models(hub, added := kind)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import jax
 import pytest
+from one_layer import cut_models, take_cut_models
 from pages import COMMAND_PAGES, DOCS, PAGES, ROOT, blocks, name_of, script
 
+import jaxrl
 from jaxrl.__main__ import COMMANDS
 from jaxrl.checkpoint.fingerprint import FREE, REPORTED
 from jaxrl.checkpoint.model_source import resolve_model
@@ -23,6 +27,7 @@ from jaxrl.data.tasks import TASKS
 from jaxrl.formats.gguf import PRE
 from jaxrl.losses.algorithm_table import ALGORITHMS
 from jaxrl.losses.correction import CORRECTIONS
+from jaxrl.models import decoder, parameters
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.rope import KINDS
 from jaxrl.rewards.verifiers import VERIFIERS
@@ -36,6 +41,12 @@ EXAMPLES = [
 ]
 EXTRAS = {"environments-of-packages.md": ("gymnasium", "mcp")}
 """Optional packages that the examples of a page need."""
+SMALLER: dict[str, dict[str, Any]] = {
+    "add-an-algorithm.md": {"data.eval": None},
+    "add-a-data-source.md": {"algorithm": "sft", "teacher.model": None},
+}
+"""Keys of the runs of a page that the page does not set: what it adds is trained with all the
+same, and takes fewer programs. These runs take models of one layer too."""
 TABLES: tuple[dict[str, Any], ...] = (FAMILIES, TASKS, VERIFIERS)
 """What the examples add to, but for algorithms: these stand in files of their own."""
 
@@ -143,6 +154,7 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    run_smaller(page, tmp_path, monkeypatch)
     before = [dict(table) for table in TABLES]
     place: dict[str, Any] = {"__name__": "example"}
     assert len(blocks(page)) >= 2
@@ -163,10 +175,35 @@ def test_the_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             table.update(old)
 
 
+def run_smaller(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains with the keys of SMALLER, and computes what a page computes operation by operation as
+    one program."""
+    train = jaxrl.train
+
+    def smaller(config: Config) -> Any:
+        return train(Config.of(config, SMALLER.get(page.name, {})))
+
+    def one_program(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnums=0)
+        return lambda *given, **more: (function if more else jitted)(*given, **more)
+
+    monkeypatch.setattr(jaxrl, "train", smaller)
+    if page.name in SMALLER:
+        take_cut_models(cut_models(tmp_path / "cut"), monkeypatch)
+    if page.name == "add-a-model-family.md":
+        for module, name in (
+            (decoder, "forward"),
+            (decoder, "logits"),
+            (parameters, "init_params"),
+        ):
+            monkeypatch.setattr(module, name, one_program(getattr(module, name)))
+
+
 def test_the_rows_of_the_page_on_data_are_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    take_cut_models(cut_models(tmp_path / "cut"), monkeypatch)
     (block,) = blocks(ROOT / "docs" / "data.md")
     exec(compile(block, "data.md", "exec"), {"__name__": "example"})
     assert (tmp_path / "runs" / "run" / "final" / "config.json").is_file()

@@ -84,7 +84,7 @@ def environments(name: str, **arguments: Any) -> EnvironmentPool:
     return EnvironmentPool(source, workers=1, timeout=TIMEOUT, startup=60)
 
 
-SOME = [pytest.param(5), pytest.param(1, marks=pytest.mark.slow)]
+SOME = [pytest.param(8), pytest.param(1, marks=pytest.mark.slow)]
 """One in so many of the answers."""
 
 

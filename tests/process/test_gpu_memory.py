@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import and_slow
 from jax._src import xla_bridge
 
 from jaxrl.errors import UserError
@@ -38,12 +39,13 @@ def before_jax(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "share"),
-    [
-        ({}, SHARE),
-        ({VARIABLE: "0.5"}, 0.5),
-        ({OLD_NAME: ".4"}, 0.4),
-        ({VARIABLE: "0.5", OLD_NAME: "0.4"}, 0.5),  # jax itself refuses both
-    ],
+    and_slow(
+        [
+            ({}, SHARE),
+            ({VARIABLE: "0.5", OLD_NAME: "0.4"}, 0.5),  # jax itself refuses both
+        ],
+        [({VARIABLE: "0.5"}, 0.5), ({OLD_NAME: ".4"}, 0.4)],
+    ),
 )
 def test_jax_takes_what_the_user_set_and_else_what_the_plan_counts_with(given, share):
     env = {k: v for k, v in os.environ.items() if k not in (VARIABLE, OLD_NAME)}

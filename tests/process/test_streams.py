@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from cases import and_slow
 
 from jaxrl.config.settings import LoggingConfig
 from jaxrl.process.streams import Output
@@ -101,7 +102,10 @@ def test_no_output_and_characters_that_it_does_not_have() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "mode", "code"),
-    [("closed pipe", "plain", 0), ("full disk", "rich", 1), ("none at all", "plain", 0)],
+    # A closed pipe is in the default suite of tests/commands/test_cli.py too.
+    and_slow(
+        [("full disk", "rich", 1), ("none at all", "plain", 0)], [("closed pipe", "plain", 0)]
+    ),
 )
 def test_the_exit_code_is_as_without(tmp_path: Path, lost: str, mode: str, code: int) -> None:
     log = tmp_path / "log.txt"

@@ -39,7 +39,16 @@ import os, sys
 from jax._src import xla_bridge
 from jaxrl import Config
 from jaxrl.run.attempt import prepare_run
-assert not xla_bridge.backends_are_initialized()
+from jaxrl.run.job import make_job
+one_device = "mesh=actor+rollout=1"
+for name, overrides in (
+    ("quickstart", []),
+    ("quickstart", ["teacher.tokenizer=own", "eval.teacher=false"]),
+    ("quickstart_gspo", []),
+    ("quickstart_gspo", ["environment.name=guess_number", "reward.functions=[]", one_device]),
+):
+    make_job(Config.load(f"builtin:{name}", overrides))
+    assert not xla_bridge.backends_are_initialized(), (name, overrides)
 prepare_run(Config.load(None, sys.argv[1:]))
 assert xla_bridge.backends_are_initialized()
 print(os.environ["XLA_FLAGS"])
@@ -48,6 +57,8 @@ print(os.environ["XLA_FLAGS"])
 
 @pytest.mark.parametrize("asked", and_slow([True], [False]))
 def test_a_run_of_threads_sets_the_flag_before_jax_starts(asked, tmp_path):
+    """What `deterministic` keeps of XLA's choices must be named before: the checks of a run, of
+    whatever kind, do not start jax either."""
     keys = [*SHORT, f"run_dir={tmp_path}", f"deterministic={str(asked).lower()}"]
     command = [sys.executable, "-c", PROGRAM, *keys]
     env = os.environ | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
@@ -237,25 +248,3 @@ def test_processes_with_files_of_their_own_share_the_compile_cache(tmp_path, mon
     keep_autotuning(tmp_path, "driver")
     assert key("a") == key("b")
     assert key("a") != key("a", "--xla_gpu_autotune_level=0")
-
-
-JOBS = """
-from jax._src import xla_bridge
-from jaxrl.config.schema import Config
-from jaxrl.run.job import make_job
-one_device = "mesh=actor+rollout=1"
-for name, overrides in (
-    ("quickstart", []),
-    ("quickstart", ["teacher.tokenizer=own", "eval.teacher=false"]),
-    ("quickstart_gspo", []),
-    ("quickstart_gspo", ["environment.name=guess_number", "reward.functions=[]", one_device]),
-):
-    make_job(Config.load(f"builtin:{name}", overrides))
-    assert not xla_bridge.backends_are_initialized(), (name, overrides)
-"""
-
-
-def test_the_checks_of_a_run_start_no_jax() -> None:
-    """What `deterministic` keeps of XLA's choices must be named before jax starts."""
-    done = subprocess.run([sys.executable, "-c", JOBS], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

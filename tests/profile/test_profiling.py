@@ -161,7 +161,9 @@ def test_a_run_leaves_a_trace_of_its_steps_and_a_table(profiled):
     assert table in profiled[1] and table in (run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_overlapping_batches_are_all_in_the_trace(tmp_path, models):
+    """By default the trace lies around the actions of each schedule, below."""
     run_dir = run(tmp_path, models, "steps=5", "schedule=two_step_off", "profile.steps=3:6")
     events = named_events(run_dir / "profile")
     for name in ("rollout.generate", "actor.update"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from cases import and_slow
 from made_run import make_run
 from runs import CONSTANT, QUICK, SHORT, save_model
 
@@ -148,7 +149,13 @@ def every(names: Iterable[str], others: Iterable[object], most: int) -> list[Par
     return [pytest.param(name, other, marks=marks[n % most == 0]) for n, name, other in pairs]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+NESTED = [name for name in DAMAGES if name.startswith("nested")]
+"""What takes a second of YAML's reader."""
+
+
+@pytest.mark.parametrize(
+    "damage", and_slow([d for d in DAMAGES if d not in NESTED[1:]], NESTED[1:])
+)
 def test_a_report_of_a_run_that_is_damaged_all_over(
     made: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +204,7 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("name", "damage"), every([*LINES, *DOCUMENTS, "lock"], DAMAGES, 5))
+@pytest.mark.parametrize(("name", "damage"), every([*LINES, *DOCUMENTS, "lock"], DAMAGES, 10))
 def test_a_report_of_damaged_files_is_a_page_or_a_line(
     made: Path,
     tmp_path: Path,
@@ -218,12 +225,19 @@ def test_a_report_of_damaged_files_is_a_page_or_a_line(
         assert name == "report.html" or damage.startswith(("a ", "empty")), said
 
 
-@pytest.mark.parametrize(("name", "number"), every(LINES[:4], range(len(ROWS)), 4))
+ONE_BY_ONE = [[number] for number in range(len(ROWS))]
+HALVES = [list(range(len(ROWS)))[start::2] for start in range(2)]
+
+
+@pytest.mark.parametrize("name", LINES[:4])
+@pytest.mark.parametrize("numbers", and_slow(HALVES, [(one,) for one in ONE_BY_ONE]), ids=repr)
 def test_a_foreign_line_costs_no_other_line(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: int
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, numbers: list[int]
 ) -> None:
+    """The default suite adds half of the lines at once."""
     run = copied(made, tmp_path)
-    _added(f",{ROWS[number]}" if name == TIMELINE_FILE else ROWS[number])(run / name)
+    begins = "," if name == TIMELINE_FILE else ""
+    _added(*(begins + ROWS[number] for number in numbers))(run / name)
     assert cli.run(report.main, [str(run)]) == 0
     assert meshes(sessions(run)).startswith("actor=2")
     page = (run / "report.html").read_text()

@@ -9,6 +9,7 @@ import browser as browsers
 import made_run
 import pytest
 from browser import Browser
+from cases import and_slow
 from made_run import EVERY, PAUSE, STEPS, accuracy, divergence, make_long_run, make_run
 from runs import unlisted_files
 
@@ -370,8 +371,11 @@ def test_several_runs_are_lines_of_one_chart(
     assert window.errors() == []
 
 
-def test_a_long_run_opens_at_once_and_keeps_its_last_step(window: Browser, tmp_path: Path) -> None:
-    steps = 10_000
+@pytest.mark.parametrize("steps", and_slow([3_000], [10_000]))
+def test_a_long_run_opens_at_once_and_keeps_its_last_step(
+    window: Browser, tmp_path: Path, steps: int
+) -> None:
+    """How long its page is at most, tests/report/test_report.py has of 10,000 steps."""
     make_long_run(tmp_path / "long", steps)
     assert cli.run(report.main, [str(tmp_path / "long")]) == 0
     window.open(tmp_path / "long" / report.REPORT_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -20,6 +21,7 @@ from jaxrl.rewards.functions import find
 from jaxrl.types import Completion, Prompt, Rollout, Sequences
 
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
+CONFIGS = Path(__file__).parents[2] / "configs"
 FUNCTIONS = ("number", f"{HERE}:length", f"{HERE}:parts", f"{HERE}:trouble")
 
 
@@ -47,6 +49,12 @@ def functions() -> Iterator[RewardFunctions]:
     made = config(weights=(1.0, 0.1, 2.0, 0.0))
     with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
         yield functions
+
+
+def test_the_reward_of_the_quickstart_is_more_the_nearer_the_result() -> None:
+    module = runpy.run_path(str(CONFIGS / "rewards" / "nearness.py"))
+    texts = ["4", "so 2+2=4", "6", "-4", "so 4", ""]
+    assert module["nearness"](texts, ["4"] * 6) == [1, 1, 1 / 3, 1 / 9, 0, 0]
 
 
 def test_verifiers_know_that_prompts_end_in_thoughts() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cases import and_slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
@@ -97,16 +98,17 @@ from jaxrl.sharding.mesh import ensure_devices
 if {late}:
     import jax
     jax.devices()
-try:
-    seen = ensure_devices({needed})
-    print(len(seen.devices), seen.note)
-except ValueError as error:
-    print(error)
+for needed in {needed}:
+    try:
+        seen = ensure_devices(needed)
+        print(len(seen.devices), seen.note)
+    except ValueError as error:
+        print(error)
 """
 
 
-def probe(needed: int, *, late: bool = False, **env: str) -> str:
-    """What `ensure_devices` says in a fresh process."""
+def probe(*needed: int, late: bool = False, **env: str) -> str:
+    """What `ensure_devices` says in a fresh process, a line for each number."""
     root = str(Path(__file__).parent.parent.parent)
     code = PROBE.format(root=root, late=late, needed=needed)
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
@@ -120,9 +122,11 @@ def probe(needed: int, *, late: bool = False, **env: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_host_without_an_accelerator_emulates_what_is_needed() -> None:
-    assert probe(3) == "3 no accelerator: emulating 3 CPU devices"
-    assert probe(1) == "1 no accelerator: emulating 1 CPU device"
+@pytest.mark.parametrize(
+    ("needed", "words"), and_slow([(3, "3 CPU devices")], [(1, "1 CPU device")])
+)
+def test_a_host_without_an_accelerator_emulates_what_is_needed(needed: int, words: str) -> None:
+    assert probe(needed) == f"{needed} no accelerator: emulating {words}"
 
 
 @pytest.mark.parametrize("cores", [1, 2, 16])
@@ -144,8 +148,8 @@ def test_emulated_devices_are_counted_in_words_and_called_slow_where_they_crowd(
 )
 def test_a_number_that_was_set_is_kept(env: dict[str, str]) -> None:
     ((name, value),) = env.items()
-    assert probe(3, **env) == "4 no accelerator: emulating 4 CPU devices"
-    refused = probe(5, **env)
+    seen, refused = probe(3, 5, **env).splitlines()
+    assert seen == "4 no accelerator: emulating 4 CPU devices"
     for word in ("needs 5 devices", "sees 4", name, value):
         assert word in refused
 

@@ -121,8 +121,10 @@ class Strings:
         self.given = given
         self.made: dict[tuple[str, Path | None], bool] = {}
         """What was asked before: parts of names are asked for again and again."""
-        self.literals: dict[Path, set[str]] = {}
-        self.patterns: list[tuple[Path, re.Pattern[str], bool]] = []
+        self.literals: dict[Path | None, set[str]] = {}
+        """Of each module; None: of all."""
+        self.patterns: dict[Path | None, dict[str, tuple[re.Pattern[str], list[Path | None]]]] = {}
+        """Of each module, and of all: a pattern, and where what fills its holes may be."""
         for path, text in texts.items():
             nodes = list(ast.walk(ast.parse(text)))
             constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
@@ -133,7 +135,16 @@ class Strings:
                     fixed = "".join(str(part) for part in parts if part is not None)
                     holes = ("(.+)" if part is None else re.escape(str(part)) for part in parts)
                     named = re.search("[a-z]{3}", fixed) is not None
-                    self.patterns.append((path, re.compile("".join(holes)), named))
+                    self._add("".join(holes), path, named)
+        self.literals[None] = set().union(*self.literals.values())
+
+    def _add(self, pattern: str, path: Path, named: bool) -> None:
+        for where in (None, path):
+            held = self.patterns.setdefault(where, {})
+            inside = held.setdefault(pattern, (re.compile(pattern), []))[1]
+            filled = where if named else path
+            if filled not in inside:
+                inside.append(filled)
 
     def make(self, name: str, where: Path | None = None) -> bool:
         """Whether ``name`` is a literal, or an f-string whose holes these strings can fill.
@@ -147,12 +158,13 @@ class Strings:
     def _make(self, name: str, where: Path | None) -> bool:
         if name in self.given:
             return True
-        if any(name in found for path, found in self.literals.items() if where in (None, path)):
+        if name in self.literals.get(where, ()):
             return True
-        for path, pattern, named in self.patterns:
-            match = pattern.fullmatch(name) if where in (None, path) else None
-            inside = where if named else path
-            if match and all(len(g) < len(name) and self.make(g, inside) for g in match.groups()):
+        for pattern, places in self.patterns.get(where, {}).values():
+            match = pattern.fullmatch(name)
+            if match is None or any(len(hole) == len(name) for hole in match.groups()):
+                continue
+            if any(all(self.make(hole, place) for hole in match.groups()) for place in places):
                 return True
         return False
 
