@@ -371,8 +371,6 @@ def test_the_commands_of_a_page_run(
         if what_is_needed(words) is not None:
             continue
         words = [PLACEHOLDERS.get(word, word) for word in words]
-        if not whole and {"jaxrl.train", "--config"} <= set(words):
-            words = [*words, "--dry-run"]
         shutil.rmtree("runs/run", ignore_errors=True)  # of another command of the page
         if (kind := None if "--dry-run" in words else tiny) is not added:
             add_models(hub, added := kind)
