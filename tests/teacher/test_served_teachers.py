@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import SHORT, save_model
+from runs import CONSTANT, SHORT, save_model
 from safetensors.numpy import load_file
 from tiny_models import Memory, make_mesh, tiny_config, tiny_model, tiny_tensors
 
@@ -440,6 +440,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def trained(models: dict[str, str], run_dir: Path, teachers: Any, *overrides: str) -> Any:
     keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
     keys += ["mesh=actor=1,rollout=1" + ",teacher=1" * ("model" in str(teachers)), *SHORT]
+    keys += ["rollout.launch_tokens=8", *CONSTANT]
     keys += ["actor.dtype=float32", "rollout.dtype=float32", "data.teacher_key=kind"]
     keys += ["teacher.model=null", f"teachers={json.dumps(teachers)}", f"run_dir={run_dir}"]
     return train(
