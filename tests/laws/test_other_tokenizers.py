@@ -173,7 +173,10 @@ def cut(of_bytes):
     return of_bytes("mesh=actor+rollout+teacher=2", "rollout.devices=0:1", *small)
 
 
+@pytest.mark.slow
 def test_spans_of_several_tokens_are_learnt(spellers, cut):
+    """In the default suite a run's spans have one token each; those of several are scored and
+    learnt in test_aligned.py and test_token_spans.py."""
     result, found = cut
     for row in result.metrics[1:]:
         assert 0 < row["distill/exact_bytes"] < row["distill/aligned_bytes"] <= 1

@@ -232,9 +232,9 @@ def two_names(models, tmp_path_factory):
         alone = run(models, folder / "alone", f"teacher.model={models['math']}", *keys)
         computed, batches, part, score = {}, [], Scorer.run, RoutedTeachers.score
 
-        def of_a_batch(teachers, rollout, *which):
+        def of_a_batch(role, rollout, *which, **more):
             batches.append(rollout.policy_version)
-            return score(teachers, rollout, *which)
+            return score(role, rollout, *which, **more)
 
         def recorded(scorer, given):
             sequences = given.sequences
@@ -318,8 +318,10 @@ def apart(models, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path, apart):
-    """Its `prepare` knows nothing of them."""
+    """Its `prepare` knows nothing of them, as that of the built-in one. In the default suite one's
+    own algorithm has one teacher."""
     (tmp_path / "own.py").write_text(OWN)
     keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", APART]
     built_in, _ = apart("data.teacher_key=kind")
@@ -333,12 +335,16 @@ def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path
 @pytest.mark.parametrize(
     ("how", "devices"),
     and_slow(
-        [(["data.teacher_key=kind"], 1)],
-        [(["data.teacher_key=kind"], 2), (["distill.signal=topk", "distill.top_k=8"], 2)],
+        [],
+        [
+            *((["data.teacher_key=kind"], devices) for devices in (1, 2)),
+            (["distill.signal=topk", "distill.top_k=8"], 2),
+        ],
     ),
 )
 def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, apart, how, devices):
-    """The teachers take turns on the devices, with vocabularies and widths of their own."""
+    """The teachers take turns on the devices, with vocabularies and widths of their own. In the
+    default suite so do those of the next test, and served ones."""
     keys = [teachers(models, math="math", code="code"), *how]
     plain, wanted = apart(*how)
     turns = [f"mesh=actor+rollout+teacher={devices}"]

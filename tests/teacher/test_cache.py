@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import needs_ray
+from cases import and_slow, needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_model
 
@@ -138,7 +138,7 @@ def config(distill: DistillConfig, dtype: str = "float32") -> Config:
     return base.model_copy(update={"distill": distill})
 
 
-@pytest.mark.parametrize("signal", DISTILLS)
+@pytest.mark.parametrize("signal", and_slow(["topk"], ["hidden", "sampled"]))  # as runs below
 def test_what_is_read_is_bit_for_bit_what_the_scorer_says(
     signal: str, tiny: Any, rollout: Rollout, tmp_path: Path
 ) -> None:
