@@ -103,8 +103,8 @@ def scored(teacher, rollout, parts=1):
 @pytest.mark.parametrize(
     ("signal", "axes", "parts"),
     and_slow(
-        [("hidden", (2, 2, 1), 2), ("student_topk", (1, 1, 1), 2)],
-        [("topk", (1, 2, 2), 1), ("sampled", (2, 1, 1), 1)],
+        [("hidden", (2, 2, 1), 2)],
+        [("student_topk", (1, 1, 1), 2), ("topk", (1, 2, 2), 1), ("sampled", (2, 1, 1), 1)],
     ),
 )
 def test_a_row_gets_what_its_own_teacher_says_alone(signal, axes, parts):
@@ -139,11 +139,14 @@ def test_a_part_of_padding_alone_has_a_signal(mixture):
     ("kind", "signal", "axes", "parts"),
     and_slow(
         [
-            ("arithmetic", "topk", (1, 2, 2), 1),
-            ("geometric", "student_topk", (1, 1, 1), 1),
+            ("arithmetic", "topk", (1, 1, 1), 1),
             ("geometric", "sampled", (1, 1, 1), 1),
         ],
-        [("geometric", "student_topk", (2, 1, 1), 1), ("arithmetic", "sampled", (1, 1, 1), 2)],
+        [
+            ("arithmetic", "topk", (1, 2, 2), 1),
+            *(("geometric", "student_topk", axes, 1) for axes in ((1, 1, 1), (2, 1, 1))),
+            ("arithmetic", "sampled", (1, 1, 1), 2),
+        ],
     ),
 )
 def test_a_mixture_s_signal_is_that_of_the_mixed_distribution(kind, signal, axes, parts):
@@ -193,7 +196,7 @@ def models(tmp_path_factory):
 def run(models, run_dir, *overrides):
     keys = [f"student.model={models['student']}", f"data.train={models['rows']}", "data.eval=null"]
     plain = [*SHORT, ALONE, "actor.dtype=float32", "rollout.dtype=float32", f"run_dir={run_dir}"]
-    plain += ["teacher.model=null", *SGD]
+    plain += ["teacher.model=null", "rollout.launch_tokens=8", *SGD]  # one launch: one program
     result = train(Config.load("builtin:quickstart", [*keys, *plain, *overrides]))
     return result, load_file(run_dir / "final" / "model.safetensors")
 
@@ -206,14 +209,55 @@ def teachers(models, **named):
     return f"teachers={json.dumps({name: {'model': models[of]} for name, of in named.items()})}"
 
 
-@pytest.mark.parametrize("signal", ["hidden", "sampled"])
-def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signal):
-    """Signal hidden with a teacher for each row, sampled with a mixture."""
-    how = ["data.teacher_key=kind"] if signal == "hidden" else ["distill.jsd_beta=1"]
-    keys = [f"distill.signal={signal}", "teacher.num_microbatches=2", "distill.jsd_beta=1"]
-    alone, wanted = run(models, tmp_path / "alone", f"teacher.model={models['math']}", *keys)
-    same = teachers(models, math="math", code="math")
-    both, found = run(models, tmp_path / "both", same, *how, *keys)
+LEARNT = {
+    "hidden": (["data.teacher_key=kind"], ["distill.jsd_beta=1"]),
+    "sampled": ([], ["distill.jsd_beta=1"]),
+}
+"""Of a signal: how several teachers are learnt from, for each row its own or a mixture, and what
+one alone is learnt by too."""
+
+
+@pytest.fixture(scope="module")
+def two_names(models, tmp_path_factory):
+    """Of a signal: a run with one teacher, one with two names of it, and the tokens and the places
+    of each program's rows in the second, by batch."""
+    done = {}
+
+    def get(signal):
+        if signal in done:
+            return done[signal]
+        how, keys = LEARNT[signal]
+        keys = [f"distill.signal={signal}", "teacher.num_microbatches=2", *keys]
+        folder = tmp_path_factory.mktemp(signal)
+        alone = run(models, folder / "alone", f"teacher.model={models['math']}", *keys)
+        computed, batches, part, score = {}, [], Scorer.run, RoutedTeachers.score
+
+        def of_a_batch(role, rollout, *which, **more):
+            batches.append(rollout.policy_version)
+            return score(role, rollout, *which, **more)
+
+        def recorded(scorer, given):
+            sequences = given.sequences
+            prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
+            before, after = np.split(sequences.mask, [prompt], 1)
+            held = before[:: sequences.group].sum() + after.sum()
+            computed.setdefault(batches[-1], []).append((held, sequences.room[0]))
+            return part(scorer, given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RoutedTeachers, "score", of_a_batch)
+            patch.setattr(Scorer, "run", recorded)
+            both = run(models, folder / "both", teachers(models, math="math", code="math"),
+                       *how, *keys)  # fmt: skip
+        done[signal] = alone, both, computed
+        return done[signal]
+
+    return get
+
+
+@pytest.mark.parametrize("signal", LEARNT)
+def test_two_names_of_one_teacher_teach_as_it_does_alone(two_names, signal):
+    (alone, wanted), (both, found), _ = two_names(signal)
     np.testing.assert_allclose(totals(both), totals(alone), rtol=2e-4)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
@@ -226,28 +270,14 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(models, tmp_path, signa
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "more", and_slow([[]], [["distill.mixture=arithmetic", "distill.top_k=8"]])
-)
-def test_padding_is_that_of_all_that_the_teachers_compute(models, tmp_path, monkeypatch, more):
-    """Each its own rows, in each of three parts."""
-    computed, score = [], Scorer.run
-
-    def recorded(scorer, given):
-        sequences = given.sequences
-        prompt = sequences.tokens.shape[1] - sequences.loss_mask.shape[1]
-        before, after = np.split(sequences.mask, [prompt], 1)
-        computed.append((before[:: sequences.group].sum() + after.sum(), sequences.room[0]))
-        return score(scorer, given)
-
-    monkeypatch.setattr(Scorer, "run", recorded)
-    keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", *more]
-    keys += ["distill.signal=topk"] if more else []
-    keys += ["steps=1", "teacher.num_microbatches=3"]
-    result, _ = run(models, tmp_path / "run", *keys)
-    real, places = np.sum(computed, 0)
-    assert len(computed) > 3
-    assert result.metrics[1]["teacher/padding"] == pytest.approx(1 - real / places)
+@pytest.mark.parametrize("signal", LEARNT)
+def test_padding_is_that_of_all_that_the_teachers_compute(two_names, signal):
+    """Each its own rows, or all, in each of two parts."""
+    _, (both, _), computed = two_names(signal)
+    for version, row in enumerate(both.metrics[1:]):
+        real, places = np.sum(computed[version], 0)
+        assert len(computed[version]) > 3
+        assert row["teacher/padding"] == pytest.approx(1 - real / places)
 
 
 OWN = """
@@ -288,8 +318,10 @@ def apart(models, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path, apart):
-    """Its `prepare` knows nothing of them."""
+    """Its `prepare` knows nothing of them, as that of the built-in one. In the default suite one's
+    own algorithm has one teacher."""
     (tmp_path / "own.py").write_text(OWN)
     keys = [teachers(models, math="math", code="code"), "data.teacher_key=kind", "steps=1", APART]
     built_in, _ = apart("data.teacher_key=kind")
@@ -303,12 +335,16 @@ def test_an_algorithm_of_one_s_own_learns_from_several_teachers(models, tmp_path
 @pytest.mark.parametrize(
     ("how", "devices"),
     and_slow(
-        [(["data.teacher_key=kind"], 1)],
-        [(["data.teacher_key=kind"], 2), (["distill.signal=topk", "distill.top_k=8"], 2)],
+        [],
+        [
+            *((["data.teacher_key=kind"], devices) for devices in (1, 2)),
+            (["distill.signal=topk", "distill.top_k=8"], 2),
+        ],
     ),
 )
 def test_offloading_and_sharing_devices_change_nothing(models, tmp_path, apart, how, devices):
-    """The teachers take turns on the devices, with vocabularies and widths of their own."""
+    """The teachers take turns on the devices, with vocabularies and widths of their own. In the
+    default suite so do those of the next test, and served ones."""
     keys = [teachers(models, math="math", code="code"), *how]
     plain, wanted = apart(*how)
     turns = [f"mesh=actor+rollout+teacher={devices}"]
@@ -389,11 +425,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     assert "{'math': -1}" in text and "at least 0" in text
 
 
-def test_a_mixture_s_own_accuracy_is_not_measured(models, tmp_path):
-    both = teachers(models, math="math", code="code")
-    keys = [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
-    keys += ["distill.signal=sampled", "distill.jsd_beta=1"]  # a program of the first runs here
-    result, _ = run(models, tmp_path / "run", both, *keys, "steps=1")
-    assert "eval/accuracy" in result.metrics[0] and "teacher/accuracy" not in result.metrics[0]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "arithmetic mixture only scores" in log
+def test_a_mixture_s_own_accuracy_is_not_measured(models):
+    """It is asked for, of rows that have answers, and a note says why there is none."""
+    keys = [f"student.model={models['student']}", f"data.train={models['rows']}"]
+    keys += [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
+    keys += ["teacher.model=null", "distill.signal=sampled", "distill.jsd_beta=1"]
+
+    def job(**named):
+        both = [teachers(models, **named)]
+        return make_job(Config.load("builtin:quickstart", [*keys, *both, "max_prompt_tokens=24"]))
+
+    mixed = job(math="math", code="code")
+    assert not mixed.evaluates_teacher and not mixed.teacher_samples
+    assert any("arithmetic mixture only scores" in note for note in mixed.notes)
+    keys.append("data.teacher_key=kind")
+    assert (routed := job(math="math", code="code")).evaluates_teacher and routed.teacher_samples
+    assert not any("only scores" in note for note in routed.notes)

@@ -1,16 +1,17 @@
 """Losses from hidden states are the dense ones, value and gradient, on one device and on eight.
 
-Dense = logits of everything, and `jax.grad`. The chunked code has its gradients written by hand.
+Dense = logits of everything, and imaginary steps. The chunked code has its gradients written by
+hand.
 """
 
 import math
 import re
 from functools import cache, partial
 
-import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_losses as dense
 import pytest
 from cases import and_slow
 from jax.extend.core import jaxprs_in_params
@@ -54,8 +55,14 @@ def mesh_of(shape):
     return role_mesh(jax.devices()[: math.prod(shape)], Axes(*shape))
 
 
-def logits(hidden, head):
-    return jnp.einsum("bcd,vd->bcv", hidden, head)
+def of_teacher(temperature=1.0):
+    """The teacher's log-probs."""
+    logits = TEACHER.astype(np.float64) @ TEACHER_HEAD[:V].astype(np.float64).T
+    return dense.log_softmax(logits, temperature)
+
+
+def in_numpy(of_logits, mask=MASK):
+    return dense.value_and_gradients(of_logits, HIDDEN, HEAD, mask)
 
 
 def value_and_grads(loss, hidden=HIDDEN, head=HEAD):
@@ -69,12 +76,16 @@ def assert_same(a, b, tolerance=1e-5):
     )
 
 
-def dense_divergence(hidden, head, *, beta, temperature=1.0, term=None):
-    student, teacher = logits(hidden, head), logits(TEACHER, TEACHER_HEAD[:V])
-    total, _ = dense.jsd(student, teacher, MASK, beta=beta, temperature=temperature)
-    if term is not None:
-        total += dense.entropy_aware(student, teacher, MASK, term=term, temperature=temperature)[0]
-    return total
+def dense_divergence(*, beta, temperature=1.0, term=None):
+    """Value and gradients."""
+    teacher = of_teacher(temperature)
+
+    def of_logits(z):
+        student = dense.log_softmax(z, temperature)
+        more = 0 if term is None else dense.entropy_aware(student, teacher, term)
+        return dense.jsd(student, teacher, beta) + more
+
+    return in_numpy(of_logits)
 
 
 def chunked_divergence(hidden, head, *, chunk=CHUNK, term=None, **settings):
@@ -112,12 +123,6 @@ def halved(*changed, **settings):
     """The value and the gradients of the same."""
     (total, *_), gradients = found(*changed, **settings)
     return total, gradients
-
-
-def with_tail(logprobs, ids):
-    chosen = np.take_along_axis(logprobs, ids, -1)
-    others = np.exp(logprobs).sum(-1) - np.exp(chosen).sum(-1)
-    return np.concatenate([chosen, np.log(others)[..., None]], -1)
 
 
 @cache
@@ -179,7 +184,7 @@ def every_loss(shape=None):
 )
 def test_divergence_is_the_dense_one(beta, term):
     settings = {"beta": beta, "temperature": 1.3, "term": term}
-    expected = value_and_grads(partial(dense_divergence, **settings))
+    expected = dense_divergence(**settings)
     for lean in (False, True):
         if settings == FULL:
             assert_same(every_loss()["lean" if lean else "fused"], expected)
@@ -200,10 +205,11 @@ def test_topk_divergence_is_the_dense_one(signal, beta):
     else:
         ids = own_topk().ids
         look_up = jax.jit(partial(logprobs_at, temperature=temperature, chunk=CHUNK, v=V))
-        logprobs, tail = look_up(TEACHER, TEACHER_HEAD, ids)
+        logprobs, tail = jax.device_get(look_up(TEACHER, TEACHER_HEAD, ids))
     settings = {"beta": beta, "temperature": temperature}
-    expected = value_and_grads(
-        lambda h, w: dense.topk_divergence(logits(h, w), ids, logprobs, tail, MASK, **settings)[0]
+    sent = np.concatenate([logprobs, tail[..., None]], -1).astype(np.float64)
+    expected = in_numpy(
+        lambda z: dense.jsd(dense.with_tail(dense.log_softmax(z, temperature), ids), sent, beta)
     )
     for lean in (False, True):
         if (signal, settings) == ("topk", COARSE):
@@ -228,22 +234,20 @@ def test_topk_at_k_equal_v_is_the_full_divergence():
 
 def test_entropy_term_from_shipped_topk_is_the_dense_one():
     """K = 6 were sent and the term uses 4: the other two belong to the tail."""
-    teacher = TEACHER @ TEACHER_HEAD[:V].T
-    expected = value_and_grads(
-        lambda h, w: dense.entropy_aware(logits(h, w), teacher, MASK, term=TERM)[0]
-    )
+    teacher = of_teacher()
+    expected = in_numpy(lambda z: dense.entropy_aware(dense.log_softmax(z), teacher, TERM))
     assert expected[0] > 0.1
     assert_same(every_loss()["entropy"], expected)
 
 
 def test_logprobs_and_entropy_are_the_dense_ones():
-    def policy(h, w):
-        logprobs = dense.log_softmax(logits(h, w), 0.8)
-        entropy = -(jnp.exp(logprobs) * logprobs).sum(-1)
-        chosen = jnp.take_along_axis(logprobs, TOKENS[..., None], -1)[..., 0]
-        return masked_sum(WEIGHT * chosen + jnp.square(entropy), MASK)
+    def policy(z):
+        logprobs = dense.log_softmax(z, 0.8)
+        entropy = -(np.exp(logprobs) * logprobs).sum(-1)
+        chosen = np.take_along_axis(logprobs, TOKENS[..., None], -1)[..., 0]
+        return WEIGHT * chosen + np.square(entropy)
 
-    assert_same(every_loss()["logprobs"], value_and_grads(policy))
+    assert_same(every_loss()["logprobs"], in_numpy(policy))
     alone = jax.jit(partial(logprobs_from_hidden, chunk=CHUNK))
     both = jax.jit(partial(logprobs_and_entropy_from_hidden, chunk=CHUNK))
     np.testing.assert_array_equal(alone(HIDDEN, HEAD, TOKENS), both(HIDDEN, HEAD, TOKENS)[0])
@@ -251,9 +255,9 @@ def test_logprobs_and_entropy_are_the_dense_ones():
 
 
 def test_topk_and_logprobs_at_are_the_dense_ones():
-    logprobs = dense.exact_log_softmax(TEACHER @ TEACHER_HEAD[:V].T, 1.7)
+    logprobs = of_teacher(1.7)
     ids = np.argsort(-logprobs, -1)[..., :K]
-    sent, wanted = shipped(K, 1.7), with_tail(logprobs, ids)
+    sent, wanted = shipped(K, 1.7), dense.with_tail(logprobs, ids)
     np.testing.assert_array_equal(sent.ids, ids)
     assert_same(sent.logprobs, wanted[..., :-1])
     assert_same(sent.tail_logprob, wanted[..., -1])
@@ -261,7 +265,7 @@ def test_topk_and_logprobs_at_are_the_dense_ones():
     some = np.random.default_rng(8).permuted(np.tile(np.arange(V), (B, C, 1)), axis=-1)[..., :K]
     look_up = jax.jit(partial(logprobs_at, temperature=1.7, chunk=CHUNK, v=V))
     at, tail = map(np.asarray, look_up(TEACHER, TEACHER_HEAD, some))
-    assert_same(np.concatenate([at, tail[..., None]], -1), with_tail(logprobs, some))
+    assert_same(np.concatenate([at, tail[..., None]], -1), dense.with_tail(logprobs, some))
 
 
 @pytest.mark.parametrize("shape", and_slow(MESHES[3:], [(shape,) for shape in MESHES[:3]]), ids=str)
@@ -284,11 +288,14 @@ def test_eight_devices_are_one_with_heads_split_by_the_rules(shape, lean):
     heads = rand(64, 16, seed=11, scale=0.5), rand(64, 8, seed=12, scale=0.5)
     tokens = rand(8, 3, 16, seed=13), rand(8, 3, 8, seed=14), np.ones((8, 3), bool)
 
-    def loss(h, w, t, tw, m, mesh=None):
+    def loss(h, w, t, tw, m):
         return divergence_from_hidden(h, w, t, tw, m, beta=0.5, chunk=2, lean=lean, mesh=mesh)[0]
 
     args = tokens[0], heads[0], tokens[1], heads[1], tokens[2]
-    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*args)
+    teacher = dense.log_softmax(args[2].astype(np.float64) @ args[3].T)
+    expected = dense.value_and_gradients(
+        lambda z: dense.jsd(dense.log_softmax(z), teacher, 0.5), *args[:2], args[4]
+    )
     rows = ("data", "fsdp")
     placed = [
         place(args[0], rows),
@@ -297,7 +304,7 @@ def test_eight_devices_are_one_with_heads_split_by_the_rules(shape, lean):
         place(args[3], "tensor", "fsdp"),
         place(args[4], rows),
     ]
-    step = jax.jit(jax.value_and_grad(partial(loss, mesh=mesh), argnums=(0, 1)))
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     value, gradients = step(*placed)
     assert_same((value, gradients), expected)
     assert gradients[1].sharding.is_equivalent_to(placed[1].sharding, 2)
@@ -375,9 +382,7 @@ def test_teacher_and_metrics_carry_no_gradient():
 
 
 def test_metrics():
-    mine, theirs = (
-        dense.exact_log_softmax(x @ w.T) for x, w in ((HIDDEN, HEAD), (TEACHER, TEACHER_HEAD[:V]))
-    )
+    mine, theirs = dense.log_softmax(HIDDEN @ HEAD.T), of_teacher()
 
     def entropy(lp):
         return -(np.exp(lp) * lp).sum(-1)
@@ -439,11 +444,9 @@ def test_permuting_the_vocabulary_permutes_the_gradient(name):
 
 
 def test_temperature_may_be_traced():
-    plain = jax.jit(dense.jsd, static_argnames="beta")
-    student, teacher = HIDDEN @ HEAD.T, TEACHER @ TEACHER_HEAD[:V].T
     values = [halved(temperature=t)[0] for t in (0.5, 2.0)]
     for t, value in zip((0.5, 2.0), values, strict=True):
-        assert_same(value, plain(student, teacher, MASK, beta=0.5, temperature=t)[0])
+        assert_same(value, dense_divergence(beta=0.5, temperature=t)[0])
     assert values[0] > 1.5 * values[1]
 
 
@@ -527,15 +530,15 @@ def test_bad_settings_are_refused():
         logprobs_from_hidden(HIDDEN, HEAD, TOKENS, v=51)
     with pytest.raises(ValueError, match="top-k is 0"):
         topk_from_hidden(HIDDEN, HEAD, 0)
-    sent = shipped(2)
+    sent = jax.tree.map(lambda x: x[..., :2], shipped(K))
     with pytest.raises(ValueError, match="top 4 and 2 were sent"):
         entropy_aware_from_topk(
             HIDDEN,
             HEAD,
             sent.ids,
             sent.logprobs,
-            sent.entropy,
+            shipped(K).entropy,
             MASK,
             term=TERM,
-            teacher_tail=sent.tail_logprob,
+            teacher_tail=shipped(K).tail_logprob,
         )

@@ -1,14 +1,12 @@
 """Losses on logits c tanh(z / c) are the dense ones, value and gradient, on any mesh."""
 
-from functools import cache
-
-import dense_losses as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_losses as dense
 import pytest
 from cases import and_slow
-from dense_losses import log_softmax
+from numpy_losses import log_softmax
 from tiny_models import make_mesh
 
 from jaxrl.losses.distill import divergence_from_hidden, topk_divergence_from_hidden
@@ -25,37 +23,39 @@ CAP, THEIRS, T = 1.5, 4.0, 1.3
 
 
 def rand(*shape, seed, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
+    return np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)
 
 
 HIDDEN, HEAD = rand(B, C, D, seed=1), rand(V, D, seed=2, scale=0.6)
 TEACHER, TEACHER_HEAD = rand(B, C, DT, seed=3), rand(V, DT, seed=4, scale=0.6)
 OTHER, OTHER_HEAD = rand(B, C, D, seed=7), rand(V, D, seed=8, scale=0.6)
-HALF = jnp.full((B, C, 2), 0.5)
-TOKENS = jnp.asarray(np.random.default_rng(5).integers(0, V, (B, C)))
-MASK = jnp.asarray(np.random.default_rng(6).random((B, C)) < 0.7)
+HALF = np.full((B, C, 2), 0.5, np.float32)
+TOKENS = np.random.default_rng(5).integers(0, V, (B, C))
+MASK = np.random.default_rng(6).random((B, C)) < 0.7
 
 
-def capped(hidden, head, cap):
-    z = jnp.einsum("bcd,vd->bcv", hidden, head)
-    return z if cap is None else cap * jnp.tanh(z / cap)
+def capped(logits, cap):
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
-def dense_loss(name, hidden, head, theirs):
-    student, teacher = capped(hidden, head, CAP), capped(TEACHER, TEACHER_HEAD, theirs)
+def logits(hidden, head):
+    return hidden.astype(np.float64) @ head.astype(np.float64).T
+
+
+def dense_loss(name, z, theirs):
+    """Of each token, from the student's logits."""
+    student, teacher = log_softmax(capped(z, CAP), T), capped(logits(TEACHER, TEACHER_HEAD), theirs)
+    teacher = log_softmax(teacher, T)
     if name == "topk":
-        ids = jax.lax.top_k(teacher, K)[1]
-        sent = jnp.take_along_axis(log_softmax(teacher, T), ids, -1)
-        tail = jnp.log(1 - jnp.exp(sent).sum(-1))
-        return dense.topk_divergence(student, ids, sent, tail, MASK, beta=0.3, temperature=T)[0]
+        ids = np.argsort(-teacher, -1)[..., :K]
+        return dense.jsd(dense.with_tail(student, ids), dense.with_tail(teacher, ids), 0.3)
     if name == "logprobs":
-        logprobs = log_softmax(student, T)
-        own = jnp.take_along_axis(logprobs, TOKENS[..., None], -1)[..., 0]
-        return jnp.where(MASK, own - 0.3 * (jnp.exp(logprobs) * logprobs).sum(-1), 0).sum()
+        own = np.take_along_axis(student, TOKENS[..., None], -1)[..., 0]
+        return own - 0.3 * (np.exp(student) * student).sum(-1)
     if name == "mixture":
-        each = capped(OTHER, OTHER_HEAD, None), teacher
-        teacher = T * jnp.logaddexp(*(log_softmax(z, T) + jnp.log(0.5) for z in each))
-    return dense.jsd(student, teacher, MASK, beta=0.3, temperature=T)[0]
+        other = log_softmax(logits(OTHER, OTHER_HEAD), T)
+        teacher = np.logaddexp(other, teacher) + np.log(0.5)
+    return dense.jsd(student, teacher, 0.3)
 
 
 def loss(name, hidden, head, theirs, mesh):
@@ -83,9 +83,8 @@ def both(f):
     return jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(HIDDEN, HEAD)
 
 
-@cache
 def expected_of(name, theirs):
-    return both(lambda h, w: dense_loss(name, h, w, theirs))
+    return dense.value_and_gradients(lambda z: dense_loss(name, z, theirs), HIDDEN, HEAD, MASK)
 
 
 MESH = (1, 2, 4)
@@ -116,11 +115,12 @@ def test_value_and_gradient_are_those_of_capped_logits(name, theirs, shape):
 
 def test_each_teacher_of_a_mixture_has_its_own_cap():
     """One of the two has none."""
-    weights = jnp.broadcast_to(jnp.array([0.3, 0.7]), (B, C, 2))
-    own, theirs = log_softmax(capped(HIDDEN, HEAD, None)), capped(TEACHER, TEACHER_HEAD, THEIRS)
-    both = jnp.logaddexp(own + jnp.log(0.3), log_softmax(theirs) + jnp.log(0.7))
-    expected = jnp.take_along_axis(both, TOKENS[..., None], -1)
+    weights = np.tile(np.array([0.3, 0.7], np.float32), (B, C, 1))
+    own = log_softmax(logits(HIDDEN, HEAD))
+    theirs = log_softmax(capped(logits(TEACHER, TEACHER_HEAD), THEIRS))
+    both = np.logaddexp(own + np.log(0.3), theirs + np.log(0.7))
+    expected = np.take_along_axis(both, TOKENS[..., None], -1)
     models = (HIDDEN, TEACHER), (HEAD, TEACHER_HEAD), TOKENS[..., None]
     mixture = TeacherMixture("arithmetic", weights)
-    found, _ = logprobs_at(*models, mixture=mixture, softcap=(None, THEIRS))
+    found, _ = jax.jit(lambda: logprobs_at(*models, mixture=mixture, softcap=(None, THEIRS)))()
     np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -36,6 +36,7 @@ UNREAD: dict[str, Any] = {
     "data": {"train", "eval"},
     "policy": {"max_refills", "dynamic_sampling", "advantages", "reward_kl_coef"},
     "teacher": {"prompt", "max_prompt_tokens", "num_microbatches", "cache"},
+    "teachers": {"__all__": {"model", "address"}},  # their names are read
 }
 """Keys of a config, and of its sections, that no program of an actor reads; its mesh and what the
 student's folder says of the model are given beside the config."""

@@ -9,6 +9,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import needs_ray
+from cases import and_slow, needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
 from tiny_models import make_mesh, tiny_model
 
@@ -28,6 +29,7 @@ from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import DATA, make_rollout
 from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
+from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
@@ -50,7 +52,15 @@ from jaxrl.teacher.cache import (
 from jaxrl.teacher.local_teacher import Scorer
 from jaxrl.teacher.protocol import Options
 from jaxrl.telemetry.metrics import read_metrics
-from jaxrl.types import Completion, HiddenSignal, Prompt, Rollout, SampledSignal, TeacherSignal
+from jaxrl.types import (
+    Completion,
+    HiddenSignal,
+    Prompt,
+    Rollout,
+    SampledSignal,
+    TeacherSignal,
+    Trained,
+)
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -128,7 +138,7 @@ def config(distill: DistillConfig, dtype: str = "float32") -> Config:
     return base.model_copy(update={"distill": distill})
 
 
-@pytest.mark.parametrize("signal", DISTILLS)
+@pytest.mark.parametrize("signal", and_slow(["topk"], ["hidden", "sampled"]))  # as runs below
 def test_what_is_read_is_bit_for_bit_what_the_scorer_says(
     signal: str, tiny: Any, rollout: Rollout, tmp_path: Path
 ) -> None:
@@ -276,6 +286,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OFF = ["distill.on_policy_fraction=0", "eval.every=0", "group_size=1", "steps=4", *CONSTANT]
+OFF += ["rollout.launch_tokens=8"]  # one launch: one program of it
 
 
 def keys(desk: Path, *overrides: str) -> list[str]:
@@ -328,6 +339,31 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     return batches
 
 
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that each update is of: the rows, what the teacher says of them, and what of it stays.
+    Instead of the update, which the first test compares too: equal arrays make equal weights."""
+    taken: list[Any] = []
+
+    def update(self: Actor, rollout: Rollout, scores: Any, step: int) -> Trained:
+        given = rollout.sequences, rollout.sampler_logprobs, scores["teacher"], self._frozen
+        sequences, logprobs, parts, frozen = jax.tree.map(np.array, given)
+        taken.append((sequences, logprobs, jax.tree.map(lambda *x: np.concatenate(x), *parts)))
+        taken.append(frozen)
+        self.version += 1
+        return Trained({"loss": 0.0, "actor/tokens": float(sequences.loss_mask.sum())}, {})
+
+    monkeypatch.setattr(Actor, "update", update)
+    return taken
+
+
+def assert_halves_are_equal(taken: list[Any], updates: int) -> None:
+    half = 2 * updates
+    assert len(taken) == 2 * half
+    for mine, other in zip(taken[:half], taken[half:], strict=True):
+        jax.tree.map(partial(np.testing.assert_array_equal, strict=True), mine, other)
+
+
 def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
     desk: Path, tmp_path: Path, asked: list[Rollout]
 ) -> None:
@@ -350,12 +386,13 @@ def test_a_run_from_disk_has_the_weights_of_one_with_the_live_teacher(
 
 
 def test_a_mixed_run_asks_the_live_teacher_about_the_students_samples_only(
-    desk: Path, caches: dict[str, Path], tmp_path: Path, asked: list[Rollout]
+    desk: Path, caches: dict[str, Path], tmp_path: Path, asked: list[Rollout], fed: list[Any]
 ) -> None:
     mixed = ["distill.on_policy_fraction=0.5", MESH, live(desk)]
-    expected = run(desk, tmp_path / "live", *mixed)
+    run(desk, tmp_path / "live", *mixed)
     asked.clear()
-    assert run(desk, tmp_path / "read", *mixed, f"teacher.cache={caches['hidden']}") == expected
+    run(desk, tmp_path / "read", *mixed, f"teacher.cache={caches['hidden']}")
+    assert_halves_are_equal(fed, updates=4)
     coin = Config.load(None, keys(desk, *mixed))
     wanted = [i for i in range(4) if on_policy(coin, i)]
     assert 0 < len(wanted) < 4 and [rollout.policy_version for rollout in asked] == wanted
@@ -377,15 +414,16 @@ def test_processes_read_what_threads_read(desk: Path, tmp_path: Path) -> None:
 
 
 def test_the_teachers_samples_are_read_like_those_of_the_live_one(
-    desk: Path, tmp_path: Path
+    desk: Path, tmp_path: Path, fed: list[Any]
 ) -> None:
     """In the first epoch; in later ones the live teacher samples anew."""
     kind = ["distill.signal=sampled", "distill.jsd_beta=1", "distill.seq_kd=true", "group_size=2"]
     cache = scored(desk, tmp_path / "c", "--samples", "2", "--signal", "sampled")
     assert len(cache) == 26 and cache.manifest.samples == 2
-    expected = run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
+    run(desk, tmp_path / "live", live(desk), *kind, "steps=2", MESH)
     read = ["teacher.model=null", f"teacher.cache={tmp_path / 'c'}", "mesh=actor=1,rollout=1"]
-    assert run(desk, tmp_path / "read", *kind, "steps=2", *read) == expected
+    run(desk, tmp_path / "read", *kind, "steps=2", *read)
+    assert_halves_are_equal(fed, updates=2)
     for name, sampled in (("live", True), ("read", False)):
         for row in read_metrics(tmp_path / name)[1:]:
             assert (row["tokens/generated"] > 0) == sampled

@@ -121,15 +121,19 @@ def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Any:
-    return make_mesh(1, 2, 1)
+    return make_mesh(1, 1, 1)
 
 
-@pytest.fixture(scope="module")
-def service(mesh: Any) -> ScoringService:
+def service_on(mesh: Any) -> ScoringService:
     source = ModelSource(
         "tiny", Path("tiny"), tiny_config("llama"), Memory(tiny_tensors("llama")), None
     )
     return ScoringService(source, Words(), mesh, "float32", max_request_bytes=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def service(mesh: Any) -> ScoringService:
+    return service_on(mesh)
 
 
 def scored(service: ScoringService, request: Any) -> TeacherSignal:
@@ -220,6 +224,15 @@ def test_signals_are_bit_equal_to_the_scorers(
 ) -> None:
     teacher = RemoteTeachers(config(server.address, DISTILLS[signal]), V)
     assert_equal(teacher.score(rollout), expected(DISTILLS[signal]))
+
+
+def test_signals_of_two_devices_are_bit_equal_to_the_scorers(rollout: Rollout) -> None:
+    service = service_on(mesh := make_mesh(1, 2, 1))
+    distill = DISTILLS["hidden"]
+    alone = Scorer(service.model, service.params, Projection(distill, mesh, V)).score(rollout)
+    with serving(service) as server:
+        found = RemoteTeachers(config(server.address, distill), V).score(rollout)
+    assert_equal(found, jax.tree.map(np.asarray, alone))
 
 
 def test_parts_are_even_slices_of_the_rows(
