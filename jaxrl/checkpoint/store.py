@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
@@ -23,6 +24,7 @@ CONFIG = "config.yaml"
 FORMAT = 1
 _READ = 1 << 24
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
+T = TypeVar("T")
 _PART = re.compile(rf"{ACTOR}|{MODEL}|{CONFIG}|rollout_|{MANIFEST}|\.")
 """Begins the names of what a checkpoint is made of."""
 
@@ -107,14 +109,31 @@ def verify(checkpoint: Checkpoint) -> None:
             raise _unread(file, error) from error
 
 
+def look(ask: Callable[[Path], T], path: Path) -> T | None:
+    """Returns what `ask` says of a path; None where there is nothing.
+
+    Raises:
+        UserError: that cannot be told now, as of a disk that does not answer or is not mounted.
+    """
+    try:
+        return ask(path)
+    except OSError as error:
+        problem = _unread(path, error)
+        if isinstance(problem, Damaged) and not os.path.lexists(path):
+            return None
+        raise problem from error
+
+
 def folders(run_dir: Path) -> list[Path]:
-    """Folders with a manifest, the newest first."""
-    whole = [path for path in _steps(run_dir) if (path / MANIFEST).exists()]
+    """Returns the folders with a manifest, the newest first. Raises UserError where that cannot be
+    told now (`look`)."""
+    whole = [path for path in _steps(run_dir) if look(os.stat, path / MANIFEST)]
     return sorted(whole, key=lambda path: int(path.name), reverse=True)
 
 
 def _steps(run_dir: Path) -> list[Path]:
-    return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
+    names = look(os.listdir, run_dir / FOLDER) or []
+    return [run_dir / FOLDER / name for name in names if _STEP.fullmatch(name)]
 
 
 def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
@@ -152,7 +171,7 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
 def sweep(run_dir: Path) -> list[Path]:
     """Removes what killed saves and removals left, and returns it. Folders with anything else in
     them are left alone."""
-    begun = [p for p in _steps(run_dir) if p.is_dir() and not (p / MANIFEST).exists()]
+    begun = [p for p in _steps(run_dir) if p.is_dir() and not look(os.stat, p / MANIFEST)]
     left = [path for path in begun if all(_PART.match(part.name) for part in path.iterdir())]
     for path in left:
         remove(path)
@@ -231,10 +250,19 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 def _unread(file: Path, error: OSError) -> UserError:
     """Returns the error for a file that cannot be read: one that is not there is damage; a disk
-    that does not answer now may answer later."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return Damaged(f"{file}: {error.strerror}")
-    return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")
+    that does not answer now, or that a link leads to and that is not mounted, may answer later."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        return UserError(
+            f"{file} cannot be read: {error.strerror}; start again when it can be, or move its"
+            " folder away to do without"
+        )
+    for place in (file, *file.parents):
+        if place.is_symlink() and not place.exists():
+            return UserError(
+                f"{place} is a link to {os.readlink(place)}, which is not there: start again when"
+                " it is, or move the link away to do without"
+            )
+    return Damaged(f"{file}: {error.strerror}")
 
 
 def _checksum(file: Path) -> int:

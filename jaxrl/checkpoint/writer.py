@@ -224,8 +224,9 @@ class CheckpointWriter:
 
     def forget_removed(self) -> None:
         """Forgets the newest checkpoint if it was removed: there is none any more."""
-        if not (self._folders / str(self.newest) / store.MANIFEST).exists():
-            self.newest = None
+        with suppress(UserError):  # a disk that does not answer may answer later
+            if self._folders / str(self.newest) not in store.folders(self.run_dir):
+                self.newest = None
 
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished beside what comes next."""
@@ -251,7 +252,7 @@ class CheckpointWriter:
             try:
                 c = self.config.checkpoint
                 store.prune(self.run_dir, c.keep_last, c.keep_best)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self._notify(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Row) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shlex
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -27,13 +29,18 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
+from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.metrics import METRICS_FILE
+from jaxrl.telemetry.lines import move_aside
+from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
+from jaxrl.telemetry.timeline import TIMELINE_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh,
 and `provenance`."""
 LOCK = "lock"
+ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE)
+"""What grows with the steps."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,21 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
+    def set_aside(self) -> list[str]:
+        """Renames what a run that starts at the beginning would write over: the rows of one that
+        wrote no checkpoint, and what was there before the first start. Returns what to tell."""
+        if self.checkpoint is not None:
+            return []
+        files: list[Path] = []
+        if not os.path.lexists(self.path / SESSIONS_FILE):
+            files = [self.path / name for name in (CONFIG_FILE, PLAN_FILE, PLAN_DATA_FILE, *ROWS)]
+        elif _has_lines(self.path / METRICS_FILE):
+            files = [self.path / name for name in ROWS]
+        found = [file for file in files if _has_lines(file)]
+        return [
+            f"{file} was there before: it is now {move_aside(file, 'before')}" for file in found
+        ]
+
     def sessions_with(self, mesh: str) -> str:
         """Returns the text of `SESSIONS_FILE` that says what the steps from here on are trained
         on."""
@@ -72,7 +94,7 @@ class RunDir:
     def finished(self, steps: int) -> bool:
         """Returns whether the run has been trained to its end, and exported."""
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
-        return self.step == steps and any(file.is_file() for file in described)
+        return self.step == steps and any(store.look(os.stat, file) for file in described)
 
 
 def provenance() -> dict[str, str]:
@@ -154,7 +176,7 @@ def check_run_dir(config: Config) -> Path:
         UserError: `resume` does not allow what it holds, or something else is in its place.
     """
     path = config.run_path
-    there = next((place for place in (path, *path.parents) if place.exists()), Path())
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
     if not there.is_dir():
         raise UserError(f"run_dir={path} cannot be made: {there} is no folder")
     hf.check_replaceable(path / FINAL)
@@ -174,10 +196,18 @@ def check_run_dir(config: Config) -> Path:
 
 
 def _holds_run(path: Path) -> bool:
-    """Returns whether there is anything to lose."""
-    metrics = path / METRICS_FILE
-    has_rows = metrics.is_file() and metrics.stat().st_size > 0
-    return has_rows or bool(store.folders(path))
+    """Returns whether there is anything to lose. Raises UserError where that cannot be told now."""
+    return bool(store.folders(path)) or _has_lines(path / METRICS_FILE)
+
+
+def _has_lines(file: Path) -> bool:
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # or a link to nothing
+            return False
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
 
 
 class Lock:

@@ -1,7 +1,9 @@
 """Laws of checkpoints: what is read is what was written, whole or not at all, on any mesh."""
 
+import errno
 import json
 import math
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -324,6 +326,32 @@ def test_what_cannot_be_read_is_left_alone_and_stops_no_removal(tmp_path):
     with pytest.raises(UserError, match="move its folder away") as error:
         store.newest(tmp_path, print)
     assert not isinstance(error.value, Damaged)
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/3", "checkpoints/3/actor", "listing"])
+def test_a_disk_that_does_not_answer_is_no_folder_without_checkpoints(tmp_path, monkeypatch, gone):
+    """Such as one that a link leads to, and that is not mounted: a run that began anew would write
+    over its rows."""
+    run, steps = tmp_path / "run", []
+    make(run, 3)
+    writer = CheckpointWriter(run, Config.load(None, ["steps=9"]), "f", print, steps.append)
+    writer.newest = 3
+    if gone == "listing":
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr(os, "listdir", lambda _: (_ for _ in ()).throw(stale))
+    else:
+        (run / gone).rename(tmp_path / "disk")
+        (run / gone).symlink_to(tmp_path / "disk")
+        assert store.newest(run, print).step == 3
+        (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="start again when it"):
+        store.newest(run, print)
+    if gone in ("checkpoints", "listing"):
+        with pytest.raises(UserError, match="start again when it"):
+            store.sweep(run)
+    writer.forget_removed()
+    writer.close(5)
+    assert writer.newest == 3
 
 
 def test_an_accuracy_that_cannot_be_noted_is_told(tmp_path):
