@@ -25,8 +25,9 @@ FORMAT = 1
 _READ = 1 << 24
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
 T = TypeVar("T")
-_PART = re.compile(rf"{ACTOR}|{MODEL}|{CONFIG}|rollout_|{MANIFEST}|\.")
-"""Begins the names of what a checkpoint is made of."""
+_FOLDERS = re.compile(rf"{ACTOR}(\.orbax-checkpoint-tmp.*)?|{MODEL}|\..*")
+_FILES = re.compile(rf"{CONFIG}|rollout_\d+\.npz|{MANIFEST}|\..*")
+"""Names of what a checkpoint is made of."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def look(ask: Callable[[Path], T], path: Path) -> T | None:
         return ask(path)
     except OSError as error:
         problem = _unread(path, error)
-        if isinstance(problem, Damaged) and not os.path.lexists(path):
+        if isinstance(problem, Damaged):
             return None
         raise problem from error
 
@@ -171,11 +172,40 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
 def sweep(run_dir: Path) -> list[Path]:
     """Removes what killed saves and removals left, and returns it. Folders with anything else in
     them are left alone."""
-    begun = [p for p in _steps(run_dir) if p.is_dir() and not look(os.stat, p / MANIFEST)]
-    left = [path for path in begun if all(_PART.match(part.name) for part in path.iterdir())]
+    left = [path for path in _unfinished(run_dir) if not look(_foreign, path)]
     for path in left:
         remove(path)
     return left
+
+
+def check_places(run_dir: Path, steps: int) -> None:
+    """Raises UserError where something that no save wrote is in the place of a checkpoint of a run
+    of so many steps."""
+    for path in _unfinished(run_dir):
+        if int(path.name) <= steps:
+            _refuse_foreign(path)
+
+
+def _unfinished(run_dir: Path) -> list[Path]:
+    return [path for path in _steps(run_dir) if not look(os.stat, path / MANIFEST)]
+
+
+def _foreign(path: Path) -> str:
+    """Returns what is wrong where something that no save writes is in the place of a checkpoint."""
+    if not path.is_dir():
+        return "is no folder" if os.path.lexists(path) else ""
+    with os.scandir(path) as parts:
+        named = [(part.name, _FOLDERS if part.is_dir() else _FILES) for part in parts]
+    others = sorted(name for name, ours in named if not ours.fullmatch(name))
+    return f"holds {', '.join(others[:3])}" if others else ""
+
+
+def _refuse_foreign(path: Path) -> None:
+    if foreign := look(_foreign, path):
+        raise UserError(
+            f"{path} {foreign}, which no run wrote, and is where checkpoint {path.name} goes: move"
+            " it away, or name another run_dir"
+        )
 
 
 def remove(folder: Path) -> None:
@@ -186,15 +216,27 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def discard(folder: Path) -> None:
+    """Removes a folder if all of it is what a save writes."""
+    with suppress(OSError):
+        if not _foreign(folder):
+            remove(folder)
+
+
 def commit(path: Path, manifest: Manifest) -> Checkpoint:
-    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
+    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing.
+
+    Raises:
+        UserError: it holds something else, which would be removed with the checkpoint.
+    """
+    _refuse_foreign(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
     _write(path, whole)
-    remove(path.with_name(f"{path.name}.damaged"))
+    discard(path.with_name(f"{path.name}.damaged"))
     return Checkpoint(path, whole)
 
 

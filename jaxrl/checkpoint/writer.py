@@ -287,7 +287,7 @@ class CheckpointWriter:
         self.written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 
     def _failed(self, step: int, error: Exception) -> None:
-        store.remove(self._folders / str(step))
+        store.discard(self._folders / str(step))
         why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._notify(

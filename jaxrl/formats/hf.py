@@ -496,12 +496,19 @@ def sweep(final: Path) -> None:
                 os.close(lock)
 
 
+def model_files(folder: Path) -> list[Path]:
+    """Returns what `remove_model` would remove."""
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    return [file for file in folder.iterdir() if _is_model_file(file.name)]
+
+
 def remove_model(folder: Path) -> None:
     """Removes the files of a model, and the folder where nothing else is in it. A link stays, and
     so does what it leads to."""
-    if folder.is_dir() and not folder.is_symlink():
-        for file in [file for file in folder.iterdir() if _is_model_file(file.name)]:
-            _remove(file)
+    for file in model_files(folder):
+        _remove(file)
+    if not folder.is_symlink():
         with suppress(OSError):
             folder.rmdir()
 

@@ -173,7 +173,8 @@ def check_run_dir(config: Config) -> Path:
     """Returns the folder that the run would use; nothing is made or changed.
 
     Raises:
-        UserError: `resume` does not allow what it holds, or something else is in its place.
+        UserError: `resume` does not allow what it holds, or something else is in its place, or in
+            that of a checkpoint.
     """
     path = config.run_path
     there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
@@ -184,6 +185,7 @@ def check_run_dir(config: Config) -> Path:
     if config.resume == "must" and not held:
         raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
     if config.resume != "never" or not held:
+        store.check_places(path, config.steps)
         return path
     if config.run_dir is not None:
         raise UserError(
@@ -352,12 +354,10 @@ def _written_config(path: Path) -> JsonObject | None:
 
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     """Finds what the folder holds to resume from; no other process may use it meanwhile."""
-    if not _holds_run(path):
-        store.sweep(path)
-        return RunDir(path, None, (), depends)
+    held = _holds_run(path)
     notes: list[str] = []
     changed = []
-    written = _written_config(path)
+    written = _written_config(path) if held else None
     if written is not None:
         changed = compare(written, config, path)
     swept = store.sweep(path)
@@ -366,14 +366,16 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     checkpoint = store.newest(path, notes.append)
     if checkpoint is None:
         found = f"{path} holds a run that wrote no checkpoint"
-        if config.resume == "must":
+        if held and config.resume == "must":
             raise UserError(f"{found}, and resume=must")
-        if (path / FINAL).is_dir():
+        if hf.model_files(path / FINAL):
             raise UserError(
                 f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to"
-                " resume from; to start over would delete it: name another run_dir, or move it away"
+                " resume from; to start would delete it: name another run_dir, or move it away"
             )
-        return RunDir(path, None, (*notes, f"{found}: it starts over"), depends)
+        if held:
+            notes.append(f"{found}: it starts over")
+        return RunDir(path, None, tuple(notes), depends)
     manifest = checkpoint.manifest
     before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
     names = changes(before, dict(depends))

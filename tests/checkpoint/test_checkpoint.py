@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -287,10 +288,32 @@ def test_leftovers_of_killed_saves_are_swept(tmp_path):
     make(tmp_path, 3)
     left = tmp_path / store.FOLDER / "4" / "actor.orbax-checkpoint-tmp"
     left.mkdir(parents=True)
-    (left.parent / f"{store.MANIFEST}.partial").write_text("{")
+    (left.parent / f".{store.MANIFEST}.partial").write_text("{")
     assert [path.name for path in store.folders(tmp_path)] == ["3"]
     assert store.sweep(tmp_path) == [left.parent] and not left.parent.exists()
     assert store.newest(tmp_path, print).step == 3
+
+
+@pytest.mark.parametrize(
+    "part", ["model.pt", "model", "actor", "rollout_notes/x", "optimizer.pt", ""]
+)
+def test_what_no_save_wrote_is_neither_removed_nor_taken_for_a_checkpoint(tmp_path, part):
+    """Such as the checkpoint of another tool: with or without a save beside it."""
+    folder = tmp_path / store.FOLDER / "7"
+    foreign = folder / part
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("theirs")
+    refused = "no folder" if not part else f"holds {Path(part).parts[0]}"
+    assert store.sweep(tmp_path) == []
+    store.check_places(tmp_path, 6)
+    with pytest.raises(UserError, match=f"{refused}, which no run wrote"):
+        store.check_places(tmp_path, 7)
+    if part:
+        (folder / store.CONFIG).write_text("ours")
+        with pytest.raises(UserError, match=refused):
+            store.commit(folder, manifest(7))
+    store.discard(folder)
+    assert foreign.read_text() == "theirs" and store.folders(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,27 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     run.symlink_to(tmp_path / "unmounted")
     with pytest.raises(UserError, match="is no folder"):
         check_run_dir(Config.load(None, [f"run_dir={run}"]))
+
+
+def test_a_model_that_a_start_would_delete_is_refused_and_other_files_are_not(
+    tmp_path: Path,
+) -> None:
+    config = Config.load(None, [f"run_dir={tmp_path}"])
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "notes.txt").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert find_run(tmp_path, config, {}).checkpoint is None
+    (tmp_path / "final" / "config.json").write_text("{}")
+    for rows in ("{}\n", ""):
+        (tmp_path / "metrics.jsonl").write_text(rows)
+        with pytest.raises(UserError, match="holds a trained model"):
+            find_run(tmp_path, config, {})
+
+
+def test_a_leftover_that_is_removed_is_told_and_a_foreign_one_refused_early(tmp_path: Path) -> None:
+    config = Config.load(None, [f"run_dir={tmp_path}"])
+    (tmp_path / store.FOLDER / "2" / "actor").mkdir(parents=True)
+    assert find_run(tmp_path, config, {}).notes == ("removed an unfinished checkpoint: 2",)
+    (tmp_path / store.FOLDER / "2" / "actors").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds actors, which no run wrote"):
+        check_run_dir(config)
