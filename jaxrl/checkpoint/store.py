@@ -273,7 +273,8 @@ def settle(path: Path) -> None:
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all but the newest `keep_last` and the `keep_best` of the highest accuracy.
+    """Removes all but the newest `keep_last` and, of the others, the `keep_best` of the highest
+    accuracy.
 
     Of equally good ones the newer stays; what cannot be read is left alone.
     """
@@ -281,10 +282,11 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
     for path in folders(run_dir):
         with suppress(UserError):
             readable.append(read(path))
-    best = [c for c in readable if c.manifest.accuracy is not None]
+    older = readable[keep_last:]
+    best = [c for c in older if c.manifest.accuracy is not None]
     best.sort(key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
-    for checkpoint in readable:
-        if checkpoint not in readable[:keep_last] + best[:keep_best]:
+    for checkpoint in older:
+        if checkpoint not in best[:keep_best]:
             if not checkpoint.path.is_symlink():
                 (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
             remove(checkpoint.path)

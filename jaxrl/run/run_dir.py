@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shlex
@@ -30,6 +29,7 @@ from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
+from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.lines import move_aside
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
@@ -166,7 +166,14 @@ def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]
     if not os.access(path, os.W_OK):
         raise UserError(f"run_dir={path} cannot be written to: name another")
     with closing(Lock(path)) as lock:
-        yield replace(find_run(path, config, depends), lock=lock)
+        found = replace(find_run(path, config, depends), lock=lock)
+        if lock.unlocked is not None:
+            note = (
+                f"{path} cannot be locked: {lock.unlocked}. Nothing keeps a second run out: start"
+                " no other one there"
+            )
+            found = replace(found, notes=(note, *found.notes))
+        yield found
 
 
 def check_run_dir(config: Config) -> Path:
@@ -220,6 +227,8 @@ class Lock:
     def __init__(self, run_dir: Path):
         """Raises UserError where another process holds it, or it cannot be written."""
         self.path = run_dir / LOCK
+        self.unlocked: str | None = None
+        """Why the file system has no locks, where it has none: nothing keeps another run out."""
         try:
             taken = self._take()
         except OSError as error:
@@ -268,8 +277,8 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self.unlocked = lock_file(file)
+        except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()

@@ -330,6 +330,13 @@ def test_newest_and_best_are_kept(tmp_path, last, best, kept):
     assert sorted(p.name for p in (tmp_path / store.FOLDER).iterdir()) == [str(k) for k in kept]
 
 
+def test_the_best_are_kept_beside_the_newest_though_a_newest_is_better(tmp_path):
+    for step in (2, 4, 6):
+        make(tmp_path, step, step / 20)
+    store.prune(tmp_path, 1, 1)
+    assert [path.name for path in store.folders(tmp_path)] == ["6", "4"]
+
+
 def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     make(tmp_path, 1)
     make(tmp_path, 2)
