@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from jaxrl.errors import UserError
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
@@ -23,8 +24,10 @@ CONFIG = "config.yaml"
 FORMAT = 1
 _READ = 1 << 24
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
-_PART = re.compile(rf"{ACTOR}|{MODEL}|{CONFIG}|rollout_|{MANIFEST}|\.")
-"""Begins the names of what a checkpoint is made of."""
+T = TypeVar("T")
+_FOLDERS = re.compile(rf"{ACTOR}(\.orbax-checkpoint-tmp.*)?|{MODEL}|\..*")
+_FILES = re.compile(rf"{CONFIG}|rollout_\d+\.npz|{MANIFEST}|\..*")
+"""Names of what a checkpoint is made of."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,31 @@ def verify(checkpoint: Checkpoint) -> None:
             raise _unread(file, error) from error
 
 
+def look(ask: Callable[[Path], T], path: Path) -> T | None:
+    """Returns what `ask` says of a path; None where there is nothing.
+
+    Raises:
+        UserError: that cannot be told now, as of a disk that does not answer or is not mounted.
+    """
+    try:
+        return ask(path)
+    except OSError as error:
+        problem = _unread(path, error)
+        if isinstance(problem, Damaged):
+            return None
+        raise problem from error
+
+
 def folders(run_dir: Path) -> list[Path]:
-    """Folders with a manifest, the newest first."""
-    whole = [path for path in _steps(run_dir) if (path / MANIFEST).exists()]
+    """Returns the folders with a manifest, the newest first. Raises UserError where that cannot be
+    told now (`look`)."""
+    whole = [path for path in _steps(run_dir) if look(os.stat, path / MANIFEST)]
     return sorted(whole, key=lambda path: int(path.name), reverse=True)
 
 
 def _steps(run_dir: Path) -> list[Path]:
-    return [path for path in (run_dir / FOLDER).glob("*") if _STEP.fullmatch(path.name)]
+    names = look(os.listdir, run_dir / FOLDER) or []
+    return [run_dir / FOLDER / name for name in names if _STEP.fullmatch(name)]
 
 
 def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
@@ -152,11 +172,40 @@ def newest(run_dir: Path, notify: Callable[[str], None]) -> Checkpoint | None:
 def sweep(run_dir: Path) -> list[Path]:
     """Removes what killed saves and removals left, and returns it. Folders with anything else in
     them are left alone."""
-    begun = [p for p in _steps(run_dir) if p.is_dir() and not (p / MANIFEST).exists()]
-    left = [path for path in begun if all(_PART.match(part.name) for part in path.iterdir())]
+    left = [path for path in _unfinished(run_dir) if not look(_foreign, path)]
     for path in left:
         remove(path)
     return left
+
+
+def check_places(run_dir: Path, steps: int) -> None:
+    """Raises UserError where something that no save wrote is in the place of a checkpoint of a run
+    of so many steps."""
+    for path in _unfinished(run_dir):
+        if int(path.name) <= steps:
+            _refuse_foreign(path)
+
+
+def _unfinished(run_dir: Path) -> list[Path]:
+    return [path for path in _steps(run_dir) if not look(os.stat, path / MANIFEST)]
+
+
+def _foreign(path: Path) -> str:
+    """Returns what is wrong where something that no save writes is in the place of a checkpoint."""
+    if not path.is_dir():
+        return "is no folder" if os.path.lexists(path) else ""
+    with os.scandir(path) as parts:
+        named = [(part.name, _FOLDERS if part.is_dir() else _FILES) for part in parts]
+    others = sorted(name for name, ours in named if not ours.fullmatch(name))
+    return f"holds {', '.join(others[:3])}" if others else ""
+
+
+def _refuse_foreign(path: Path) -> None:
+    if foreign := look(_foreign, path):
+        raise UserError(
+            f"{path} {foreign}, which no run wrote, and is where checkpoint {path.name} goes: move"
+            " it away, or name another run_dir"
+        )
 
 
 def remove(folder: Path) -> None:
@@ -167,15 +216,27 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def discard(folder: Path) -> None:
+    """Removes a folder if all of it is what a save writes."""
+    with suppress(OSError):
+        if not _foreign(folder):
+            remove(folder)
+
+
 def commit(path: Path, manifest: Manifest) -> Checkpoint:
-    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
+    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing.
+
+    Raises:
+        UserError: it holds something else, which would be removed with the checkpoint.
+    """
+    _refuse_foreign(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
     _write(path, whole)
-    remove(path.with_name(f"{path.name}.damaged"))
+    discard(path.with_name(f"{path.name}.damaged"))
     return Checkpoint(path, whole)
 
 
@@ -212,7 +273,8 @@ def settle(path: Path) -> None:
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
-    """Removes all but the newest `keep_last` and the `keep_best` of the highest accuracy.
+    """Removes all but the newest `keep_last` and, of the others, the `keep_best` of the highest
+    accuracy.
 
     Of equally good ones the newer stays; what cannot be read is left alone.
     """
@@ -220,10 +282,11 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
     for path in folders(run_dir):
         with suppress(UserError):
             readable.append(read(path))
-    best = [c for c in readable if c.manifest.accuracy is not None]
+    older = readable[keep_last:]
+    best = [c for c in older if c.manifest.accuracy is not None]
     best.sort(key=lambda c: c.manifest.accuracy or 0.0, reverse=True)
-    for checkpoint in readable:
-        if checkpoint not in readable[:keep_last] + best[:keep_best]:
+    for checkpoint in older:
+        if checkpoint not in best[:keep_best]:
             if not checkpoint.path.is_symlink():
                 (checkpoint.path / MANIFEST).unlink()  # first: half removed, it is a leftover
             remove(checkpoint.path)
@@ -231,10 +294,19 @@ def prune(run_dir: Path, keep_last: int, keep_best: int) -> None:
 
 def _unread(file: Path, error: OSError) -> UserError:
     """Returns the error for a file that cannot be read: one that is not there is damage; a disk
-    that does not answer now may answer later."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return Damaged(f"{file}: {error.strerror}")
-    return UserError(f"{file} cannot be read: {error.strerror}; move its folder away to do without")
+    that does not answer now, or that a link leads to and that is not mounted, may answer later."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        return UserError(
+            f"{file} cannot be read: {error.strerror}; start again when it can be, or move its"
+            " folder away to do without"
+        )
+    for place in (file, *file.parents):
+        if place.is_symlink() and not place.exists():
+            return UserError(
+                f"{place} is a link to {os.readlink(place)}, which is not there: start again when"
+                " it is, or move the link away to do without"
+            )
+    return Damaged(f"{file}: {error.strerror}")
 
 
 def _checksum(file: Path) -> int:

@@ -224,8 +224,9 @@ class CheckpointWriter:
 
     def forget_removed(self) -> None:
         """Forgets the newest checkpoint if it was removed: there is none any more."""
-        if not (self._folders / str(self.newest) / store.MANIFEST).exists():
-            self.newest = None
+        with suppress(UserError):  # a disk that does not answer may answer later
+            if self._folders / str(self.newest) not in store.folders(self.run_dir):
+                self.newest = None
 
     def stop(self) -> None:
         """Takes no more checkpoints; those under way are finished beside what comes next."""
@@ -251,7 +252,7 @@ class CheckpointWriter:
             try:
                 c = self.config.checkpoint
                 store.prune(self.run_dir, c.keep_last, c.keep_best)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self._notify(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Row) -> None:
@@ -286,7 +287,7 @@ class CheckpointWriter:
         self.written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 
     def _failed(self, step: int, error: Exception) -> None:
-        store.remove(self._folders / str(step))
+        store.discard(self._folders / str(step))
         why = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         last = "there is none yet" if self.newest is None else f"the newest one is {self.newest}"
         self._notify(

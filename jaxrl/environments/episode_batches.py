@@ -113,7 +113,9 @@ class Episodes:
             self._last.give_up()
         if self.run_dir is not None:
             # No resumed run samples batches from before the newest checkpoint again.
-            newest = next(iter(store.folders(self.run_dir)), None)
+            newest = None
+            with suppress(UserError):  # a disk that does not answer: they are removed later
+                newest = next(iter(store.folders(self.run_dir)), None)
             for path in (self.run_dir / FOLDER).glob("*.jsonl"):
                 name = _NAME.fullmatch(path.name)
                 if newest is not None and name and int(name[2]) < int(newest.name):

@@ -3,7 +3,6 @@ stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import math
@@ -28,6 +27,7 @@ from jaxrl.formats import weights
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.parameters import Params
+from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
@@ -431,9 +431,12 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     final = _behind_link(Path(os.path.abspath(path)))
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep(final)
-    partial, old = (final.with_name(f".{final.name}.{k}-{os.getpid()}") for k in ("partial", "old"))
+    number = os.getpid()  # another host, or a killed process without locks, may have had it too
+    while any(map(os.path.lexists, names := _begun_names(final, number))):
+        number += 1
+    partial, old = names
     partial.mkdir()
-    lock = lock_folder(partial)
+    lock, _ = lock_folder(partial)
     try:
         yield partial
         if final.is_dir() and not final.is_symlink():
@@ -452,6 +455,13 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _begun_names(final: Path, number: int) -> tuple[Path, Path]:
+    return (
+        final.with_name(f".{final.name}.partial-{number}"),
+        final.with_name(f".{final.name}.old-{number}"),
+    )
+
+
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raises UserError where no folder can be put in the place of `path`: a disk is mounted there,
     or it is a device or a pipe. A run asks before it trains."""
@@ -465,16 +475,16 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
         )
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path) -> tuple[int, str | None]:
     """Takes the lock of a folder, which ends with the process: what a killed one left is told from
-    what a living one uses. Returns its descriptor. Raises OSError where a process has it."""
+    what a living one uses. Returns its descriptor, and what `lock_file` does. Raises OSError where
+    a process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor, lock_file(descriptor)
     except OSError:
         os.close(descriptor)
         raise
-    return descriptor
 
 
 def sweep(final: Path) -> None:
@@ -484,8 +494,10 @@ def sweep(final: Path) -> None:
         if kind is None:
             continue
         with suppress(OSError):  # of a process that lives
-            lock = lock_folder(left)
+            lock, unlocked = lock_folder(left)
             try:
+                if unlocked is not None:  # it may be of a process that lives
+                    continue
                 if kind[1] == "partial":
                     shutil.rmtree(left)
                 elif os.path.lexists(final):
@@ -496,12 +508,19 @@ def sweep(final: Path) -> None:
                 os.close(lock)
 
 
+def model_files(folder: Path) -> list[Path]:
+    """Returns what `remove_model` would remove."""
+    if not folder.is_dir() or folder.is_symlink():
+        return []
+    return [file for file in folder.iterdir() if _is_model_file(file.name)]
+
+
 def remove_model(folder: Path) -> None:
     """Removes the files of a model, and the folder where nothing else is in it. A link stays, and
     so does what it leads to."""
-    if folder.is_dir() and not folder.is_symlink():
-        for file in [file for file in folder.iterdir() if _is_model_file(file.name)]:
-            _remove(file)
+    for file in model_files(folder):
+        _remove(file)
+    if not folder.is_symlink():
         with suppress(OSError):
             folder.rmdir()
 

@@ -225,6 +225,8 @@ def _attempt(run: Run) -> None:
             PLAN_DATA_FILE: plan_json(plan),
             SESSIONS_FILE: folder.sessions_with(config.mesh),
         }
+        for note in folder.set_aside():
+            notify(note)
         for name, text in description.items():
             folder.write(name, text)
         # The model of fewer steps, which a checkpoint has too, and what a killed export left.

@@ -15,9 +15,10 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -307,12 +308,14 @@ def prepare(
         *token_notes(config, source, tokenizer),
         *held_out_notes(config, sets, judge),
     )
-    folder, step = source.path.resolve(), None
+    folder, step, saved = source.path.resolve(), None, list[Path]()
     if folder.parent.name == store.FOLDER and folder.name.isdigit():
         step = int(folder.name)
-    elif folder.name == FINAL and (saved := store.folders(folder.parent)):
+    elif folder.name == FINAL:
+        with suppress(UserError):  # the disk of the checkpoints is not needed
+            saved = store.folders(folder.parent)
         # A run that was given more steps, and did not reach them, still has its earlier model.
-        newest = int(saved[0].name)
+        newest = int(saved[0].name) if saved else None
         step = newest if newest == base.get("steps") else None
     code = objects.code
     return Evaluation(config, source, step, role_mesh, tokenizer, ends, sets, judge, notes, code)

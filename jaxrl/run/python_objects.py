@@ -257,7 +257,8 @@ def _written(model: GivenModel, run_dir: Path, dry: bool) -> Iterator[Path]:
     try:
         yield folder.resolve()
     except UserError:
-        unused = unused or store.folders(run_dir) == checkpoints
+        with suppress(UserError):  # where that cannot be told, the model stays
+            unused = unused or store.folders(run_dir) == checkpoints
         raise
     finally:
         if fresh and unused:

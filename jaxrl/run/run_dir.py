@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import shlex
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -27,13 +28,19 @@ from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
+from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
+from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.metrics import METRICS_FILE
+from jaxrl.telemetry.lines import move_aside
+from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
+from jaxrl.telemetry.timeline import TIMELINE_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh,
 and `provenance`."""
 LOCK = "lock"
+ROWS = (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE, SESSIONS_FILE)
+"""What grows with the steps."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,21 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot write {self.path / name}: {error.strerror}") from error
 
+    def set_aside(self) -> list[str]:
+        """Renames what a run that starts at the beginning would write over: the rows of one that
+        wrote no checkpoint, and what was there before the first start. Returns what to tell."""
+        if self.checkpoint is not None:
+            return []
+        files: list[Path] = []
+        if not os.path.lexists(self.path / SESSIONS_FILE):
+            files = [self.path / name for name in (CONFIG_FILE, PLAN_FILE, PLAN_DATA_FILE, *ROWS)]
+        elif _has_lines(self.path / METRICS_FILE):
+            files = [self.path / name for name in ROWS]
+        found = [file for file in files if _has_lines(file)]
+        return [
+            f"{file} was there before: it is now {move_aside(file, 'before')}" for file in found
+        ]
+
     def sessions_with(self, mesh: str) -> str:
         """Returns the text of `SESSIONS_FILE` that says what the steps from here on are trained
         on."""
@@ -72,7 +94,7 @@ class RunDir:
     def finished(self, steps: int) -> bool:
         """Returns whether the run has been trained to its end, and exported."""
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
-        return self.step == steps and any(file.is_file() for file in described)
+        return self.step == steps and any(store.look(os.stat, file) for file in described)
 
 
 def provenance() -> dict[str, str]:
@@ -144,17 +166,25 @@ def open_run_dir(config: Config, depends: Mapping[str, str]) -> Iterator[RunDir]
     if not os.access(path, os.W_OK):
         raise UserError(f"run_dir={path} cannot be written to: name another")
     with closing(Lock(path)) as lock:
-        yield replace(find_run(path, config, depends), lock=lock)
+        found = replace(find_run(path, config, depends), lock=lock)
+        if lock.unlocked is not None:
+            note = (
+                f"{path} cannot be locked: {lock.unlocked}. Nothing keeps a second run out: start"
+                " no other one there"
+            )
+            found = replace(found, notes=(note, *found.notes))
+        yield found
 
 
 def check_run_dir(config: Config) -> Path:
     """Returns the folder that the run would use; nothing is made or changed.
 
     Raises:
-        UserError: `resume` does not allow what it holds, or something else is in its place.
+        UserError: `resume` does not allow what it holds, or something else is in its place, or in
+            that of a checkpoint.
     """
     path = config.run_path
-    there = next((place for place in (path, *path.parents) if place.exists()), Path())
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
     if not there.is_dir():
         raise UserError(f"run_dir={path} cannot be made: {there} is no folder")
     hf.check_replaceable(path / FINAL)
@@ -162,6 +192,7 @@ def check_run_dir(config: Config) -> Path:
     if config.resume == "must" and not held:
         raise UserError(f"run_dir={path} holds no run to resume, and resume=must")
     if config.resume != "never" or not held:
+        store.check_places(path, config.steps)
         return path
     if config.run_dir is not None:
         raise UserError(
@@ -174,10 +205,18 @@ def check_run_dir(config: Config) -> Path:
 
 
 def _holds_run(path: Path) -> bool:
-    """Returns whether there is anything to lose."""
-    metrics = path / METRICS_FILE
-    has_rows = metrics.is_file() and metrics.stat().st_size > 0
-    return has_rows or bool(store.folders(path))
+    """Returns whether there is anything to lose. Raises UserError where that cannot be told now."""
+    return bool(store.folders(path)) or _has_lines(path / METRICS_FILE)
+
+
+def _has_lines(file: Path) -> bool:
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # or a link to nothing
+            return False
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
 
 
 class Lock:
@@ -188,6 +227,8 @@ class Lock:
     def __init__(self, run_dir: Path):
         """Raises UserError where another process holds it, or it cannot be written."""
         self.path = run_dir / LOCK
+        self.unlocked: str | None = None
+        """Why the file system has no locks, where it has none: nothing keeps another run out."""
         try:
             taken = self._take()
         except OSError as error:
@@ -236,8 +277,8 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self.unlocked = lock_file(file)
+        except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
@@ -322,12 +363,10 @@ def _written_config(path: Path) -> JsonObject | None:
 
 def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     """Finds what the folder holds to resume from; no other process may use it meanwhile."""
-    if not _holds_run(path):
-        store.sweep(path)
-        return RunDir(path, None, (), depends)
+    held = _holds_run(path)
     notes: list[str] = []
     changed = []
-    written = _written_config(path)
+    written = _written_config(path) if held else None
     if written is not None:
         changed = compare(written, config, path)
     swept = store.sweep(path)
@@ -336,14 +375,16 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
     checkpoint = store.newest(path, notes.append)
     if checkpoint is None:
         found = f"{path} holds a run that wrote no checkpoint"
-        if config.resume == "must":
+        if held and config.resume == "must":
             raise UserError(f"{found}, and resume=must")
-        if (path / FINAL).is_dir():
+        if hf.model_files(path / FINAL):
             raise UserError(
                 f"run_dir={path} holds a trained model ({path / FINAL}) and no checkpoint to"
-                " resume from; to start over would delete it: name another run_dir, or move it away"
+                " resume from; to start would delete it: name another run_dir, or move it away"
             )
-        return RunDir(path, None, (*notes, f"{found}: it starts over"), depends)
+        if held:
+            notes.append(f"{found}: it starts over")
+        return RunDir(path, None, tuple(notes), depends)
     manifest = checkpoint.manifest
     before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
     names = changes(before, dict(depends))

@@ -25,15 +25,15 @@ HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
 
 
-def move_aside(path: Path) -> Path:
+def move_aside(path: Path, why: str = "damaged") -> Path:
     """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
     ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    names = (path.with_name(f"{path.name}.damaged{end}") for end in ends)
+    names = (path.with_name(f"{path.name}.{why}{end}") for end in ends)
     aside = next(name for name in names if not os.path.lexists(name))
     try:
         return path.rename(aside)
     except OSError as error:
-        raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}") from error
+        raise UserError(f"{path} cannot be renamed to {aside.name}: {error.strerror}") from error
 
 
 class LineFile:

@@ -1,10 +1,13 @@
 """Laws of checkpoints: what is read is what was written, whole or not at all, on any mesh."""
 
+import errno
 import json
 import math
+import os
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -294,10 +297,32 @@ def test_leftovers_of_killed_saves_are_swept(tmp_path):
     make(tmp_path, 3)
     left = tmp_path / store.FOLDER / "4" / "actor.orbax-checkpoint-tmp"
     left.mkdir(parents=True)
-    (left.parent / f"{store.MANIFEST}.partial").write_text("{")
+    (left.parent / f".{store.MANIFEST}.partial").write_text("{")
     assert [path.name for path in store.folders(tmp_path)] == ["3"]
     assert store.sweep(tmp_path) == [left.parent] and not left.parent.exists()
     assert store.newest(tmp_path, print).step == 3
+
+
+@pytest.mark.parametrize(
+    "part", ["model.pt", "model", "actor", "rollout_notes/x", "optimizer.pt", ""]
+)
+def test_what_no_save_wrote_is_neither_removed_nor_taken_for_a_checkpoint(tmp_path, part):
+    """Such as the checkpoint of another tool: with or without a save beside it."""
+    folder = tmp_path / store.FOLDER / "7"
+    foreign = folder / part
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("theirs")
+    refused = "no folder" if not part else f"holds {Path(part).parts[0]}"
+    assert store.sweep(tmp_path) == []
+    store.check_places(tmp_path, 6)
+    with pytest.raises(UserError, match=f"{refused}, which no run wrote"):
+        store.check_places(tmp_path, 7)
+    if part:
+        (folder / store.CONFIG).write_text("ours")
+        with pytest.raises(UserError, match=refused):
+            store.commit(folder, manifest(7))
+    store.discard(folder)
+    assert foreign.read_text() == "theirs" and store.folders(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -312,6 +337,13 @@ def test_newest_and_best_are_kept(tmp_path, last, best, kept):
     store.prune(tmp_path, last, best)
     assert sorted(int(path.name) for path in store.folders(tmp_path)) == kept
     assert sorted(p.name for p in (tmp_path / store.FOLDER).iterdir()) == [str(k) for k in kept]
+
+
+def test_the_best_are_kept_beside_the_newest_though_a_newest_is_better(tmp_path):
+    for step in (2, 4, 6):
+        make(tmp_path, step, step / 20)
+    store.prune(tmp_path, 1, 1)
+    assert [path.name for path in store.folders(tmp_path)] == ["6", "4"]
 
 
 def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
@@ -333,6 +365,32 @@ def test_what_cannot_be_read_is_left_alone_and_stops_no_removal(tmp_path):
     with pytest.raises(UserError, match="move its folder away") as error:
         store.newest(tmp_path, print)
     assert not isinstance(error.value, Damaged)
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/3", "checkpoints/3/actor", "listing"])
+def test_a_disk_that_does_not_answer_is_no_folder_without_checkpoints(tmp_path, monkeypatch, gone):
+    """Such as one that a link leads to, and that is not mounted: a run that began anew would write
+    over its rows."""
+    run, steps = tmp_path / "run", []
+    make(run, 3)
+    writer = CheckpointWriter(run, Config.load(None, ["steps=9"]), "f", print, steps.append)
+    writer.newest = 3
+    if gone == "listing":
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr(os, "listdir", lambda _: (_ for _ in ()).throw(stale))
+    else:
+        (run / gone).rename(tmp_path / "disk")
+        (run / gone).symlink_to(tmp_path / "disk")
+        assert store.newest(run, print).step == 3
+        (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="start again when it"):
+        store.newest(run, print)
+    if gone in ("checkpoints", "listing"):
+        with pytest.raises(UserError, match="start again when it"):
+            store.sweep(run)
+    writer.forget_removed()
+    writer.close(5)
+    assert writer.newest == 3
 
 
 def test_an_accuracy_that_cannot_be_noted_is_told(tmp_path):

@@ -3,6 +3,8 @@ and nothing of a killed export is left."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -189,6 +191,20 @@ def test_a_killed_export_leaves_nothing_to_the_next(run: Path) -> None:
     while (run / f".final.partial-{process.pid}").is_dir() and time.monotonic() < end:
         write(run / "final")
     assert sorted(os.listdir(run)) == ["final", "lock"]
+
+
+def test_a_file_system_without_locks_takes_a_model(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others are writing, or killed ones left, stays: none is told from the other."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    left = fill(run / f".final.partial-{os.getpid()}", {"model.safetensors": "theirs"})
+    write(run / "final")
+    assert (run / "final").is_dir() and contents(left) == {"model.safetensors": "theirs"}
 
 
 # Checkpoints
