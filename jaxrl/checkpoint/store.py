@@ -53,6 +53,11 @@ class Manifest:
     format: int = FORMAT
 
     @property
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of what the run depends on, its training data included."""
+        return {"data.train": self.data["fingerprint"]} | self.depends
+
+    @property
     def nbytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 

@@ -15,6 +15,7 @@ from jaxrl.algorithms.methods import holds_samples, needed_roles
 from jaxrl.algorithms.protocols import ActorRole, Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
+from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
 from jaxrl.config.schema import CONFIG_FILE, Config
@@ -71,6 +72,9 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
 from jaxrl.types import Row
 
+JUDGES = ("data.eval", "reward.", "grouper.")
+"""Begin the names of what a run depends on that has no part in what a batch of completions is: it
+only judges them."""
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
@@ -368,8 +372,16 @@ def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resu
     if checkpoint is None:
         return None
     rollouts = {}
-    for index in checkpoint.manifest.in_flight:
-        if index < job.config.steps:
+    in_flight = [index for index in checkpoint.manifest.in_flight if index < job.config.steps]
+    changed = changes(checkpoint.manifest.digests, dict(run.folder.depends))
+    made_of = [name for name in changed if not name.startswith(JUDGES)]
+    if in_flight and made_of:  # completions that are stored without their prompts
+        run.notify(
+            f"what the checkpoint had generated ahead (batches {', '.join(map(str, in_flight))}) is"
+            f" generated again: it was made with what {' and '.join(made_of)} named before"
+        )
+    else:
+        for index in in_flight:
             prompts = job.train.batch(index)
             if holds_samples(job.config, index):
                 prompts = [prompt.to_sample for prompt in prompts]

@@ -345,8 +345,7 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
             )
         return RunDir(path, None, (*notes, f"{found}: it starts over"), depends)
     manifest = checkpoint.manifest
-    before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
-    names = changes(before, dict(depends))
+    names = changes(manifest.digests, dict(depends))
     if names and not config.resume_changed:
         raise UserError(
             f"run_dir={path}: what {' and '.join(names)} names has changed since step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from jaxrl.checkpoint.store import Manifest
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.run import attempt
 from jaxrl.run.run_dir import find_run
 
 
@@ -113,3 +115,41 @@ def test_a_checkpoint_of_an_older_jaxrl_is_resumed(run: Path) -> None:
     path.write_text(json.dumps(manifest))
     config = Config.load(None, [f"run_dir={run}"])
     assert find_run(run, config, {"data.train": "f", "teacher.model=t": "2"}).step == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    ("name", "judges"),
+    [
+        ("data.train", False),
+        ("student.model=m", False),
+        ("environment.name=e", False),
+        ("data.eval", True),
+        ("reward.functions=f", True),
+    ],
+)
+def test_batches_made_ahead_are_kept_only_where_what_made_them_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, judges: bool, kept: bool
+) -> None:
+    depends = {"data.train": "a", name: "a"}
+    data = {"fingerprint": depends["data.train"]}
+    manifest = Manifest(3, 3, (3, 9), {}, data, None, {}, depends)
+    now = depends if kept else depends | {name: "b"}
+    notes: list[str] = []
+    run = SimpleNamespace(
+        folder=SimpleNamespace(
+            checkpoint=store.Checkpoint(tmp_path, manifest), step=3, depends=now
+        ),
+        job=SimpleNamespace(
+            config=Config.load("builtin:quickstart", ["steps=9"]),
+            train=SimpleNamespace(batch=lambda index: []),
+            held_out=(),
+        ),
+        notify=notes.append,
+    )
+    monkeypatch.setattr(attempt, "load_rollout", lambda path, *_: path.name)
+    resumed = attempt._resumed(run, {}, None)  # type: ignore[arg-type]
+    assert resumed is not None
+    expected = {3: store.rollout_file(3)} if kept or judges else {}
+    assert resumed.rollouts == expected and len(notes) == (not expected)
+    assert not notes or ("batches 3)" in notes[0] and name in notes[0])
