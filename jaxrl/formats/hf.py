@@ -439,12 +439,7 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if final.is_dir() and not final.is_symlink():
             os.rename(final, old)
         elif os.path.lexists(final):
-            aside, number = final.with_name(f"{final.name}.before"), 1
-            while os.path.lexists(aside):
-                number += 1
-                aside = final.with_name(f"{final.name}.before-{number}")
-            os.rename(final, aside)
-            to_stderr(f"{final} was not a separate folder: it is now {aside}")
+            to_stderr(f"{final} was not a separate folder: it is now {set_aside(final)}")
         os.rename(partial, final)
         _merge(old, final)
     finally:
@@ -504,6 +499,16 @@ def remove_model(folder: Path) -> None:
             _remove(file)
         with suppress(OSError):
             folder.rmdir()
+
+
+def set_aside(final: Path) -> Path:
+    """Renames what is there to `NAME.before`, or `NAME.before-2` and so on; returns the name."""
+    aside, number = final.with_name(f"{final.name}.before"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = final.with_name(f"{final.name}.before-{number}")
+    os.rename(final, aside)
+    return aside
 
 
 def _behind_link(path: Path) -> Path:

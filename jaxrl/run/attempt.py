@@ -231,9 +231,7 @@ def _attempt(run: Run) -> None:
         }
         for name, text in description.items():
             folder.write(name, text)
-        # The model of fewer steps, which a checkpoint has too, and what a killed export left.
-        hf.sweep(path / FINAL)
-        hf.remove_model(path / FINAL)
+        folder.clear_final(notify)
         run.console.attach(worker_group.states)
 
         log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))

@@ -28,7 +28,7 @@ from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.metrics import METRICS_FILE
+from jaxrl.telemetry.metrics import METRICS_FILE, read_metrics
 
 SESSIONS_FILE = "sessions.jsonl"
 """A line for each start of the run whose steps are kept: the step that it began after, its mesh,
@@ -70,9 +70,43 @@ class RunDir:
         return "".join(json.dumps(one) + "\n" for one in (*kept, begun))
 
     def finished(self, steps: int) -> bool:
-        """Returns whether the run has been trained to its end, and exported."""
-        described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
-        return self.step == steps and any(file.is_file() for file in described)
+        """Returns whether the run has been trained to its end, and exported; a full disk may have
+        refused the last checkpoint."""
+        return self._has_final and steps in (self.step, self._exported)
+
+    def clear_final(self, notify: Callable[[str], None]) -> None:
+        """Removes the model that the run exported after fewer steps, before it trains on; one that
+        no checkpoint has is kept under another name."""
+        final = self.path / FINAL
+        hf.sweep(final)
+        exported = self._exported
+        if not self._has_final or (exported is not None and exported <= self.step):
+            hf.remove_model(final)
+            return
+        of = "an unknown step" if exported is None else f"step {exported}"
+        try:
+            aside = hf.set_aside(final)
+        except OSError as error:
+            raise UserError(
+                f"{final} holds the model of {of}, which no checkpoint has, and cannot be renamed:"
+                f" {error.strerror}; move it away"
+            ) from error
+        notify(
+            f"{final} held the model of {of}, and the run goes on from step {self.step}: that model"
+            f" is now {aside}"
+        )
+
+    @property
+    def _has_final(self) -> bool:
+        return any((self.path / FINAL / name).is_file() for name in ("config.json", peft.CONFIG))
+
+    @property
+    def _exported(self) -> int | None:
+        """Returns the step of the model in `FINAL`: of the newest row, for no row is written beside
+        an older model (`clear_final`). None where the rows cannot be read."""
+        with suppress(UserError, IndexError):
+            return int(read_metrics(self.path)[-1]["step"])
+        return None
 
 
 def provenance() -> dict[str, str]:
