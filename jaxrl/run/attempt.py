@@ -316,9 +316,11 @@ def _attempt(run: Run) -> None:
         if run.interrupt.asked:
             raise Interrupted(at)
         if (error := run.step_error) is not None:
-            raise RunError(
-                f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
-            ) from error
+            raised = f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
+            if isinstance(error, Exception):
+                raise RunError(raised) from error
+            notify(raised)
+            raise error
         if (ending := worker_group.ending) is not None:
             raise RunError(f"{ending}\n{at}")
         calls = Calls(config, {"actor": worker_group.handle("actor")})

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.plan.table import MB, Plan
 from jaxrl.process.compilations import Compilations
-from jaxrl.process.interrupt import Interrupt
+from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import Profile
 from jaxrl.run.evaluation import evaluation_row, judged
@@ -95,7 +95,7 @@ class Run:
     interruption."""
     started: float
     """`time.monotonic` seconds."""
-    step_error: Exception | None = None
+    step_error: BaseException | None = None
     """What `on_step` raised: it is not called again, and the run ends."""
 
 
@@ -230,7 +230,9 @@ class Reporter:
         if self.run.on_step is not None and self.run.step_error is None:
             try:
                 self.run.on_step(dict(row))
-            except Exception as error:
+            except Interrupted:  # a signal, and no deed of the function's
+                raise
+            except BaseException as error:  # such as SystemExit: raised again once the run is saved
                 self.run.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:
