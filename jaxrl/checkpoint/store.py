@@ -8,7 +8,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -172,15 +172,22 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit(path: Path, manifest: Manifest) -> Checkpoint:
-    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing."""
+def commit(
+    path: Path, manifest: Manifest, last: AbstractContextManager[object] | None = None
+) -> Checkpoint:
+    """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing.
+
+    Args:
+        last: the manifest is written inside it; what it raises leaves the folder as it is.
+    """
     files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
-    _write(path, whole)
-    remove(path.with_name(f"{path.name}.damaged"))
+    with nullcontext() if last is None else last:
+        _write(path, whole)
+        remove(path.with_name(f"{path.name}.damaged"))
     return Checkpoint(path, whole)
 
 

@@ -271,7 +271,7 @@ def _attempt(run: Run) -> None:
             check_folder,
         )
         checkpoints.newest = folder.step or None
-        stack.callback(checkpoints.stop)
+        stack.callback(checkpoints.abandon)
         reporter = Reporter(
             run,
             worker_group,
