@@ -398,11 +398,11 @@ def _summary(run: Run, reporter: Reporter) -> list[str]:
     folder = run.folder
     first_row: Row = reporter.metrics.first or {"step": folder.step}
     last_row: Row = reporter.metrics.last or {"step": folder.step}
-    first_step, took = reporter.first_step_at, time.monotonic() - run.started
-    lines = [f"done: {last_row['step'] - folder.step} steps in {took:.0f} s"]
+    first_step, took = run.first_step_at, time.monotonic() - run.started
+    lines = [f"done: {last_row['step'] - run.start} steps in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - run.started:.0f} s"
-    if folder.step:
+    if run.start:
         lines[0] += f"; {last_row['step']} steps in all"
     first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
     if first is not None and last is not None:
