@@ -30,11 +30,12 @@ class WallClock:
         self._asleep = 0.0
         """Seconds of all gaps."""
 
-    def look(self) -> float:
-        """Notes how long nobody has looked; returns the time now."""
+    def look(self, busy: bool = False) -> float:
+        """Notes how long nobody has looked; returns the time now. `busy`: the one who looks could
+        not, so that this time was none asleep."""
         with self._lock:
             now = self._clock()
-            if now - self._last > GAP_S:
+            if now - self._last > GAP_S and not busy:
                 self._gaps.append((now, now - self._last - TICK_S))
                 self._asleep += self._gaps[-1][1]
             self._last = now

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.process.user_process import Call, CodeFailed
 from jaxrl.process.wall_clock import GAP_S, TICK_S, WallClock
 from jaxrl.rewards.functions import find
 from jaxrl.rewards.reward_pool import Item, RewardPool
@@ -93,6 +96,25 @@ def test_code_of_the_user_is_late_by_the_time_awake(frozen: Clock, tmp_path: Pat
             frozen.now += 0.01
             time.sleep(0.01)
         assert asked.result().failures[0].kind == "timeout"
+
+
+def test_what_is_awaited_is_late_by_the_time_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the user's code that blocks the process is none of the time asleep."""
+    clock = Clock()
+    monkeypatch.setattr("jaxrl.process.user_process.clock", watch := WallClock(clock))
+
+    def runs(seconds: float) -> object:
+        with open(os.devnull, "wb") as nobody:
+            call = Call(1, nobody.fileno(), timeout=0.1)
+            return asyncio.run(call.run(asyncio.sleep, seconds, 7))
+
+    assert runs(0.3) == 7
+    clock.now += 10 * GAP_S
+    watch.look(busy=True)
+    assert watch.awake_since(1000) == pytest.approx(10 * GAP_S)
+    monkeypatch.setattr("jaxrl.process.user_process.clock", WallClock())
+    with pytest.raises(CodeFailed, match="awaited call was cancelled"):
+        runs(60)
 
 
 def test_a_question_is_asked_again_that_was_cut_off_asleep(frozen: Clock) -> None:
