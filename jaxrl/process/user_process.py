@@ -371,6 +371,7 @@ def _marked_task(
 def _expire(limit: asyncio.Timeout, seconds: float) -> Callable[[], None]:
     """Lets a limit expire after so many seconds awake. Returns what calls that off."""
     loop, end = asyncio.get_running_loop(), clock.awake() + seconds
+    handle: asyncio.Handle
 
     def look() -> None:
         nonlocal handle
@@ -379,7 +380,7 @@ def _expire(limit: asyncio.Timeout, seconds: float) -> Callable[[], None]:
         else:
             limit.reschedule(loop.time())
 
-    handle: asyncio.Handle = loop.call_soon(look)
+    handle = loop.call_soon(look)
     return lambda: handle.cancel()
 
 
