@@ -104,7 +104,9 @@ def train(
         config: a `Config`, a YAML file, or a mapping of keys (dotted or nested) as on the command
             line. None: the quickstart or, where `model` or `data` is given, the defaults.
         on_step: called in this thread with a copy of each row of `metrics.jsonl` once the row is
-            written; the loop waits for it. Where it raises, the run saves and ends with RunError.
+            written; the loop waits for it. Where it raises, the run saves and ends with RunError,
+            or with what it raised where that is no Exception (`sys.exit()`); it is not called
+            again, also not with the row of the batch that was being trained.
         rewards: reward functions `f(prompts, completions, **columns)`, as in a file that
             `reward.functions` names. One that `reward.functions` names as `python:NAME` takes that
             place (and its weight), any other is added to them. They run in processes of their own,

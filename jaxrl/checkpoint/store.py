@@ -8,7 +8,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +54,11 @@ class Manifest:
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Path in the folder -> (bytes, CRC-32)."""
     format: int = FORMAT
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of what the run depends on, its training data included."""
+        return {"data.train": self.data["fingerprint"]} | self.depends
 
     @property
     def nbytes(self) -> int:
@@ -223,8 +228,13 @@ def discard(folder: Path) -> None:
             remove(folder)
 
 
-def commit(path: Path, manifest: Manifest) -> Checkpoint:
+def commit(
+    path: Path, manifest: Manifest, last: AbstractContextManager[object] | None = None
+) -> Checkpoint:
     """Makes the folder `path`, whose files are written, a checkpoint: all of it or nothing.
+
+    Args:
+        last: the manifest is written inside it; what it raises leaves the folder as it is.
 
     Raises:
         UserError: it holds something else, which would be removed with the checkpoint.
@@ -235,8 +245,9 @@ def commit(path: Path, manifest: Manifest) -> Checkpoint:
         settle(file)
     listed = {str(f.relative_to(path)): (f.stat().st_size, _checksum(f)) for f in files}
     whole = replace(manifest, files=listed)
-    _write(path, whole)
-    discard(path.with_name(f"{path.name}.damaged"))
+    with nullcontext() if last is None else last:
+        _write(path, whole)
+        discard(path.with_name(f"{path.name}.damaged"))
     return Checkpoint(path, whole)
 
 

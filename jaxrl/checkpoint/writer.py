@@ -15,8 +15,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,6 +96,10 @@ def load_arrays(path: Path, abstract: Mapping[str, Tree]) -> dict[str, Tree]:
     from orbax.checkpoint import v1 as orbax
 
     return orbax.load_checkpointables(path.resolve(), dict(abstract))
+
+
+class _Abandoned(Exception):
+    """The writer of a checkpoint may not touch the folder any more."""
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -180,6 +184,7 @@ class CheckpointWriter:
         """The latest row that was written."""
         self.written: list[Written] = []
         """Those finished, until somebody takes them out."""
+        self._acting, self._abandoned = threading.Lock(), False
         self._queue: queue.SimpleQueue[tuple[Pending, Row] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
@@ -229,7 +234,7 @@ class CheckpointWriter:
                 self.newest = None
 
     def stop(self) -> None:
-        """Takes no more checkpoints; those under way are finished beside what comes next."""
+        """Takes no more checkpoints; those under way are finished."""
         self._queue.put(None)
 
     def close(self, timeout: float) -> None:
@@ -239,32 +244,56 @@ class CheckpointWriter:
         if self._thread.is_alive():
             self._notify(f"a checkpoint is still unwritten after {timeout:g} s: it is abandoned")
 
+    def abandon(self) -> None:
+        """Ends whatever is under way: from here on nothing is written, removed or told, however
+        late an answer comes, for the folder may be another run's."""
+        with self._acting:
+            self._abandoned = True
+        self.stop()
+
+    @contextmanager
+    def _allowed(self) -> Iterator[None]:
+        """Keeps `abandon` waiting during this block, which is to be short. Raises _Abandoned after
+        it."""
+        with self._acting:
+            if self._abandoned:
+                raise _Abandoned
+            yield
+
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            pending, row = job
-            try:
-                self._write(pending, row)
-            except Exception as error:  # a deadline too: it has ended since, only late
-                if isinstance(error, RunError) and not isinstance(error, TimeoutError):
-                    return  # a worker has failed: the run is about to end and says why
-                self._failed(pending.step, error)
-                continue
-            try:
-                c = self.config.checkpoint
-                store.prune(self.run_dir, c.keep_last, c.keep_best)
-            except (OSError, UserError) as error:
-                self._notify(f"old checkpoints could not be removed: {error}")
+        with suppress(_Abandoned):
+            while (job := self._queue.get()) is not None:
+                pending, row = job
+                try:
+                    self._write(pending, row)
+                except Exception as error:  # a deadline too: it has ended since, only late
+                    if isinstance(error, RunError) and not isinstance(error, TimeoutError):
+                        return  # a worker has failed: the run is about to end and says why
+                    with self._allowed():
+                        self._failed(pending.step, error)
+                    continue
+                with self._allowed():
+                    self._prune()
+
+    def _prune(self) -> None:
+        c = self.config.checkpoint
+        try:
+            store.prune(self.run_dir, c.keep_last, c.keep_best)
+        except (OSError, UserError) as error:
+            self._notify(f"old checkpoints could not be removed: {error}")
 
     def _write(self, pending: Pending, row: Row) -> None:
         folder = self._folders / str(pending.step)
         if (problem := pending.saved.result()) is not None:
             raise OSError(problem)
-        for index, rollout in pending.rollouts.items():
-            save_rollout(folder / store.rollout_file(index), rollout.result())
-        self._describe(folder / store.MODEL)
-        (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
-        if self._check() != pending.removed:
-            raise OSError("files of the run were removed while it was written")
+        rollouts = {index: rollout.result() for index, rollout in pending.rollouts.items()}
+        with self._allowed():
+            for index, rollout in rollouts.items():
+                save_rollout(folder / store.rollout_file(index), rollout)
+            self._describe(folder / store.MODEL)
+            (folder / store.CONFIG).write_text(self.config.dump(), encoding="utf-8")
+            if self._check() != pending.removed:
+                raise OSError("files of the run were removed while it was written")
         next_batch = pending.schedule["generated"]
         manifest = store.Manifest(
             step=pending.step,
@@ -282,7 +311,7 @@ class CheckpointWriter:
             versions=versions(),
             depends=self._depends,
         )
-        nbytes = store.commit(folder, manifest).manifest.nbytes
+        nbytes = store.commit(folder, manifest, self._allowed()).manifest.nbytes
         self.newest = pending.step
         self.written.append(Written(pending.step, nbytes, pending.started, time.monotonic()))
 

@@ -335,6 +335,8 @@ def observed(result: object) -> Observation:
         if key not in KEYS:
             raise _bad("step", f"a dict with the key {key!r}{near(str(key), KEYS)}", _SHAPE)
     reward, done = result.get("reward"), result.get("done", False)
+    if hasattr(done, "item") and getattr(done, "shape", None) == ():  # numpy's
+        done = done.item()
     if not isinstance(done, bool):
         raise _bad("step", f"done={shown(done)}", "True or False")
     number = None if reward is None else finite(reward)

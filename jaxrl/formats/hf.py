@@ -442,12 +442,7 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if final.is_dir() and not final.is_symlink():
             os.rename(final, old)
         elif os.path.lexists(final):
-            aside, number = final.with_name(f"{final.name}.before"), 1
-            while os.path.lexists(aside):
-                number += 1
-                aside = final.with_name(f"{final.name}.before-{number}")
-            os.rename(final, aside)
-            to_stderr(f"{final} was not a separate folder: it is now {aside}")
+            to_stderr(f"{final} was not a separate folder: it is now {set_aside(final)}")
         os.rename(partial, final)
         _merge(old, final)
     finally:

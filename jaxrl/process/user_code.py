@@ -3,6 +3,7 @@
 A pool starts its processes, sends them calls and takes their answers. Every wait has a limit: a
 process that is late, ends, or writes what is no answer is killed with all that it has started, and
 replaced; what it costs is the call in whose name it was running, with the line where it was.
+While the run is frozen no limit runs (`wall_clock`).
 `process.user_process` is the other side. What the code prints goes to stderr.
 """
 
@@ -30,6 +31,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from jaxrl.errors import RunError, UserError, short
 from jaxrl.process.user_process import CELL, LENGTH, MOST_BYTES, Trouble, family, kill_family
+from jaxrl.process.wall_clock import wall_clock
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -125,8 +127,8 @@ class SentCall:
     """Takes an answer; returns whether it is the last, or None where it is none to this call."""
     limit: float
     """Seconds for the next thing that is heard of it."""
-    since: float = field(default_factory=time.monotonic)
-    """When it was sent, or something was last heard of it."""
+    since: float = field(default_factory=lambda: wall_clock().awake())
+    """When it was sent, or something was last heard of it, on the clock of `awake`."""
     begun: int = 0
     """Times that the user's code was called for it."""
     done: asyncio.Future[Any] = field(default_factory=asyncio.Future)
@@ -152,7 +154,7 @@ class UserProcess:
         """Of the wait for its next answer."""
         self.fresh = True
         """Whether it has never called the user's code."""
-        self.heard = time.monotonic()
+        self.heard = wall_clock().awake()
         self.calls: dict[int, SentCall] = {}
         """Those that are not over, by number."""
         self.sessions: set[Hashable] = set()
@@ -198,7 +200,7 @@ class UserProcess:
         self.calls[self._number] = call
         if len(self.calls) == 1 and self.limit is not None:  # which had none
             with suppress(RuntimeError):  # it is over, and the next wait will know
-                self.limit.reschedule(self.first_late()[1])
+                self.limit.reschedule(_loop_time(self.first_late()[1]))
         pickled = pickle.dumps((self._number, content))
         self._pipes[0].write(len(pickled).to_bytes(LENGTH, "little") + pickled)
         return call
@@ -242,7 +244,7 @@ class UserProcess:
 
     def first_late(self) -> tuple[SentCall | None, float | None]:
         """Returns the call whose time is over first, if there is one, and when that is, on the
-        clock of `time.monotonic`. While one runs, others wait for it."""
+        clock of `awake`. While one runs, others wait for it."""
         running = self.running()
         begun = [call for call in self.calls.values() if call.begun]
         calls = [running] if running is not None else begun or list(self.calls.values())
@@ -429,7 +431,7 @@ class UserCodePool(ABC, Generic[Facts]):
             suspect, until = None, 0.0
             try:
                 while not process.killed:
-                    now, (late, deadline) = time.monotonic(), process.first_late()
+                    now, (late, deadline) = wall_clock().awake(), process.first_late()
                     if late is None or deadline is None or deadline > now:
                         suspect = None
                     elif late is not suspect:  # what has arrived by now still counts
@@ -442,7 +444,7 @@ class UserCodePool(ABC, Generic[Facts]):
                         self.lose(process, await process.late(late), late if late.begun else None)
                         break
                     with suppress(TimeoutError):
-                        async with asyncio.timeout_at(deadline) as process.limit:
+                        async with asyncio.timeout_at(_loop_time(deadline)) as process.limit:
                             self._take(process, await process.answer())
             except Lost as lost:
                 self.lose(process, lost)
@@ -457,12 +459,15 @@ class UserCodePool(ABC, Generic[Facts]):
             await process.connect()
             (setup, *limits), first = self._setup, not self._started
             self._started += 1
-            call = process.send((setup, first, *limits), lambda answer: True)
-            try:
-                async with asyncio.timeout(self.startup):
-                    answer = await process.answer()
-            except TimeoutError:
-                raise await process.late(call) from None
+            call, answer = process.send((setup, first, *limits), lambda answer: True), None
+            while answer is None:
+                end = call.since + self.startup
+                try:
+                    async with asyncio.timeout_at(_loop_time(end)):
+                        answer = await process.answer()
+                except TimeoutError:
+                    if wall_clock().awake() >= end:
+                        raise await process.late(call) from None
             if isinstance(answer, RefusedAnswer):
                 raise UserError(answer.refused)
             if not isinstance(answer, ReadyAnswer):
@@ -483,7 +488,7 @@ class UserCodePool(ABC, Generic[Facts]):
         call = process.calls.get(answer.order)
         if call is None or call.done.done():
             return
-        process.heard = call.since = time.monotonic()
+        process.heard = call.since = wall_clock().awake()
         match answer:
             case RefusedAnswer():
                 call.done.set_exception(UserError(answer.refused))
@@ -529,6 +534,12 @@ class UserCodePool(ABC, Generic[Facts]):
         """Kills a process that may still be at work for nobody; another one takes its place."""
         process.kill()
         self.processes.remove(process)
+
+
+def _loop_time(end: float | None) -> float | None:
+    """Returns when a moment on the clock of `awake` comes at the earliest, on that of the running
+    event loop, which goes on while the process is frozen."""
+    return None if end is None else asyncio.get_running_loop().time() + end - wall_clock().awake()
 
 
 def no_answer(text: str) -> Lost:

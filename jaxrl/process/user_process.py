@@ -40,6 +40,7 @@ import psutil
 from jaxrl.errors import UserError, short
 from jaxrl.process.interrupt import ASKING
 from jaxrl.process.json_types import JsonObject
+from jaxrl.process.wall_clock import TICK_S, WallClock
 
 _os_write, _unpickled = os.write, pickle.loads  # whatever the user's code puts in their place
 LOOK_S = 1.0
@@ -60,6 +61,9 @@ LENGTH = CELL = 8
 """Bytes of the length before a pickle, and of the shared cell: a call's number, little endian; 0:
 none is running."""
 Trouble = Literal["timeout", "exception"]
+clock = WallClock()
+"""Looked at by what is awaited, and round each step of the user's code: a thread that looks would
+make forks of that code unsafe."""
 _NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
 
 
@@ -125,8 +129,12 @@ class Call:
                 if not self._awaits:
                     self._awaits = True
                     self.say({"begin": self._begun, "awaits": True})
-                async with asyncio.timeout(self._timeout) as limit:
-                    result = await result
+                async with asyncio.timeout(None) as limit:
+                    call_off = _expire(limit, self._timeout)
+                    try:
+                        result = await result
+                    finally:
+                        call_off()
         except BaseException as error:
             if limit is not None and limit.expired():
                 text = f"no answer after {self._timeout:g} s; the awaited call was cancelled"
@@ -340,11 +348,13 @@ def _marked_task(
         value: object = None
         while True:
             cell[:] = _NUMBER.get().to_bytes(CELL, "little")
+            clock.look()
             try:
                 waits_for = go(value)
             except StopIteration as end:
                 return end.value
             finally:
+                clock.look(busy=True)
                 cell[:] = bytes(CELL)
             try:
                 value = yield waits_for
@@ -356,6 +366,22 @@ def _marked_task(
         return await marked()
 
     return asyncio.Task(awaited(), loop=loop, **options)
+
+
+def _expire(limit: asyncio.Timeout, seconds: float) -> Callable[[], None]:
+    """Lets a limit expire after so many seconds awake. Returns what calls that off."""
+    loop, end = asyncio.get_running_loop(), clock.awake() + seconds
+    handle: asyncio.Handle
+
+    def look() -> None:
+        nonlocal handle
+        if (left := end - clock.awake()) > 0:
+            handle = loop.call_later(min(left, TICK_S), look)
+        else:
+            limit.reschedule(loop.time())
+
+    handle = loop.call_soon(look)
+    return lambda: handle.cancel()
 
 
 def traceback_of_user(error: BaseException) -> str:

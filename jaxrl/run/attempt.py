@@ -15,6 +15,7 @@ from jaxrl.algorithms.methods import holds_samples, needed_roles
 from jaxrl.algorithms.protocols import ActorRole, Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
+from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
 from jaxrl.config.schema import CONFIG_FILE, Config
@@ -71,6 +72,9 @@ from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
 from jaxrl.types import Row
 
+JUDGES = ("data.eval", "reward.", "grouper.")
+"""Begin the names of what a run depends on that has no part in what a batch of completions is: it
+only judges them."""
 HURRY_S = 3.0
 """Longest wait for the trackers at the end of a run that was interrupted, or failed."""
 
@@ -229,9 +233,7 @@ def _attempt(run: Run) -> None:
             notify(note)
         for name, text in description.items():
             folder.write(name, text)
-        # The model of fewer steps, which a checkpoint has too, and what a killed export left.
-        hf.sweep(path / FINAL)
-        hf.remove_model(path / FINAL)
+        folder.clear_final(notify)
         run.console.attach(worker_group.states)
 
         log = stack.enter_context(notify.into(RunLog(path / LOG_FILE)))
@@ -271,7 +273,7 @@ def _attempt(run: Run) -> None:
             check_folder,
         )
         checkpoints.newest = folder.step or None
-        stack.callback(checkpoints.stop)
+        stack.callback(checkpoints.abandon)
         reporter = Reporter(
             run,
             worker_group,
@@ -316,9 +318,11 @@ def _attempt(run: Run) -> None:
         if run.interrupt.asked:
             raise Interrupted(at)
         if (error := run.step_error) is not None:
-            raise RunError(
-                f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
-            ) from error
+            raised = f"on_step raised {type(error).__name__}: {error}; {kept} in {path}"
+            if isinstance(error, Exception):
+                raise RunError(raised) from error
+            notify(raised)
+            raise error
         if (ending := worker_group.ending) is not None:
             raise RunError(f"{ending}\n{at}")
         calls = Calls(config, {"actor": worker_group.handle("actor")})
@@ -370,8 +374,16 @@ def _resumed(run: Run, packing: Mapping[str, int], last_row: Row | None) -> Resu
     if checkpoint is None:
         return None
     rollouts = {}
-    for index in checkpoint.manifest.in_flight:
-        if index < job.config.steps:
+    in_flight = [index for index in checkpoint.manifest.in_flight if index < job.config.steps]
+    changed = changes(checkpoint.manifest.digests, dict(run.folder.depends))
+    made_of = [name for name in changed if not name.startswith(JUDGES)]
+    if in_flight and made_of:  # completions that are stored without their prompts
+        run.notify(
+            f"what the checkpoint had generated ahead (batches {', '.join(map(str, in_flight))}) is"
+            f" generated again: it was made with what {' and '.join(made_of)} named before"
+        )
+    else:
+        for index in in_flight:
             prompts = job.train.batch(index)
             if holds_samples(job.config, index):
                 prompts = [prompt.to_sample for prompt in prompts]
@@ -388,11 +400,11 @@ def _summary(run: Run, reporter: Reporter) -> list[str]:
     folder = run.folder
     first_row: Row = reporter.metrics.first or {"step": folder.step}
     last_row: Row = reporter.metrics.last or {"step": folder.step}
-    first_step, took = reporter.first_step_at, time.monotonic() - run.started
-    lines = [f"done: {last_row['step'] - folder.step} steps in {took:.0f} s"]
+    first_step, took = run.first_step_at, time.monotonic() - run.started
+    lines = [f"done: {last_row['step'] - run.start} steps in {took:.0f} s"]
     if first_step is not None:
         lines[0] += f", the first after {first_step - run.started:.0f} s"
-    if folder.step:
+    if run.start:
         lines[0] += f"; {last_row['step']} steps in all"
     first, last = first_row.get("eval/accuracy"), last_row.get("eval/accuracy")
     if first is not None and last is not None:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.checkpoint.writer import CheckpointWriter
 from jaxrl.plan.table import MB, Plan
 from jaxrl.process.compilations import Compilations
-from jaxrl.process.interrupt import Interrupt
+from jaxrl.process.interrupt import Interrupt, Interrupted
 from jaxrl.process.json_types import JsonObject
 from jaxrl.profile.traces import Profile
 from jaxrl.run.evaluation import evaluation_row, judged
@@ -95,8 +95,14 @@ class Run:
     interruption."""
     started: float
     """`time.monotonic` seconds."""
-    step_error: Exception | None = None
+    first_step_at: float | None = None
+    """End of the first update in this process, in `time.monotonic` seconds."""
+    step_error: BaseException | None = None
     """What `on_step` raised: it is not called again, and the run ends."""
+
+    def __post_init__(self) -> None:
+        self.start = self.folder.step
+        """Step that its first attempt starts from."""
 
 
 @dataclass
@@ -115,8 +121,6 @@ class Reporter:
     """Roles that score with a model on devices of the run."""
     wait: Wait = lambda future: future.result()
     """Raises Stopped for a call that the run, asked to end, does not need."""
-    first_step_at: float | None = None
-    """End of the first update, in `time.monotonic` seconds."""
     _compiled: Compilations = field(default_factory=Compilations)
     """What was compiled until the previous row was written."""
     _last: float | None = None
@@ -156,7 +160,7 @@ class Reporter:
         for role, size in planned.items():  # as planned where nothing is measured
             row[f"memory/{role}/peak_bytes"] = float(peaks.get(role, size))
             row[f"memory/{role}/planned"] = float(role not in peaks)
-        if self.first_step_at is None and peaks:
+        if self.run.first_step_at is None and peaks:
             sizes = []
             for pool in self.run.plan.pools:
                 if found := max((peaks.get(role, 0) for role in pool.pool.roles), default=0):
@@ -177,7 +181,7 @@ class Reporter:
             begin = futures["rollout"].times.started
         assert begin is not None and end is not None, "both calls have ended"
         row["time/step_s"], self._last = end - begin, end
-        self.first_step_at = self.first_step_at or end
+        self.run.first_step_at = self.run.first_step_at or end
         row["tokens/per_second"] = row["actor/tokens"] / row["time/step_s"]
         self._written(self.metrics.write(step, row))
 
@@ -230,7 +234,9 @@ class Reporter:
         if self.run.on_step is not None and self.run.step_error is None:
             try:
                 self.run.on_step(dict(row))
-            except Exception as error:
+            except Interrupted:  # a signal, and no deed of the function's
+                raise
+            except BaseException as error:  # such as SystemExit: raised again once the run is saved
                 self.run.step_error = error
 
     def _batch(self, rollout: Rollout, sampled: bool, futures: Futures) -> dict[str, float]:

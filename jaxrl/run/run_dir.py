@@ -32,7 +32,7 @@ from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.lines import move_aside
-from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE
+from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 
 SESSIONS_FILE = "sessions.jsonl"
@@ -92,9 +92,38 @@ class RunDir:
         return "".join(json.dumps(one) + "\n" for one in (*kept, begun))
 
     def finished(self, steps: int) -> bool:
-        """Returns whether the run has been trained to its end, and exported."""
+        """Returns whether the run has been trained to its end, and exported; a full disk may have
+        refused the last checkpoint."""
+        return self._has_final and steps in (self.step, self._exported)
+
+    def clear_final(self, notify: Callable[[str], None]) -> None:
+        """Removes the model that the run exported after fewer steps, before it trains on; one that
+        no checkpoint has is kept under another name."""
+        final = self.path / FINAL
+        hf.sweep(final)
+        exported = self._exported
+        if not self._has_final or (exported is not None and exported <= self.step):
+            hf.remove_model(final)
+            return
+        of = "an unknown step" if exported is None else f"step {exported}"
+        aside = move_aside(final, "before")
+        notify(
+            f"{final} held the model of {of}, and the run goes on from step {self.step}: that model"
+            f" is now {aside}"
+        )
+
+    @property
+    def _has_final(self) -> bool:
         described = (self.path / FINAL / name for name in ("config.json", peft.CONFIG))
-        return self.step == steps and any(store.look(os.stat, file) for file in described)
+        return any(store.look(os.stat, file) for file in described)
+
+    @property
+    def _exported(self) -> int | None:
+        """Returns the step of the model in `FINAL`: of the newest row, for no row is written beside
+        an older model (`clear_final`). None where the rows cannot be read."""
+        with suppress(UserError, IndexError):
+            return int(read_metrics(self.path)[-1]["step"])
+        return None
 
 
 def provenance() -> dict[str, str]:
@@ -386,8 +415,7 @@ def find_run(path: Path, config: Config, depends: Mapping[str, str]) -> RunDir:
             notes.append(f"{found}: it starts over")
         return RunDir(path, None, tuple(notes), depends)
     manifest = checkpoint.manifest
-    before = {"data.train": manifest.data["fingerprint"]} | manifest.depends
-    names = changes(before, dict(depends))
+    names = changes(manifest.digests, dict(depends))
     if names and not config.resume_changed:
         raise UserError(
             f"run_dir={path}: what {' and '.join(names)} names has changed since step"

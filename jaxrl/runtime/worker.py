@@ -1,6 +1,6 @@
 """What all launchers share (the interfaces of futures, roles and worker groups, the times of a
-call, the phase that a worker is in, the errors of calls, the clock of their deadlines), and the
-launcher `local`, whose workers are threads of this process.
+call, the phase that a worker is in, the errors of calls), and the launcher `local`, whose workers
+are threads of this process.
 
 A worker owns a pool of devices, holds the roles of the pool and executes their calls in order.
 `runtime/ray` has workers in processes of their own.
@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations, compilations, compiling
 from jaxrl.process.interrupt import left_behind
+from jaxrl.process.wall_clock import wall_clock
 from jaxrl.sharding.ledger import Ledger, Move, use
 from jaxrl.sharding.targets import Ceilings, ceilings_of
 
@@ -317,64 +318,6 @@ class WorkerGroup(Protocol):
     def stop(self) -> None:
         """Ends the workers. One that is stuck is abandoned (a thread) or killed (a process)."""
         ...
-
-
-TICK_S = 0.5
-"""Seconds between two looks at the clock."""
-GAP_S = 3.0
-"""Seconds between two looks from which on the process was not awake."""
-MOST_GAPS = 1000
-
-
-class WallClock:
-    """A clock by which deadlines do not run while this process is frozen: by Ctrl-Z, a debugger or
-    a paused virtual machine. When it goes on, every running call would be late, though its end
-    could not have been heard of. A thread looks at the clock every `TICK_S`; where two looks lie
-    much further apart, the time between them counts for no deadline. Any thread may ask.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._last = clock()
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_GAPS)
-        """End and seconds of each."""
-
-    def look(self) -> float:
-        """Notes how long nobody has looked; returns the time now."""
-        with self._lock:
-            now = self._clock()
-            if now - self._last > GAP_S:
-                self._gaps.append((now, now - self._last - TICK_S))
-            self._last = now
-            return now
-
-    def awake_since(self, at: float) -> float:
-        """Returns the seconds since `at` in which the process was awake."""
-        now = self.look()
-        with self._lock:
-            asleep = sum(min(gap, end - at) for end, gap in self._gaps if end > at)
-        return now - at - asleep
-
-    def watch(self) -> None:
-        """Looks for ever."""
-        while True:
-            time.sleep(TICK_S)
-            self.look()
-
-
-_starting = threading.Lock()
-_wall_clock: WallClock | None = None
-
-
-def wall_clock() -> WallClock:
-    """Returns the clock of this process, which a thread looks at from the first question on."""
-    global _wall_clock
-    with _starting:
-        if _wall_clock is None:
-            _wall_clock = WallClock()
-            threading.Thread(target=_wall_clock.watch, name="wall_clock", daemon=True).start()
-        return _wall_clock
 
 
 @runtime_checkable

@@ -47,6 +47,7 @@ from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.json_types import JsonObject
+from jaxrl.process.wall_clock import wall_clock
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
@@ -143,7 +144,7 @@ class Endpoint:
             TeacherError: with the address, the question, and what came of it.
             UserError: as `read` raises it.
         """
-        start, pause, tries, wrong = time.monotonic(), FIRST_PAUSE_S, 0, 0
+        start, pause, tries, wrong = wall_clock().awake(), FIRST_PAUSE_S, 0, 0
         asked = f"{self}: {method} {path.partition('?')[0]}"
         while True:
             tries += 1
@@ -166,7 +167,7 @@ class Endpoint:
                 again, wrong = True, wrong + 1
             if not again:
                 raise TeacherError(f"{asked}: {problem}")
-            elapsed = time.monotonic() - start
+            elapsed = wall_clock().awake() - start
             if elapsed >= self.timeout:
                 problem = "no answer in time"
             if wrong >= MOST_WRONG or elapsed + pause >= self.timeout:
@@ -197,8 +198,8 @@ class Endpoint:
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
     ) -> tuple[int, bytes]:
-        """Returns status and body of one answer; raises an OSError at `end`, a time of the
-        monotonic clock."""
+        """Returns status and body of one answer; raises an OSError at `end`, a moment on the clock
+        of `awake`, or earlier where the process was frozen."""
         url = urlsplit(self.url)
         make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
@@ -207,12 +208,12 @@ class Endpoint:
         headers = {"Connection": "close"} | ({} if body is None else {"Content-Type": kind})
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
-        if (left := end - time.monotonic()) <= 0:
+        if (left := end - wall_clock().awake()) <= 0:
             raise TimeoutError
         connection = make(url.hostname, url.port, timeout=min(left, CONNECT_S))
         with contextlib.closing(connection):
             connection.connect()
-            wire, left = connection.sock, end - time.monotonic()
+            wire, left = connection.sock, end - wall_clock().awake()
             wire.settimeout(max(left, 0.001))
             # A socket's timeout is for each read: a server may send one byte after the other.
             late = threading.Timer(left, socket.socket.shutdown, (wire, socket.SHUT_RDWR))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -454,3 +455,49 @@ def test_a_save_that_is_asked_for_after_its_row_is_written_all_the_same(tmp_path
     writer.begin(2, SimpleNamespace(result=lambda: None), {}, {"generated": 2})
     writer.close(30)
     assert writer.newest == 2 and not lines
+
+
+@pytest.mark.parametrize("problem", [None, "no space left"])
+@pytest.mark.parametrize("late", ["result", "describe", "commit"])
+def test_a_writer_that_was_abandoned_touches_and_tells_nothing(
+    tmp_path, monkeypatch, problem, late
+):
+    """The next run of the process has a whole checkpoint in the same place."""
+    lines, reached, go_on = [], threading.Event(), threading.Event()
+
+    def wait(*_):
+        reached.set()
+        assert go_on.wait(30)
+
+    def checked():
+        assert not go_on.is_set(), "its lock is closed"
+        return 0
+
+    def result():
+        if late == "result":
+            wait()
+        return problem if late == "result" else None
+
+    settle = store.settle
+    monkeypatch.setattr(store, "settle", wait if late == "commit" else settle)
+    config = Config.load(None, ["steps=9", "checkpoint.keep_last=1"])
+    describe = wait if late == "describe" else lambda folder: None
+    writer = CheckpointWriter(tmp_path, config, "f", describe, lines.append, check=checked)
+    folder = writer.folder(6)
+    folder.mkdir(parents=True)
+    writer.begin(6, SimpleNamespace(result=result), {}, {"generated": 6})
+    writer.row({"step": 6, "optimizer_step": 6, "data/epoch": 0.0})
+    assert reached.wait(30)
+    if late == "describe":  # it is acting: whoever abandons it waits
+        threading.Timer(0.1, go_on.set).start()
+        monkeypatch.setattr(writer, "_check", lambda: 0)
+    writer.abandon()
+    monkeypatch.setattr(store, "settle", settle)
+    shutil.rmtree(folder)
+    make(tmp_path, 3)
+    theirs = make(tmp_path, 6)
+    go_on.set()
+    writer._thread.join(30)
+    assert not writer._thread.is_alive() and not lines and writer.newest is None
+    assert [store.read(path).step for path in store.folders(tmp_path)] == [6, 3]
+    store.verify(theirs)

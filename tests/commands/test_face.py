@@ -123,7 +123,8 @@ def test_rows_go_to_on_step_and_functions_of_python_are_rewards(student, tmp_pat
     assert entry in told and "train(config, rewards=[scaled])" in told
 
 
-def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path):
+@pytest.mark.parametrize("raised", and_slow([LookupError, SystemExit], [KeyboardInterrupt]))
+def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path, raised):
     """The function is one of a module that its processes import in no time, as this one is not."""
     seen = []
 
@@ -131,16 +132,21 @@ def test_an_on_step_that_fails_ends_the_run_after_saving(student, tmp_path):
         seen.append(row["step"])
         row.clear()  # a copy: nothing of the run is lost
         if seen[-1] == 1:
-            raise LookupError("enough")
+            raise raised("enough")
 
     config = rewarded(student, tmp_path / "run", "steps=9", "reward.functions=[python:length]")
-    with pytest.raises(RunError, match="on_step raised LookupError: enough") as error:
+    with pytest.raises(RunError if raised is LookupError else raised) as error:
         train(config, on_step=on_step, rewards=[reward_functions.length])
-    assert isinstance(error.value.__cause__, LookupError) and seen == [0, 1]
+    log = tmp_path / "run" / "log.txt"
+    told = str(error.value) if raised is LookupError else log.read_text()
+    assert f"on_step raised {raised.__name__}: enough" in told
+    assert raised in (type(error.value), type(error.value.__cause__)) and seen == [0, 1]
     rows = read_metrics(tmp_path / "run")
     saved = rows[-1]["step"]
-    assert f"checkpoint is of step {saved}" in str(error.value) and 1 <= saved < 9
+    assert f"checkpoint is of step {saved}" in told and 1 <= saved < 9
     assert rows[1]["reward/length/mean"] > 0
+    if raised is not LookupError:
+        return
     steps = []
     train(
         config,

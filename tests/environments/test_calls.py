@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from jaxrl.data.chat_template import THOUGHTS, opened_thoughts
 from jaxrl.environments import Answer, Environment
 from jaxrl.environments.environment_process import observed
 from jaxrl.environments.tool_calls import SchemaTool, as_text, parse_calls
+from jaxrl.errors import UserError
 
 STRING, TYPES = {"type": "string"}, ("integer", "number", "boolean", "null", "array", "object")
 TEXTS = {
@@ -608,6 +609,15 @@ def test_what_a_tool_returns_is_shown_or_explained(result: Any, expected: str) -
     assert text == expected or re.fullmatch(expected, text, re.DOTALL), text[:300]
     assert " at 0x" not in text
     json.dumps(message, ensure_ascii=False).encode()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    answer = Answer("next", reward=np.float32(1), done=np.bool_(False))  # type: ignore[arg-type]
+    assert asdict(observed(answer)) == asdict(observed({"messages": "next", "reward": 1.0}))
+    assert observed({"done": np.array(True)}).done is True
+    for wrong in (np.int64(1), np.array([True])):
+        with pytest.raises(UserError, match="must be True or False"):
+            observed({"done": wrong})
 
 
 def test_a_table_is_shown_as_python_shows_it() -> None:

@@ -128,7 +128,13 @@ def pretended_loop(folder, on_row):
     group = SimpleNamespace(peaks=lambda: {"actor": 10}, compiled=Compilations)
     reporter = Reporter(
         SimpleNamespace(
-            job=job, plan=plan, console=console, notify=Silent(), on_step=on_row, step_error=None
+            job=job,
+            plan=plan,
+            console=console,
+            notify=Silent(),
+            on_step=on_row,
+            first_step_at=None,
+            step_error=None,
         ),
         group,
         metrics,

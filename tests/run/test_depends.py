@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from jaxrl.checkpoint.store import Manifest
 from jaxrl.checkpoint.writer import versions
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.run.run_dir import find_run
+from jaxrl.run import attempt
+from jaxrl.run.run_dir import RunDir, find_run
 
 
 def test_small_files_are_digested_whole(tmp_path: Path) -> None:
@@ -113,3 +115,65 @@ def test_a_checkpoint_of_an_older_jaxrl_is_resumed(run: Path) -> None:
     path.write_text(json.dumps(manifest))
     config = Config.load(None, [f"run_dir={run}"])
     assert find_run(run, config, {"data.train": "f", "teacher.model=t": "2"}).step == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    ("name", "judges"),
+    [
+        ("data.train", False),
+        ("student.model=m", False),
+        ("environment.name=e", False),
+        ("data.eval", True),
+        ("reward.functions=f", True),
+    ],
+)
+def test_batches_made_ahead_are_kept_only_where_what_made_them_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, judges: bool, kept: bool
+) -> None:
+    depends = {"data.train": "a", name: "a"}
+    data = {"fingerprint": depends["data.train"]}
+    manifest = Manifest(3, 3, (3, 9), {}, data, None, {}, depends)
+    now = depends if kept else depends | {name: "b"}
+    notes: list[str] = []
+    run = SimpleNamespace(
+        folder=SimpleNamespace(
+            checkpoint=store.Checkpoint(tmp_path, manifest), step=3, depends=now
+        ),
+        job=SimpleNamespace(
+            config=Config.load("builtin:quickstart", ["steps=9"]),
+            train=SimpleNamespace(batch=lambda index: []),
+            held_out=(),
+        ),
+        notify=notes.append,
+    )
+    monkeypatch.setattr(attempt, "load_rollout", lambda path, *_: path.name)
+    resumed = attempt._resumed(run, {}, None)  # type: ignore[arg-type]
+    assert resumed is not None
+    expected = {3: store.rollout_file(3)} if kept or judges else {}
+    assert resumed.rollouts == expected and len(notes) == (not expected)
+    assert not notes or ("batches 3)" in notes[0] and name in notes[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "checkpoint", "done", "left"),
+    [
+        ((0, 2, 4), 4, True, None),
+        ((0, 2, 4), 2, True, "final.before"),  # the last checkpoint could not be written
+        ((), 2, False, "final.before"),
+    ],
+)
+def test_an_exported_model_goes_only_where_a_checkpoint_has_it(
+    tmp_path: Path, rows: tuple[int, ...], checkpoint: int, done: bool, left: str | None
+) -> None:
+    """More steps make the run train on; the same number leaves the model where it is."""
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {row}}}\n' for row in rows))
+    manifest = Manifest(checkpoint, 1, (), {}, {"fingerprint": ""}, None, {})
+    folder = RunDir(tmp_path, store.Checkpoint(tmp_path / "checkpoints", manifest), ())
+    assert (folder.finished(4), folder.finished(8)) == (done, False)
+    notes: list[str] = []
+    folder.clear_final(notes.append)
+    assert [p.name for p in tmp_path.glob("final*")] == ([] if left is None else [left])
+    assert len(notes) == (left is not None)

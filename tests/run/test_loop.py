@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,10 @@ from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
+from jaxrl.run.attempt import _summary
 from jaxrl.run.loop import Calls, Loop
+from jaxrl.run.reporting import Run
+from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import LocalWorker, Stopped, done_future
 
 
@@ -321,3 +325,19 @@ def test_asked_to_end_before_anything_is_trained_nothing_is_saved():
     saves = Saves(every=1)
     _, rows = run(checkpoints=saves, stop=Stop("generate", 0, trained=0))
     assert saves.begun == [] and all(step == 0 for step, _ in rows)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, "done: 8 steps"), (4, "done: 4 steps")])
+def test_the_last_lines_count_from_the_start_of_the_process(tmp_path, start, expected):
+    """Its last attempt began at step 6, from a checkpoint that it had made."""
+
+    def at(step):
+        return RunDir(tmp_path, SimpleNamespace(step=step) if step else None, ())
+
+    run = Run(None, None, at(start), None, print, None, None, time.monotonic() - 60)
+    run.first_step_at = run.started + 5
+    run.folder = at(6)
+    metrics = SimpleNamespace(first={"step": 0}, last={"step": 8})
+    line = _summary(run, SimpleNamespace(metrics=metrics))[0]
+    rest = "; 8 steps in all" if start else ""
+    assert line == f"{expected} in 60 s, the first after 5 s{rest}"

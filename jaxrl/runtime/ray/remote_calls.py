@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from jaxrl.process.wall_clock import wall_clock
 from jaxrl.runtime.cluster import ProcessSlot
 from jaxrl.runtime.role_server import (
     STARTING,
@@ -36,7 +37,6 @@ from jaxrl.runtime.worker import (
     Stopped,
     WorkerState,
     map_leaves,
-    wall_clock,
 )
 
 LOCK_S = 5.0

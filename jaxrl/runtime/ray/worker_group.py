@@ -33,6 +33,7 @@ from jaxrl.config.settings import RayConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.process.compilations import Compilations
 from jaxrl.process.json_types import Keywords
+from jaxrl.process.wall_clock import wall_clock
 from jaxrl.runtime.cluster import hosts_table, needs_table, worker_variables
 from jaxrl.runtime.ray.connect import address_of, find_hosts, find_seats, join, on_node, python_on
 from jaxrl.runtime.ray.local_cluster import (
@@ -62,7 +63,6 @@ from jaxrl.runtime.worker import (
     Stopped,
     WorkerError,
     WorkerState,
-    wall_clock,
 )
 from jaxrl.sharding.placement import Placement, device_list
 

@@ -1,0 +1,76 @@
+"""The clock of deadlines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+TICK_S = 0.5
+"""Seconds between two looks at the clock."""
+GAP_S = 3.0
+"""Seconds between two looks from which on the process was not awake."""
+MOST_GAPS = 1000
+
+
+class WallClock:
+    """A clock by which deadlines do not run while this process is frozen: by Ctrl-Z, a debugger or
+    a paused virtual machine. When it goes on, every running call would be late, though its end
+    could not have been heard of. A thread looks at the clock every `TICK_S`; where two looks lie
+    much further apart, the time between them counts for no deadline. Any thread may ask.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last = clock()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_GAPS)
+        """End and seconds of each."""
+        self._asleep = 0.0
+        """Seconds of all gaps."""
+
+    def look(self, busy: bool = False) -> float:
+        """Notes how long nobody has looked; returns the time now. `busy`: the one who looks could
+        not, so that this time was none asleep."""
+        with self._lock:
+            now = self._clock()
+            if now - self._last > GAP_S and not busy:
+                self._gaps.append((now, now - self._last - TICK_S))
+                self._asleep += self._gaps[-1][1]
+            self._last = now
+            return now
+
+    def awake(self) -> float:
+        """Returns the seconds in which the process was awake, since some moment: what deadlines are
+        counted by from their start on."""
+        self.look()
+        with self._lock:
+            return self._last - self._asleep
+
+    def awake_since(self, at: float) -> float:
+        """Returns the seconds since `at` in which the process was awake."""
+        now = self.look()
+        with self._lock:
+            asleep = sum(min(gap, end - at) for end, gap in self._gaps if end > at)
+        return now - at - asleep
+
+    def watch(self) -> None:
+        """Looks for ever."""
+        while True:
+            time.sleep(TICK_S)
+            self.look()
+
+
+_starting = threading.Lock()
+_wall_clock: WallClock | None = None
+
+
+def wall_clock() -> WallClock:
+    """Returns the clock of this process, which a thread looks at from the first question on."""
+    global _wall_clock
+    with _starting:
+        if _wall_clock is None:
+            _wall_clock = WallClock()
+            threading.Thread(target=_wall_clock.watch, name="wall_clock", daemon=True).start()
+        return _wall_clock
