@@ -70,8 +70,8 @@ def evaluate(
 
     if isinstance(model, Config):
         model, config = model.student.model, model if config is None else config
-    for option, path in (("--out", out), ("--samples", samples)):
-        cli.check_writable(option, path)
+    out = None if out is None else cli.check_writable("--out", out)
+    samples = None if samples is None else cli.check_writable("--samples", samples)
     with named(model) as name:
         job = prepare(resolve_model(name), config, overrides, mesh, eval_data, environment)
         if tell is not None:

@@ -84,7 +84,7 @@ def generate(
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
-    cli.check_writable("--out", arguments.out)
+    out = None if arguments.out is None else cli.check_writable("--out", arguments.out)
     from jaxrl.data.tokenizer import end_ids
     from jaxrl.process.compilations import compilations
     from jaxrl.run.generation import load_for_sampling, read_prompts, sample, write_lines
@@ -111,13 +111,13 @@ def main(argv: Sequence[str]) -> None:
                 "logprob": float(completion.logprobs.sum()),
             }
             lines.append(json.dumps(row, ensure_ascii=False))
-            if arguments.out is None:
+            if out is None:
                 text = prompt if isinstance(prompt, str) else row["messages"][-1]["content"]
                 about = "{finish_reason}, {tokens} tokens, log-prob {logprob:.2f}".format(**row)
                 print(f"prompt:     {text}\ncompletion: {completion.text}\n[{about}]\n")
-    if arguments.out is not None:
-        write_lines("--out", arguments.out, lines)
-        print(f"{len(lines)} completions in {arguments.out}")
+    if out is not None:
+        write_lines("--out", out, lines)
+        print(f"{len(lines)} completions in {out}")
     print(_took(stats, compilations().since(before)))
 
 

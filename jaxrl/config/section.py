@@ -59,7 +59,7 @@ def numbers(value: Any) -> Any:
         return {name: numbers(one) for name, one in value.items()}
     if isinstance(value, list):
         return [numbers(one) for one in value]
-    return value.real if isinstance(value, Spelt) else value
+    return value.real if isinstance(value, SpeltInt | SpeltFloat) else value
 
 
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str | Spelt) else value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
@@ -100,7 +100,7 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
     turn."""
     prompts: list[PromptLike] = list(texts)
     if path is not None:
-        file = JsonlFile(path, label="--prompts")
+        file = JsonlFile(user_path(path), label="--prompts")
         prompts += [file[i].prompt for i in range(len(file))]
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
@@ -109,9 +109,9 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
     return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
 
 
-def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+def write_lines(option: str, path: Path, lines: Sequence[str]) -> None:
     """Writes the file that an option of a command names. Raises UserError."""
     try:
-        user_path(path).write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
+        path.write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error
