@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
+from jaxrl.errors import UserError
 
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
@@ -63,6 +64,15 @@ def generate(
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
 
+    for can, what, given in (
+        ("__index__", "a whole number", {"n": n, "max_new_tokens": max_new_tokens, "seed": seed}),
+        ("__index__", "a whole number", {"top_k": top_k}),
+        ("__float__", "a number", {"temperature": temperature, "top_p": top_p, "min_p": min_p}),
+        ("__iter__", "a list", {"stop": stop, "eos_ids": eos_ids if eos_ids is not None else ()}),
+    ):
+        for argument, value in given.items():
+            if not hasattr(value, can):
+                raise UserError(f"{argument}={value!r}: must be {what}")
     if not isinstance(model, Model):
         with named(model) as name:
             model = load_model(name)

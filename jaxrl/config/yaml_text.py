@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -165,6 +165,10 @@ def assignments(
     if isinstance(overrides, Mapping):
         yield from _flat(overrides, mappings)
         return
+    if not isinstance(overrides, Iterable):
+        raise UserError(
+            f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
+        )
     for override in overrides:
         if not isinstance(override, str):
             raise UserError(f"bad override {override!r}: write 'key=value', as in 'steps=10'")

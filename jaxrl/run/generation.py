@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt
-from jaxrl.errors import UserError, user_path
+from jaxrl.data.rows import check_role
+from jaxrl.data.tokenizer import PromptLike, as_messages, encode_prompt
+from jaxrl.errors import UserError, shown, user_path
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.kernels import try_kernels
@@ -56,8 +57,15 @@ def sample(
 ) -> tuple[list[list[Completion]], EngineStats]:
     """Samples n completions of each prompt, as `jaxrl.generate` gives them; also returns what they
     took."""
-    if isinstance(prompts, str):
-        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{prompts!r}]")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        example = prompts if isinstance(prompts, str) else "2+3="
+        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{example!r}]")
+    prompts = list(prompts)
+    for number, prompt in enumerate(prompts):
+        for message in as_messages(prompt) or ():
+            if not isinstance(message, Mapping):
+                raise UserError(f"prompt {number}: {shown(message)} is no message of a chat")
+            check_role(str(message.get("role")), f"prompt {number}")
     tokenizer = model.tokenizer
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     if not tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from jaxrl.checkpoint.fingerprint import compare
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths, yaml_text
 from jaxrl.config.schema import QUICKSTART, Config
 from jaxrl.config.section import Section
 from jaxrl.config.settings import EnvironmentConfig
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.process.json_types import JsonObject
 
 MINIMAL = """
@@ -91,6 +93,23 @@ def test_a_config_made_in_python_says_what_is_wrong() -> None:
     assert 'Config.load(FILE, overrides={"steps": 2})' in text and "pydantic" not in text
     with pytest.raises(UserError, match="steps: .* got 0"):
         Config(**(config.model_dump() | {"steps": 0}))
+
+
+@pytest.mark.parametrize(
+    ("load", "told"),
+    [
+        (lambda: Config.load({"steps": 3}), r"not {'steps': 3} .dict.; Config.of\("),  # type: ignore[arg-type]
+        (lambda: Config.load(None, 3), "overrides is a list"),  # type: ignore[arg-type]
+        (lambda: resolve_model(object()), "a text or a path, not as object"),  # type: ignore[arg-type]
+        (lambda: user_path(None), "a path is a text or a pathlib.Path, not None"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind_are_the_users_error(
+    load: Callable[[], object], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        load()
+    assert Config.of(None, ["steps=3"]) == Config.of({"steps": 3})
 
 
 def test_every_alias_names_a_key_that_there_is() -> None:
