@@ -108,8 +108,10 @@ def user_path(text: str | os.PathLike[str]) -> Path:
     """Returns the path that a text of the user's names, `~` expanded, whether it is there or not.
 
     Raises:
-        UserError: nothing can have that name, or what has it cannot be looked at.
+        UserError: nothing can have that name, what has it cannot be looked at, or it is no name.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise UserError(f"a path is a text or a pathlib.Path, not {shown(text)}")
     name = os.fspath(text)
     try:
         path = Path(name).expanduser()

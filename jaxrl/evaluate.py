@@ -71,8 +71,8 @@ def evaluate(
 
     if isinstance(model, Config):
         model, config = model.student.model, model if config is None else config
-    for option, path in (("--out", out), ("--samples", samples)):
-        cli.check_writable(option, path)
+    out = None if out is None else cli.check_writable("--out", out)
+    samples = None if samples is None else cli.check_writable("--samples", samples)
     with named(model) as name:
         source = resolve_model(name)
         if isinstance(model, Model):  # which has the config of the run that it came from

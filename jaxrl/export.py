@@ -55,14 +55,15 @@ def export(
 
     if not isinstance(source, ModelSource):
         source = resolve_model(source)
-    _check_destination(Path(destination), force)
+    place = user_path(destination)
+    _check_destination(place, force)
     try:
-        return _write(source, destination, dtype, adapters)
+        return _write(source, place, dtype, adapters)
     except OSError as error:
-        raise UserError(f"{destination} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{place} cannot be written: {error.strerror or error}") from error
 
 
-def _write(source: ModelSource, destination: str | Path, dtype: str, adapters: bool) -> Path:
+def _write(source: ModelSource, destination: Path, dtype: str, adapters: bool) -> Path:
     from jaxrl.data.tokenizer import end_ids, load_tokenizer
     from jaxrl.formats import hf, peft, weights
     from jaxrl.formats.hub import model_name
@@ -158,12 +159,12 @@ def main(argv: Sequence[str]) -> None:
     if adapters and source.adapter is not None:
         lora, base = source.adapter.lora, source.adapter.base
         print(
-            f"wrote {arguments.dest}: adapters of rank {lora.rank} of {base}, {tokenizer},"
+            f"wrote {folder}: adapters of rank {lora.rank} of {base}, {tokenizer},"
             f" {megabytes:.1f} MB"
         )
         return
     print(
-        f"wrote {arguments.dest}: {source.config.family}, {source.config.n_params:,} parameters,"
+        f"wrote {folder}: {source.config.family}, {source.config.n_params:,} parameters,"
         f" {dtype}, {tokenizer}, {megabytes:.1f} MB"
     )
 

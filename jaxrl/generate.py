@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.config import cli
+from jaxrl.errors import UserError
 
 if TYPE_CHECKING:
     from jaxrl.checkpoint.model_source import Model
@@ -63,6 +64,15 @@ def generate(
     from jaxrl.run.python_objects import named
     from jaxrl.sampling.sampler import SamplingParams
 
+    for can, what, given in (
+        ("__index__", "a whole number", {"n": n, "max_new_tokens": max_new_tokens, "seed": seed}),
+        ("__index__", "a whole number", {"top_k": top_k}),
+        ("__float__", "a number", {"temperature": temperature, "top_p": top_p, "min_p": min_p}),
+        ("__iter__", "a list", {"stop": stop, "eos_ids": eos_ids if eos_ids is not None else ()}),
+    ):
+        for argument, value in given.items():
+            if not hasattr(value, can):
+                raise UserError(f"{argument}={value!r}: must be {what}")
     if not isinstance(model, Model):
         with named(model) as name:
             model = load_model(name)
@@ -84,7 +94,7 @@ def generate(
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse(argv)
-    cli.check_writable("--out", arguments.out)
+    out = None if arguments.out is None else cli.check_writable("--out", arguments.out)
     from jaxrl.data.tokenizer import end_ids
     from jaxrl.process.compilations import compilations
     from jaxrl.run.generation import load_for_sampling, read_prompts, sample, write_lines
@@ -111,13 +121,13 @@ def main(argv: Sequence[str]) -> None:
                 "logprob": float(completion.logprobs.sum()),
             }
             lines.append(json.dumps(row, ensure_ascii=False))
-            if arguments.out is None:
+            if out is None:
                 text = prompt if isinstance(prompt, str) else row["messages"][-1]["content"]
                 about = "{finish_reason}, {tokens} tokens, log-prob {logprob:.2f}".format(**row)
                 print(f"prompt:     {text}\ncompletion: {completion.text}\n[{about}]\n")
-    if arguments.out is not None:
-        write_lines("--out", arguments.out, lines)
-        print(f"{len(lines)} completions in {arguments.out}")
+    if out is not None:
+        write_lines("--out", out, lines)
+        print(f"{len(lines)} completions in {out}")
     print(_took(stats, compilations().since(before)))
 
 

@@ -207,7 +207,9 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
             models[name] = model
         file["teacher"] = file.get("teacher", {}) | models
     for name, value in words.items():
-        if name != "teacher":
+        if name in FILES:
+            file[name] = str(user_path(value))
+        elif name != "teacher":
             file[name] = yaml_text.parse_value(value) if isinstance(value, str) else value
     try:
         return ServeOptions.model_validate(file)

@@ -189,6 +189,11 @@ def resolve_model(path: str | os.PathLike[str]) -> ModelSource:
     Raises:
         UserError: nothing there, or nothing that can be loaded.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(
+            "a model is given by its name here (a folder, a file, a run, one on the hub), a text or"
+            f" a path, not as {type(path).__name__}"
+        )
     if (how := how_to_make(path)) and not user_path(path).exists():
         raise UserError(f"model {os.fspath(path)!r}: there is no such file or folder{how}")
     name = os.fspath(path)

@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from jaxrl.errors import UserError, unknown, user_path
+from jaxrl.errors import UserError, shown, unknown, user_path
 
 FOLDER = Path(__file__).parent.parent.joinpath("configs").resolve()
 PREFIX = "builtin:"
@@ -38,6 +38,11 @@ def config_file(name: str | os.PathLike[str]) -> Path:
         UserError: there is no built-in config of that name (`builtin:` alone lists them), or no
             file at a path whose last part is the name of a built-in config.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise UserError(
+            f"a config file is given by its path or {PREFIX}NAME, not {shown(name)};"
+            " Config.of(...) takes the keys of a run as a mapping, too"
+        )
     text = os.fspath(name)
     builtin = text.removeprefix(PREFIX)
     if text == PREFIX:

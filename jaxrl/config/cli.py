@@ -282,10 +282,9 @@ def run(command: Command, argv: Sequence[str] | None = None) -> int:
     return 0 if code is None else code
 
 
-def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Refuses a path that cannot be written, before any work is done."""
-    if path is None:
-        return
+def check_writable(option: str, path: str | os.PathLike[str]) -> Path:
+    """Returns the place of a file to write; refuses one that cannot be written, before any work is
+    done."""
     place = user_path(path)
     if place.is_dir():
         raise UserError(f"{option} {place} is a folder: name a file")
@@ -293,6 +292,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
         raise UserError(f"{option} {place}: there is no folder {place.parent}")
     if not os.access(place if place.exists() else place.parent, os.W_OK):
         raise UserError(f"{option} {place} cannot be written to: name another file")
+    return place
 
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:

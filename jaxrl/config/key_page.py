@@ -52,8 +52,9 @@ Some keys name files or folders to read: `student.model`, `teacher.model`, each 
 for in the working directory; in a config file, first in the folder of that file, so that a folder
 with a config and its files works from anywhere. A path is recognised by a slash or a suffix: write
 `./folder` for a folder next to the config. Paths to write (`run_dir`, `compile_cache`) are relative
-to the working directory. The `config.yaml` that a run writes contains absolute paths of the files
-that were found in the folder of the config, and of every file of `reward.functions`.
+to the working directory. `~` at the beginning of any path is the home folder. The `config.yaml`
+that a run writes contains absolute paths of the files that were found in the folder of the config,
+and of every file of `reward.functions`.
 
 Which keys may change when a run is resumed is in
 [checkpoints.md](checkpoints.md)."""

@@ -161,6 +161,9 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
         else:
             message = _PLAIN.get(item["type"], message[:1].lower() + message[1:])
             lines.append(f"{path}: {message}, got {got}")
+            word = item["input"]
+            if item["type"] in ("string_type", "tuple_type") and isinstance(word, bool | None):
+                lines[-1] += f" (as a word it is written in quotes: '{shown(word)}')"
     return _unknown(model, error) or _shorten(list(dict.fromkeys(lines)))
 
 

@@ -25,6 +25,7 @@ from jaxrl.config.section import (
     Positive,
     PositiveNumber,
     Section,
+    Spelt,
     Words,
     conflict,
 )
@@ -304,7 +305,7 @@ class NamedTeacherConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_model(cls, given: object) -> object:
-        return {"model": given} if isinstance(given, str) else given
+        return {"model": given} if isinstance(given, str | Spelt) else given
 
     def _rules(self) -> Iterator[str]:
         if self.model is None and self.address is None:

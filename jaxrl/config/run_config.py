@@ -164,9 +164,7 @@ class RunConfig(Section):
     @property
     def run_path(self) -> Path:
         """Returns the folder of the run."""
-        path = Path("runs") / self.name if self.run_dir is None else Path(self.run_dir)
-        user_path(path)  # refuses a name that no folder can have
-        return path
+        return user_path(Path("runs", self.name) if self.run_dir is None else self.run_dir)
 
     @cached_property
     def roles(self) -> dict[str, RoleConfig]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -120,19 +119,20 @@ class Config(RunConfig, metaclass=_Parsed):
     def of(
         cls,
         given: Self | str | Path | Mapping[str, object] | None,
-        overrides: Mapping[str, object] = MappingProxyType({}),
+        overrides: Overrides = (),
         change: Callable[[JsonObject], JsonObject] = lambda mapping: mapping,
     ) -> Self:
         """Returns a config as it is, and loads any other: a file, the keys of a run as on its
         command line (dotted or nested), or None for the quickstart.
 
         Args:
-            overrides: dotted keys that are set otherwise.
+            overrides: keys that are set otherwise, as in `load`.
             change: what else becomes of the mapping of all keys.
 
         Raises:
             UserError: bad input.
         """
+        overrides = dict(yaml_text.assignments(overrides, config_keys.mappings(cls)))
         if isinstance(given, cls):
             mapping, here = given.model_dump(mode="json"), config_paths.working_directory()
             changed = change(yaml_text.assign(mapping, overrides))

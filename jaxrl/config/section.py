@@ -33,7 +33,36 @@ Api = Literal["jaxrl", "openai"]
 NAMED = re.compile(r"[A-Za-z0-9_-]+([.][A-Za-z0-9_-]+)*")
 """Names of the user's choice that become parts of metric names."""
 T = TypeVar("T")
-OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+
+
+class Spelt:
+    """A number of YAML that remembers how it was written, which is what a key for text takes:
+    `1.10` as a name is not `1.1`. A key for numbers takes the number alone."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class SpeltInt(Spelt, int):
+    """A whole number as it was written."""
+
+
+class SpeltFloat(Spelt, float):
+    """Any other number as it was written."""
+
+
+def numbers(value: Any) -> Any:
+    """Returns a value of YAML whose numbers no longer know how they were written."""
+    if isinstance(value, dict):
+        return {name: numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [numbers(one) for one in value]
+    return value.real if isinstance(value, SpeltInt | SpeltFloat) else value
+
+
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str | Spelt) else value)
 Words = Annotated[tuple[str, ...], OneOrMore]
 """A list of strings; a single string stands for a list of one."""
 
@@ -90,7 +119,7 @@ class Section(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
-        coerce_numbers_to_str=True,
+        coerce_numbers_to_str=True,  # by `str`, which of `Spelt` is the text
     )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:

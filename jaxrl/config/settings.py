@@ -25,6 +25,7 @@ from jaxrl.config.section import (
     Words,
     check_names,
     conflict,
+    numbers,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.json_types import Keywords
@@ -396,7 +397,7 @@ class EnvironmentConfig(Section):
     the working directory), `package.module:Class`, a built-in one by its name, or `python:NAME`,
     which a Python program gives, as in `train(config, environment=NAME)`. null: none; a completion
     is one turn."""
-    arguments: Keywords = {}
+    arguments: Annotated[Keywords, BeforeValidator(numbers)] = {}
     """Keyword arguments for the environment's class, as in `{id: FrozenLake-v1}` with
     `environment.name=gymnasium`."""
     max_turns: Positive = 8

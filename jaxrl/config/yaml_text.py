@@ -1,8 +1,8 @@
 """Strict YAML: what a config file and a ``key=value`` override mean.
 
 PyYAML follows YAML 1.1, where ``1:2`` is the number 62, ``1e-4`` a string, ``no`` false, and a key
-given twice silently keeps its last value. Here scalars follow the YAML 1.2 core schema and a
-repeated key is refused.
+given twice silently keeps its last value. Here scalars follow the YAML 1.2 core schema, a repeated
+key is refused, and a number remembers how it was written.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from jaxrl.config.keys import alias_hint
+from jaxrl.config.section import SpeltFloat, SpeltInt
 from jaxrl.errors import UserError, short
 from jaxrl.process.json_types import JsonObject
 
@@ -51,6 +52,20 @@ class _Loader(yaml.SafeLoader):
                 raise UserError(f"{where}: key {short(repr(key_node.value))} is given twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
+
+    def _spelt_int(self, node: yaml.ScalarNode) -> SpeltInt:
+        number = SpeltInt(self.construct_yaml_int(node))
+        number.text = node.value
+        return number
+
+    def _spelt_float(self, node: yaml.ScalarNode) -> SpeltFloat:
+        number = SpeltFloat(self.construct_yaml_float(node))
+        number.text = node.value
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader._spelt_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader._spelt_float)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -150,6 +165,10 @@ def assignments(
     if isinstance(overrides, Mapping):
         yield from _flat(overrides, mappings)
         return
+    if not isinstance(overrides, Iterable):
+        raise UserError(
+            f"overrides is a list of key=value strings, or a mapping, got {overrides!r}"
+        )
     for override in overrides:
         if not isinstance(override, str):
             raise UserError(f"bad override {override!r}: write 'key=value', as in 'steps=10'")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.example import CompletionTurns, Example, JsonObject, Message
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, short
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,14 @@ _SHAREGPT = {
 }
 """Who speaks in `from` of a message with `value` -> the role."""
 _COLUMNS = " (where these are the prompts of several rows, write a list of rows: [{...}, {...}])"
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLES = {
-    **dict.fromkeys(("human",), "user"),
+    **{role: role for role in ROLES},
+    "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "ai", "bot", "chatbot"), "assistant"),
-    "function": "tool",
+    **dict.fromkeys(("function", "observation", "ipython"), "tool"),
 }
-"""Roles that some data sets have -> what they are called here."""
+"""Roles that some data sets have, in lower case -> what they are called here."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
@@ -289,13 +291,15 @@ def _prompt(
         before, turns = (*before, *turns[:-1]), turns[-1:]
     if not before:
         raise UserError(f"{where}: `{name}` has no message before the completion")
-    for turn in turns if keys.turns == "all" else ():  # OpenAI's format can leave turns out
-        weight = turn.get("weight", 1)
-        if turn["role"] == "assistant" and isinstance(weight, Number) and weight != 1:
+    weights = [turn.get("weight", 1) for turn in turns if turn["role"] == "assistant"]
+    for weight in weights:  # OpenAI's format can leave turns out
+        if isinstance(weight, Number) and weight != 1:
+            way = "remove `weight`, or end the chat with a turn that is to be learned"
+            if weights[-1] == 1:
+                way = "data.completion_turns=last learns the last turn alone, or remove `weight`"
             raise UserError(
                 f"{where}: a message of the assistant has `weight` {weight}, and each turn of the"
-                " completion is learned in full: data.completion_turns=last learns the last turn"
-                " alone, or remove `weight`"
+                f" completion is learned in full: {way}"
             )
     return before, turns
 
@@ -319,9 +323,8 @@ def _message(given: object, place: str) -> Message:
                 f" (read are {', '.join(_SHAREGPT)})"
             )
         message = {"role": _SHAREGPT[speaker], "content": message.pop("value"), **message}
-    if message.get("role") in _OTHER_ROLES:
-        role = message["role"]
-        raise UserError(f"{place}: rename the role {role!r} to {_OTHER_ROLES[role]!r}")
+    if isinstance(role := message.get("role"), str):
+        check_role(role, place)
     if message.get("function_call"):
         raise UserError(
             f"{place}: `function_call` is the old form of a call: write it as `tool_calls`:"
@@ -347,6 +350,17 @@ def _message(given: object, place: str) -> Message:
         )
     _check_text(message["content"], place)
     return message
+
+
+def check_role(role: str, place: str) -> None:
+    """Refuses a role that is not among `ROLES`: a template may render any word, and whoever looks
+    for the assistant's turns would pass over this one."""
+    if role in ROLES:
+        return
+    meant = _OTHER_ROLES.get(role.strip().lower())
+    if meant is not None:
+        raise UserError(f"{place}: rename the role {role!r} to {meant!r}")
+    raise UserError(f"{place}: the role {short(repr(role))} is none of {', '.join(ROLES)}")
 
 
 def _fields(value: Any) -> Any:

@@ -22,7 +22,7 @@ from jaxrl.data.example import Example, Part, fields_of
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.data.rows import listed
 from jaxrl.data.source import Source
-from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.data.tokenizer import encode_text
 from jaxrl.errors import UserError, about, counted
 from jaxrl.types import Prompt
 
@@ -231,7 +231,7 @@ class PromptStream:
                 continue
             is_text = len(turns) < 2 and all(turn.keys() <= _TEXT_KEYS for turn in turns)
             if is_text and not CLOSES.search(text):  # some templates leave thoughts out
-                tokens = len(encode_prompt(encoder.tokenizer, text))
+                tokens = len(encode_text(encoder.tokenizer, text, eos=False))
                 if not limit - around < tokens <= limit + around:
                     count += tokens > limit
                     continue

@@ -12,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl.data import chat_template
 from jaxrl.data.chat_template import has_template, render, without_end
 from jaxrl.data.example import Message
@@ -119,8 +121,10 @@ def encode_prompt(
         tokens = encode_text(tokenizer, prompt, eos=False)
     else:
         try:
+            if isinstance(prompt, bytes | set):
+                raise TypeError  # numbers, but no tokens one after the other
             tokens = tuple(token.__index__() for token in prompt)  # type: ignore[union-attr]
-        except AttributeError as error:
+        except (AttributeError, TypeError) as error:
             raise UserError(
                 f"the prompt {short(repr(prompt))} is neither text, token ids nor chat messages"
             ) from error
@@ -245,9 +249,10 @@ def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
     """Returns the prompt if it is a chat, else None."""
-    if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str):
         return None
-    return prompt  # type: ignore[return-value]  # the first item says so
+    is_chat = len(prompt) and isinstance(prompt[0], Mapping)
+    return prompt if is_chat else None  # type: ignore[return-value]  # the first item says so
 
 
 def chat_of(prompt: Prompt) -> Sequence[Message] | None:

@@ -520,6 +520,16 @@ def remove_model(folder: Path) -> None:
             folder.rmdir()
 
 
+def set_aside(final: Path) -> Path:
+    """Renames what is there to `NAME.before`, or `NAME.before-2` and so on; returns the name."""
+    aside, number = final.with_name(f"{final.name}.before"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = final.with_name(f"{final.name}.before-{number}")
+    os.rename(final, aside)
+    return aside
+
+
 def _behind_link(path: Path) -> Path:
     """Returns where the model goes: a link to an empty folder, or to a name in one, says where."""
     if not path.is_symlink():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from jaxrl.checkpoint.model_source import lora_of, resolve_model
 from jaxrl.config.schema import Config
@@ -113,7 +112,7 @@ def make_plan(
         frozen["reward"] = read_reward(config.reward.model)[1]
     if "grouper" in roles and config.grouper.model is not None:
         frozen["grouper"] = read_encoder(find_folder(config.grouper.model))[0]
-    if student.lora is not None and not (Path(config.student.model) / "config.json").is_file():
+    if student.lora is not None and not (user_path(config.student.model) / "config.json").is_file():
         frozen["adapted"] = resolve_model(config.student.model).adapter is not None
     mapped = 0
     if seen.emulated:  # the files of GGUF models stay mapped once they are read

@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import cache_key, compilation_cache  # the cache has no public hook
 
+from jaxrl.errors import UserError, user_path
 from jaxrl.process.streams import to_stderr
 
 COLLECTIVE = re.compile(
@@ -30,11 +30,11 @@ def enable_compile_cache(path: str | None) -> None:
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
-            folder = Path(path).expanduser()
+            folder = user_path(path)
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError("it cannot be written to")
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user without a home
+        except (OSError, UserError) as error:
             message = f"compile_cache={path} is not used: {error}; every run compiles again"
             to_stderr(message)
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxrl.checkpoint.store import put_file
 from jaxrl.config import cli
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 
 REPORT_FILE = "report.html"
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
         help=f"file to write (default RUN/{REPORT_FILE}; required for several runs)",
     )
     arguments = parser.parse(argv)
-    paths = [Path(path) for path in dict.fromkeys(arguments.runs)]
+    paths = [user_path(path) for path in dict.fromkeys(arguments.runs)]
     if arguments.output is None and len(paths) > 1:
         raise UserError(f"-o FILE.html is needed: {len(paths)} runs have no folder in common")
     from jaxrl.profile.waits import run_advice
@@ -37,10 +37,10 @@ def main(argv: Sequence[str]) -> None:
 
     runs = [read_run(path) for path in paths]
     advice = run_advice(paths[0]) if len(paths) == 1 else {}
-    output = paths[0] / REPORT_FILE if arguments.output is None else Path(arguments.output)
-    if arguments.output is None and output.exists() and not output.is_file():
-        raise UserError(f"{output} is not a file: name another with -o")
-    cli.check_writable("-o", output)
+    own = paths[0] / REPORT_FILE
+    if arguments.output is None and own.exists() and not own.is_file():
+        raise UserError(f"{own} is not a file: name another with -o")
+    output = cli.check_writable("-o", own if arguments.output is None else arguments.output)
     # A completion may hold half a character, which has no UTF-8; escaped it is JSON still.
     made = page(runs, advice).encode("utf-8", "backslashreplace")
     place = Path(os.path.realpath(output))

@@ -109,14 +109,17 @@ class RewardFunctions:
         if not self.sources:
             return []
         columns = {name for prompt in prompts for name in prompt.columns}
-        for name in sorted(columns & {*OF_COMPLETIONS, *ADDED}):
-            raise UserError(
-                f"{KEY}: the data has a column `{name}`, which functions get from the run: rename"
-                f" the column{', or set data.answer_key=answer' * (name == 'answer')}"
-            )
-        columns |= set(ADDED if self.environment else ADDED[:-1])
+        added = set(ADDED if self.environment else ADDED[:-1])
+        twice = columns & {*OF_COMPLETIONS, *added}
+        columns |= added
         notes, get_messages = [], []
         for source, signature in zip(self.sources, self.pool.facts(), strict=True):
+            asked = twice if signature.takes_all else twice & {*signature.needs, *signature.takes}
+            for name in sorted(asked):
+                raise UserError(
+                    f"{KEY}: the data has a column `{name}`, which {source.text} gets from the run:"
+                    f" rename the column{', or set data.answer_key=answer' * (name == 'answer')}"
+                )
             for needed in signature.needs:
                 if needed not in columns:
                     known = ", ".join(f"`{name}`" for name in sorted(columns))

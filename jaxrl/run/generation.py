@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from jaxrl.checkpoint.model_source import Model, resolve_model
 from jaxrl.config.schema import Config
 from jaxrl.data.jsonl import JsonlFile
-from jaxrl.data.tokenizer import PromptLike, encode_prompt
-from jaxrl.errors import UserError, user_path
+from jaxrl.data.rows import check_role
+from jaxrl.data.tokenizer import PromptLike, as_messages, encode_prompt
+from jaxrl.errors import UserError, shown, user_path
 from jaxrl.models import parameters
 from jaxrl.models.batching import bucket
 from jaxrl.models.kernels import try_kernels
@@ -56,8 +57,15 @@ def sample(
 ) -> tuple[list[list[Completion]], EngineStats]:
     """Samples n completions of each prompt, as `jaxrl.generate` gives them; also returns what they
     took."""
-    if isinstance(prompts, str):
-        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{prompts!r}]")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        example = prompts if isinstance(prompts, str) else "2+3="
+        raise UserError(f"prompts={prompts!r}: give a list of prompts, as in [{example!r}]")
+    prompts = list(prompts)
+    for number, prompt in enumerate(prompts):
+        for message in as_messages(prompt) or ():
+            if not isinstance(message, Mapping):
+                raise UserError(f"prompt {number}: {shown(message)} is no message of a chat")
+            check_role(str(message.get("role")), f"prompt {number}")
     tokenizer = model.tokenizer
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     if not tokens:
@@ -100,7 +108,7 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
     turn."""
     prompts: list[PromptLike] = list(texts)
     if path is not None:
-        file = JsonlFile(path, label="--prompts")
+        file = JsonlFile(user_path(path), label="--prompts")
         prompts += [file[i].prompt for i in range(len(file))]
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompts FILE.jsonl")
@@ -109,9 +117,9 @@ def read_prompts(texts: Sequence[str], path: str | None, chat: bool) -> list[Pro
     return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
 
 
-def write_lines(option: str, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+def write_lines(option: str, path: Path, lines: Sequence[str]) -> None:
     """Writes the file that an option of a command names. Raises UserError."""
     try:
-        user_path(path).write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
+        path.write_text("".join(f"{x}\n" for x in lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error

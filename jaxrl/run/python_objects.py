@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +108,7 @@ def bind(
     keys, given = entries(data, eval_data, environment)
     if model is not None:
         keys["student.model"] = str(model)
-    if callable(rewards) or isinstance(rewards, str):
+    if callable(rewards) or isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise UserError(
             "rewards is a list of functions: write rewards=[f]; reward.functions takes names"
         )

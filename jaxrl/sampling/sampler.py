@@ -71,7 +71,8 @@ class SamplingParams:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1 (1 keeps all)")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p={self.min_p}: must be in [0, 1] (0 keeps all tokens)")
-        if isinstance(self.stop, str) or not all(self.stop):
+        texts = (isinstance(text, str) and text for text in self.stop)
+        if isinstance(self.stop, str) or not all(texts):
             raise UserError(f"stop={self.stop!r}: must be a tuple of strings that are not empty")
 
 

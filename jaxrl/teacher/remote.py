@@ -42,7 +42,7 @@ from jaxrl.algorithms.signals import teacher_weights
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.tokenizer import Tokenizer, check_same_prompts, check_same_vocabulary
-from jaxrl.errors import RunError, UserError, short, shown
+from jaxrl.errors import RunError, UserError, short, shown, user_path
 from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
@@ -118,7 +118,8 @@ class Endpoint:
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         try:
-            return ssl.create_default_context(cafile=self.ca_file)
+            file = None if self.ca_file is None else user_path(self.ca_file)
+            return ssl.create_default_context(cafile=file)
         except OSError as error:
             raise UserError(f"teacher.ca_file={self.ca_file}: {error}") from error
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError, near
+from jaxrl.errors import UserError, near, user_path
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import to_stderr
 from jaxrl.telemetry.lines import LineFile, move_aside
@@ -406,7 +406,7 @@ def read_metrics(run: str | Path) -> list[JsonObject]:
     Args:
         run: a run directory or its ``metrics.jsonl``.
     """
-    path = Path(run)
+    path = user_path(run)
     path = path / METRICS_FILE if path.is_dir() else path
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is no file")

@@ -13,13 +13,12 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, user_path
 from jaxrl.telemetry.metrics import METRICS_FILE, describe, read_metrics
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _fit(axes: Axes, values: Sequence[float], may_be_log: bool) -> None:
 
 def labels(paths: Sequence[str]) -> list[str]:
     """Returns the folder names of the runs, or whole paths where two names are the same."""
-    resolved = [Path(path).resolve() for path in paths]
+    resolved = [user_path(path).resolve() for path in paths]
     names = [path.parent.name if path.name == METRICS_FILE else path.name for path in resolved]
     return names if len(set(names)) == len(names) else list(paths)
 
@@ -139,10 +138,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory or metrics.jsonl")
     parser.add_argument("-o", "--output", required=True, help="file to write: .png, .svg or .pdf")
     arguments = parser.parse(argv)
-    output = Path(arguments.output)
+    output = cli.check_writable("-o", arguments.output)
     if output.suffix not in SUFFIXES:
         raise UserError(f"-o {output}: the suffix must be one of {', '.join(SUFFIXES)}")
-    cli.check_writable("-o", output)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(labels(paths), map(read_metrics, paths), strict=True))
     draw(runs).savefig(output, dpi=DPI)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import re
 import subprocess
@@ -20,8 +21,13 @@ from jaxrl.__main__ import COMMANDS
 from jaxrl.__main__ import main as command_main
 from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.errors import UserError, near, unknown, user_input
+from jaxrl.export import main as export
+from jaxrl.generate import main as generate
+from jaxrl.report import __main__ as report
+from jaxrl.telemetry import plot
+from jaxrl.telemetry.metrics import METRICS_FILE
 
 MODULE = "jaxrl.train"
 ROOT = Path(__file__).parent.parent.parent
@@ -332,3 +338,27 @@ def test_a_reader_that_ends_early_is_no_error(words: list[str]) -> None:
 def test_a_word_too_many_is_called_an_argument() -> None:
     with pytest.raises(UserError, match=r"^unknown argument 12\+3="):
         command_main(["generate", "runs/x", "12+3="])
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_may_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, run, here = tmp_path / "home", tmp_path / "home" / "run", tmp_path / "here"
+    run.mkdir(parents=True), here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    config = Config.load(None, ["run_dir=~/run"])
+    assert config.run_path == run
+    (run / CONFIG_FILE).write_text(config.dump(), encoding="utf-8")
+    (run / METRICS_FILE).write_text('{"step": 0, "sft/loss": 1.0}\n', encoding="utf-8")
+    assert cli.run(report.main, ["~/run", "-o", "~/x.html"]) == 0
+    if importlib.util.find_spec("matplotlib"):
+        assert cli.run(plot.main, ["~/run", "-o", "~/x.svg"]) == 0
+        assert (home / "x.svg").is_file()
+    assert cli.run(export, ["builtin:student", "~/model"]) == 0
+    (home / "p.jsonl").write_text('{"prompt": "1+1="}\n', encoding="utf-8")
+    words = ["--prompts", "~/p.jsonl", "--max-new-tokens", "1", "--out", "~/out.jsonl"]
+    assert cli.run(generate, ["~/model", *words]) == 0
+    for name in ("x.html", "model/config.json", "out.jsonl"):
+        assert (home / name).is_file()
+    assert not list(here.iterdir())

@@ -164,6 +164,26 @@ def test_bad_calls_are_named(model: Model) -> None:
     assert generate(model, []) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "keys", "told"),
+    [
+        *(([one], {}, "is neither text, token ids") for one in (None, {"prompt": "x"}, 3, b"ab")),
+        *((prompts, {}, "give a list of prompts") for prompts in (None, {"prompt": "x"})),
+        ([[{"role": "User", "content": "x"}]], {}, "prompt 0: rename the role 'User' to 'user'"),
+        ([[{"role": "user", "content": "x"}, 3]], {}, "prompt 0: 3 .int. is no message"),
+        (["x"], {"n": "a"}, "n='a': must be a whole number"),
+        (["x"], {"temperature": "a"}, "temperature='a': must be a number"),
+        (["x"], {"eos_ids": 3}, "eos_ids=3: must be a list"),
+        (["x"], {"stop": [3]}, "must be a tuple of strings"),
+    ],
+)
+def test_arguments_of_another_kind_are_the_users_error(
+    model: Model, prompts: Any, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        generate(model, prompts, **keys)
+
+
 def test_bfloat16_weights_sample_in_bfloat16(folder: Path) -> None:
     model = load_model(folder, dtype="bfloat16")
     (completion,) = generate(model, ["ab"], max_new_tokens=8)[0]

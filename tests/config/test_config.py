@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from jaxrl.checkpoint.fingerprint import compare
+from jaxrl.checkpoint.model_source import resolve_model
 from jaxrl.config import keys as config_keys
 from jaxrl.config import paths, yaml_text
 from jaxrl.config.schema import QUICKSTART, Config
 from jaxrl.config.section import Section
-from jaxrl.errors import UserError
+from jaxrl.config.settings import EnvironmentConfig
+from jaxrl.errors import UserError, user_path
 from jaxrl.process.json_types import JsonObject
 
 MINIMAL = """
@@ -90,6 +93,23 @@ def test_a_config_made_in_python_says_what_is_wrong() -> None:
     assert 'Config.load(FILE, overrides={"steps": 2})' in text and "pydantic" not in text
     with pytest.raises(UserError, match="steps: .* got 0"):
         Config(**(config.model_dump() | {"steps": 0}))
+
+
+@pytest.mark.parametrize(
+    ("load", "told"),
+    [
+        (lambda: Config.load({"steps": 3}), r"not {'steps': 3} .dict.; Config.of\("),  # type: ignore[arg-type]
+        (lambda: Config.load(None, 3), "overrides is a list"),  # type: ignore[arg-type]
+        (lambda: resolve_model(object()), "a text or a path, not as object"),  # type: ignore[arg-type]
+        (lambda: user_path(None), "a path is a text or a pathlib.Path, not None"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind_are_the_users_error(
+    load: Callable[[], object], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        load()
+    assert Config.of(None, ["steps=3"]) == Config.of({"steps": 3})
 
 
 def test_every_alias_names_a_key_that_there_is() -> None:
@@ -224,7 +244,39 @@ def test_the_last_override_wins_over_file_and_earlier_ones(tmp_path: Path) -> No
 def test_override_values(text: str, value: object) -> None:
     parsed = yaml_text.parse_value(text)
     assert parsed == value
-    assert type(parsed) is type(value)
+    assert isinstance(parsed, type(value))
+
+
+WRITTEN = ["1.10", "7e0", ".5", "+5", "-0", "5.", "1E5", ".inf", ".nan", "20261126.123456789012"]
+WRITTEN += ["1_000", "0x10", "0o7", "007", "1:30", "2026-11-26", "yes", "on", "True", "1.2.3"]
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_key_for_text_holds_what_was_written(tmp_path: Path, text: str) -> None:
+    """Not the number that it is: run `1.10` would be run `1.1`."""
+    base = MINIMAL.replace("teacher: {model: b}", "teachers: {a: x, b: y}")
+    pairs = [f"run_dir={text}", f"sampling.stop=[{text}, a]", f"teachers.a={text}"]
+    pairs += [f"name={text}"] if text[0].isalnum() and ":" not in text else []
+    lines = f"run_dir: {text}\nsampling: {{stop: [{text}, a]}}\nteachers: {{a: {text}, b: y}}"
+    by_file = load(tmp_path, MINIMAL.replace("teacher: {model: b}", lines), *pairs[3:])
+    for config in (by_file, load(tmp_path, base, *pairs)):
+        assert config.run_dir == config.teachers["a"].model == text
+        assert config.sampling.stop == (text, "a") and config.name in (text, "run")
+        assert load(tmp_path, config.dump()) == config
+    assert load(tmp_path, base, f"sampling.stop={text}").sampling.stop == (text,)
+
+
+def test_a_key_for_numbers_or_anything_holds_plain_numbers() -> None:
+    environment = EnvironmentConfig(
+        name="calls", max_turns=yaml_text.parse_value("+5"), arguments=yaml_text._parse("x: [1.10]")
+    )
+    values = [environment.max_turns, *environment.arguments["x"]]
+    assert values == [5, 1.1] and list(map(type, values)) == [int, float]
+
+
+@pytest.mark.parametrize("text", ["true", "false", "null", "~", ""])
+def test_a_word_of_yaml_is_no_text_without_quotes(text: str) -> None:
+    assert "written in quotes: '" in message(f"name={text}")
 
 
 @pytest.mark.parametrize(

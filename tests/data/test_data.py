@@ -246,6 +246,15 @@ def test_long_prompts_of_files_are_dropped_and_counted(tmp_path):
             stream(write(tmp_path / "z.jsonl", *rows), 1, longest=5)
 
 
+@pytest.mark.parametrize("limit", [1, 8, 1000])
+@pytest.mark.parametrize("tokenizer", [PLAIN, tiny_tokenizer(CHATML)])
+def test_of_an_empty_completion_the_end_is_learned(tmp_path, tokenizer, limit):
+    spec = write(tmp_path / "x.jsonl", {"prompt": "hi", "completion": ""})
+    rows = PromptStream(open_source(spec), PromptEncoder(tokenizer, 1000, limit), 1, seed=0)
+    assert rows.long_completions() == 0
+    assert rows.batch(0)[0].completion == (tokenizer.eos_token_id,)
+
+
 def test_a_name_of_rows_and_a_path_from_home_are_no_missing_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.jsonl", {"prompt": "x"})

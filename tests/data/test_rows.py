@@ -408,7 +408,7 @@ def test_calls_that_are_none_and_contents_beside_calls() -> None:
 
 def test_every_field_of_a_message_is_kept() -> None:
     fields = {"reasoning_content": "hm", "name": "Ada", "weight": 0, "x": {"y": [1, None]}}
-    chat = [said("user", "q", **fields), said("assistant", "yo", **fields)]
+    chat = [said("user", "q", **fields), said("assistant", "yo", **{**fields, "weight": 1})]
     example = to_example({"messages": chat}, Keys(), "row")
     assert (example.prompt, example.turns) == ((chat[0],), (chat[1],))
 
@@ -445,6 +445,9 @@ def test_every_field_of_a_message_is_kept() -> None:
         ({"messages": [USER, said("gpt", "x")]}, "[1]: rename the role 'gpt' to 'assistant'"),
         ({"messages": [USER, said("model", "x")]}, "rename the role 'model' to 'assistant'"),
         ({"messages": [said("function", "x")]}, "rename the role 'function' to 'tool'"),
+        ({"prompt": [USER], "completion": [said("Assistant", "x")]}, "'Assistant' to 'assistant'"),
+        ({"messages": [said("human ", "x")]}, "rename the role 'human ' to 'user'"),
+        ({"prompt": [said("gpt4", "x")]}, "role 'gpt4' is none of system, developer, user, assist"),
         (
             {"messages": [USER, {**ANSWER, "content": None, "function_call": {"name": "f"}}]},
             "[1]: `function_call` is the old form of a call: write it as `tool_calls`",
@@ -522,6 +525,15 @@ def test_weights_of_turns_that_are_not_learned_say_nothing() -> None:
     assert to_example(row, Keys(), "row").completion == "yo"
     with pytest.raises(UserError, match=r"`weight` 0, .*data.completion_turns=last learns the"):
         to_example(row, Keys(turns="all"), "row")
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+@pytest.mark.parametrize("row", [{"messages": [USER]}, {"prompt": [USER], "completion": []}])
+def test_a_turn_of_weight_0_is_never_learned(turns: Any, row: Row) -> None:
+    """Nor is there a way to learn only the last turn, where that is the one of weight 0."""
+    row = {**row, list(row)[-1]: [*list(row.values())[-1], {**ANSWER, "weight": 0}]}
+    with pytest.raises(UserError, match="`weight` 0, and each .*in full: remove `weight`, or end"):
+        to_example(row, Keys(turns=turns), "row")
 
 
 def test_an_object_over_several_lines_is_a_row(tmp_path: Path) -> None:

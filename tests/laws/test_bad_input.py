@@ -141,7 +141,7 @@ def desk(
         ("data.shuffle=1", "data.shuffle|1|boolean"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate|nan|finite"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate|inf|finite"),
-        ("optimizer.learning_rate=-1e-5", "optimizer.learning_rate|-1e-05"),
+        ("optimizer.learning_rate=-1e-5", "optimizer.learning_rate|-1e-5"),
         ("optimizer.learning_rate=true", "optimizer.learning_rate|True"),
         ("optimizer.b1=1", "optimizer.b1|less than 1"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm|0"),

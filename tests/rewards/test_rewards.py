@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from jaxrl.algorithms.advantages import group_advantages, select_groups
 from jaxrl.config.roles import RewardConfig
+from jaxrl.config.settings import EnvironmentConfig
 from jaxrl.errors import RunError, UserError
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport, names_of
 from jaxrl.rewards.functions import find
@@ -194,6 +195,25 @@ def test_what_the_data_lacks_is_told_before_anything_runs(functions: RewardFunct
         UserError, match="judge 1 of the 1 prompts.* it cannot read answers such as 'five'"
     ):
         functions.check([prompt("five", parts=None)])
+
+
+def test_a_column_that_a_function_gets_from_the_run_too_is_refused() -> None:
+    """Only where it does: `turns` are of episodes, and who names no column reads none."""
+    prompts = [Prompt(0, (1,), "p", None, "5", {"turns": 3, "n_tokens": 7})]
+
+    def check(name: str, *rest: Any) -> list[str]:
+        text = name if name == "number" else f"{HERE}:{name}"
+        made = config(functions=(text,))
+        with closing(RewardFunctions(made, 8, 60, None, *rest)) as functions:
+            return functions.check(prompts)
+
+    assert not check("number")
+    with pytest.raises(UserError, match="a column `n_tokens`, which .*:length gets from the run"):
+        check("length")
+    del prompts[0].columns["n_tokens"]  # type: ignore[attr-defined]
+    assert not check("length")[1:]
+    with pytest.raises(UserError, match="a column `turns`"):
+        check("length", EnvironmentConfig(name="calls"))
 
 
 def test_functions_that_get_messages_are_named_and_get_them() -> None:
