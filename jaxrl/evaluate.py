@@ -15,6 +15,7 @@ from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config, Overrides
 from jaxrl.config.settings import EVALUATED_MESH
+from jaxrl.errors import user_path
 
 if TYPE_CHECKING:
     from jaxrl.data.source import Rows
@@ -135,7 +136,7 @@ def main(argv: Sequence[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(result))
     for path in filter(None, (arguments.samples, arguments.out)):
-        print(f"wrote {path}")
+        print(f"wrote {user_path(path)}")
 
 
 cli.make_callable(__name__, evaluate)

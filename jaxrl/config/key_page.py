@@ -44,7 +44,8 @@ keys to start your own from.
 Every run needs `student.model` and `data.train`. The algorithm `gkd` also needs a teacher: one of
 `teacher.model`, `teacher.address`, `teacher.cache` and `teachers`. `null` is a value, and each key
 says what it means there. "null: the algorithm's own" is the value in the table of
-[reinforcement-learning.md](reinforcement-learning.md).
+[reinforcement-learning.md](reinforcement-learning.md). A key for text (str) holds what is written,
+also where that is a number (`name: 1.10`); `'true'`, `'false'` and `'null'` are texts in quotes.
 
 Some keys name files or folders to read: `student.model`, `teacher.model`, each model of `teachers`,
 `teacher.cache`, `teacher.ca_file`, `reward.model`, `grouper.model`, `data.train`, `data.eval`,

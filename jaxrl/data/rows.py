@@ -53,21 +53,16 @@ before the rows were written as JSON."""
 _AS_IT_IS = frozenset({str, int, bool, bytes, type(None)})
 _TEXTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
-_SHAREGPT = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
-    "observation": "tool",
-}
-"""Who speaks in `from` of a message with `value` -> the role."""
 _COLUMNS = " (where these are the prompts of several rows, write a list of rows: [{...}, {...}])"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_ROLES = {
+_SPEAKERS = {
     **{role: role for role in ROLES},
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "ai", "bot", "chatbot"), "assistant"),
     **dict.fromkeys(("function", "observation", "ipython"), "tool"),
 }
-"""Roles that some data sets have, in lower case -> what they are called here."""
+"""Who speaks, in data sets of several kinds -> the role. In `from` of a message with `value` it is
+read; in `role` it is what to write."""
 
 
 def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
@@ -317,12 +312,12 @@ def _message(given: object, place: str) -> Message:
     message = _fields(parsed) if isinstance(parsed, dict) else {}
     if "role" not in message and {"from", "value"} <= message.keys():
         speaker = message.pop("from")
-        if speaker not in _SHAREGPT:
+        if speaker not in _SPEAKERS:
             raise UserError(
                 f"{place}: `from` is {speaker!r}: write a `role` and `content`"
-                f" (read are {', '.join(_SHAREGPT)})"
+                f" (read are {', '.join(_SPEAKERS)})"
             )
-        message = {"role": _SHAREGPT[speaker], "content": message.pop("value"), **message}
+        message = {"role": _SPEAKERS[speaker], "content": message.pop("value"), **message}
     if isinstance(role := message.get("role"), str):
         check_role(role, place)
     if message.get("function_call"):
@@ -357,7 +352,7 @@ def check_role(role: str, place: str) -> None:
     for the assistant's turns would pass over this one."""
     if role in ROLES:
         return
-    meant = _OTHER_ROLES.get(role.strip().lower())
+    meant = _SPEAKERS.get(role.strip().lower())
     if meant is not None:
         raise UserError(f"{place}: rename the role {role!r} to {meant!r}")
     raise UserError(f"{place}: the role {short(repr(role))} is none of {', '.join(ROLES)}")
