@@ -335,7 +335,7 @@ RUN_PAGES = [page for page in PAGES if any(what_is_needed(w) is None for w in co
 @pytest.mark.parametrize(
     ("page", "whole"),
     [
-        pytest.param(ROOT / "README.md", False, id="README.md with one run"),
+        pytest.param(ROOT / "README.md", False, id="README.md with small models"),
         *(pytest.param(page, True, id=page.name, marks=pytest.mark.slow) for page in RUN_PAGES),
     ],
 )
@@ -349,9 +349,8 @@ def test_the_commands_of_a_page_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the page, as a reader types them, but with few and small steps. Where a page
-    names models of the hub, a hub has models of these names. By default the README's first run
-    trains, and its others are planned only: tests/laws/test_rl.py learns from rewards, and
-    tests/run/test_names.py and tests/data/test_hub_sets.py fetch models and data."""
+    names models of the hub, a hub has models of these names. By default the README's built-in models
+    have one layer."""
     if not whole:
         take_cut_models(cut_models(reader / "cut"), monkeypatch)
     add_data(hub)
