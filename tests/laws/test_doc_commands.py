@@ -349,8 +349,8 @@ def test_the_commands_of_a_page_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the page, as a reader types them, but with few and small steps. Where a page
-    names models of the hub, a hub has models of these names. By default the README's built-in models
-    have one layer."""
+    names models of the hub, a hub has models of these names. By default the built-in models of the
+    README's runs have one layer."""
     if not whole:
         take_cut_models(cut_models(reader / "cut"), monkeypatch)
     add_data(hub)
