@@ -344,7 +344,7 @@ def entropy_aware_alone():
     return jax.device_get(jax.jit(jax.grad(alone, argnums=(0, 1)))(*arrays()[:2]))
 
 
-@pytest.mark.parametrize("beside", and_slow(["both"], ["OPD", "the divergence"]))
+@pytest.mark.parametrize("beside", and_slow(["OPD", "both"], ["the divergence"]))
 def test_the_entropy_aware_term_is_there_once_however_the_teacher_is_learnt_from(beside):
     """Beside the advantages of OPD, beside the divergence, and beside both: as it is by itself."""
     batch, expected = with_uncertain_teacher(), entropy_aware_alone()

@@ -115,9 +115,10 @@ CASES = {
     "aligned": ["mesh=actor+rollout+teacher=1", "teacher.tokenizer=own"],
     "teacher's samples": ["distill.seq_kd=true", "distill.on_policy_fraction=0", "eval.every=0"],
 }
+BY_DEFAULT = ("distilled", "rewarded")
 
 
-@pytest.mark.parametrize("case", and_slow(["distilled"], [x for x in CASES if x != "distilled"]))
+@pytest.mark.parametrize("case", and_slow(BY_DEFAULT, [x for x in CASES if x not in BY_DEFAULT]))
 def test_every_program_that_a_run_calls_is_in_its_dry_run(case, tmp_path, monkeypatch):
     """By name; and those whose memory roles record with the arrays that they are given: greedy
     evaluations draw by another program than training."""

@@ -444,10 +444,8 @@ def test_a_completion_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     verifiers._pool.cache_clear()
 
 
-@pytest.mark.slow
 def test_the_scorers_of_reasoning_gym_run_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its countdown computes the expression that the completion is. By default one of math-verify
-    never ends, and tests/rewards/test_verifiers.py has what these scorers judge."""
+    """Its countdown computes the expression that the completion is."""
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(verifiers, "TIMEOUT_S", 1.0)
     verifiers._pool.cache_clear()
