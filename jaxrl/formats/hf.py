@@ -3,6 +3,7 @@ stream; also torch's `.bin` files, which are read only."""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import math
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import jax
 import ml_dtypes
@@ -27,7 +28,6 @@ from jaxrl.formats import weights
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
 from jaxrl.models.parameters import Params
-from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject
 from jaxrl.process.streams import to_stderr
 from jaxrl.sharding.mesh import is_primary
@@ -468,6 +468,26 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
             f"{path} is where a disk is mounted, and a model folder is put in place by its name:"
             " name a folder on that disk"
         )
+
+
+def lock_file(file: int | IO[str]) -> str | None:
+    """Takes the lock of an open file or folder.
+
+    Returns:
+        None, or why its file system has none (Lustre without `-o flock`, some of FUSE).
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except PermissionError as error:  # the same, on some network file systems
+        raise BlockingIOError(error.errno, error.strerror) from error
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def lock_folder(folder: Path) -> tuple[int, str | None]:

@@ -220,16 +220,17 @@ def _checked(name: str, completion: str, prompt: Judged) -> float | None:
     Raises:
         UserError: it raised, or what it returned is no score.
     """
-    where = f"data.verifier={name}, for the completion {short(repr(completion))}"
     try:
         score = VERIFIERS[name](completion, prompt)
+        if score is None or isinstance(score, numbers.Real) and 0 <= score <= 1:
+            return None if score is None else float(score)
+        wrong, cause = f"returned {score!r}; a score is a number from 0 to 1, or None", None
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{where}: it raised {type(error).__name__}: {error}") from error
-    if score is None or isinstance(score, numbers.Real) and 0 <= score <= 1:
-        return None if score is None else float(score)
-    raise UserError(f"{where}: it returned {score!r}; a score is a number from 0 to 1, or None")
+        wrong, cause = f"raised {type(error).__name__}: {error}", error
+    where = f"data.verifier={name}, for the completion {short(repr(completion))}"
+    raise UserError(f"{where}: it {wrong}") from cause
 
 
 def why_unjudged(prompts: Sequence[Judged]) -> str:

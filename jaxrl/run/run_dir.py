@@ -29,7 +29,6 @@ from jaxrl.data.chat_template import today
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
-from jaxrl.process.file_lock import lock_file
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
 from jaxrl.telemetry.lines import move_aside
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
@@ -306,7 +305,7 @@ class Lock:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file = open(os.open(self.path, flags, 0o666), "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            self.unlocked = lock_file(file)
+            self.unlocked = hf.lock_file(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
