@@ -84,6 +84,12 @@ def test_a_run_s_last_evaluation_is_reproduced_from_its_final_model(run, capsys)
     assert capsys.readouterr().out == ""
 
 
+def test_a_loaded_model_is_evaluated_by_the_config_of_its_run(run):
+    models = jaxrl.load_model(run.run_dir), run.run_dir
+    found, expected = (evaluate(model, overrides=["eval.prompts=8"]) for model in models)
+    assert found | {"sets": None} == expected | {"sets": None}  # which have their speeds
+
+
 def test_a_checkpoint_is_evaluated_as_its_run_evaluates(run):
     found = evaluate(run.run_dir / "checkpoints" / "2", overrides=["eval.prompts=8"])
     assert (found["step"], found["settings"]["eval.samples"]) == (2, 4)
