@@ -190,14 +190,14 @@ class RunConfig(Section):
         return find_algorithm(self.algorithm)
 
     @property
-    def learns_from_data(self) -> bool:
+    def only_data(self) -> bool:
         """Returns whether every training batch holds completions of the data, one a prompt."""
         return self.spec.only_data(self.distill.on_policy_fraction, self.distill.seq_kd)
 
     @property
     def batch_rows(self) -> int:
         """Returns the rows of the largest training batch, one for each completion."""
-        return self.batch_size * (1 if self.learns_from_data else self.group_size)
+        return self.batch_size * (1 if self.only_data else self.group_size)
 
     @property
     def slots(self) -> int:
@@ -417,7 +417,7 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
         yield bad("profile.steps steps", why, way)
     if c.minibatches > c.batch_rows:
         yield bad(
-            "actor.minibatches batch_size" + " group_size" * (not c.learns_from_data),
+            "actor.minibatches batch_size" + " group_size" * (not c.only_data),
             f"a batch has {c.batch_rows} sequences",
             f"actor.minibatches to {c.batch_rows} at most",
         )

@@ -346,7 +346,7 @@ def _sampling_notes(m: Setting) -> Iterator[str]:
             f" its {of.slots} slots with {of.positions} tokens each would take {whole:.2f} GB."
             f" {room}; where pages run out, the youngest sample waits"
         )
-    if config.group_size > 1 and not config.learns_from_data:
+    if config.group_size > 1 and not config.only_data:
         yield (
             f"sampling: the {config.group_size} samples of a prompt share its keys and values,"
             " which a decode step reads once for all of them"

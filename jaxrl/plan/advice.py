@@ -72,7 +72,7 @@ def room(config: Config, inputs: PlanInputs) -> str | None:
     positions = inputs.student.max_positions - config.max_prompt_tokens
     longest = min(MOST, positions, config.rollout.cache_tokens or MOST)
     most = {"batch_size": MOST, "group_size": MOST, "max_new_tokens": longest}
-    if config.learns_from_data:
+    if config.only_data:
         del most["group_size"]
     if not inputs.on_cpu:  # the plan would choose so many for a larger batch too
         config = set_key(config, "rollout.slots", config.slots)

@@ -490,7 +490,7 @@ class Setting:
         """
         c = self.config
         off_policy = c.distill.on_policy_fraction < 1 and not c.learns_from_rewards
-        if c.learns_from_data or off_policy:
+        if c.only_data or off_policy:
             return 1
         shared = shares(c.group_size, self.prompts(role), self.completions(role), budget)
         return c.group_size if shared else 1

@@ -233,6 +233,9 @@ def test_the_summary(run: Path) -> None:
     assert told["distill/divergence"].startswith("0.4567 → 0.02567")  # (1 + ... + 1/5) / 5
     assert told["speed"].startswith("1,021 tokens/s, 0.315 s a step")
     assert changed_keys(files)["steps"] == (STEPS, 200)
+    assert re.match(r"\d+ prompts x \d+, ", told["batch"])
+    taught = replace(files, config={**files.config, "algorithm": "sft"})  # by one a prompt
+    assert "data's completions" in facts(taught, understand(files.events))["batch"]
     accuracy, tokens, took = headline(files, understand(files.events))
     assert (accuracy.value, tokens.value, took.value) == ("10.0% → 90.0%", "4,100", "14.9 s")
     assert accuracy.note == (
