@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
-from dense_losses import exact_log_softmax
+from numpy_losses import log_softmax as exact_log_softmax
 from objectives import config
 from rounding import tolerance
 from tiny_models import make_mesh, random_params

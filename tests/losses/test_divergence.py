@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import and_slow
+from numpy_losses import log_softmax as exact_log_softmax
 
 from jaxrl.losses.divergence import MIN, EntropyAware, sampled_reverse_kl
 
@@ -88,7 +89,7 @@ def finite_differences(f, x, step=1e-5):
 
 def topk_of(teacher, k, temperature=1.0):
     """What a teacher ships: ids, log-probs, tail."""
-    logprobs = dense.exact_log_softmax(teacher, temperature)
+    logprobs = exact_log_softmax(teacher, temperature)
     ids = np.argsort(-logprobs, -1)
     ordered = np.take_along_axis(logprobs, ids, -1)
     rest = np.exp(ordered[..., k:]).sum(-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.losses.divergence import (
@@ -20,13 +19,6 @@ def log_softmax(
 ) -> Float[Array, "*rows V"]:
     """Computes log-probs in float32, nats, at `temperature`; logits of -inf become `MIN`."""
     return jnp.maximum(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature), MIN)
-
-
-def exact_log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """The same in float64 by numpy, so that nothing is compiled."""
-    scaled = np.asarray(logits, np.float64) / temperature
-    scaled -= scaled.max(-1, keepdims=True)
-    return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
 
 
 def jsd(

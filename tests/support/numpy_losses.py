@@ -11,8 +11,9 @@ Array = np.ndarray[Any, Any]
 
 
 def log_softmax(logits: Array, temperature: float = 1.0) -> Array:
-    """Log-probs of logits that may be complex."""
-    scaled = logits / temperature
+    """Log-probs in float64 of logits of any dtype, or complex ones of complex logits."""
+    given = np.asarray(logits)
+    scaled = given.astype(np.result_type(given, np.float64)) / temperature
     scaled = scaled - scaled.real.max(-1, keepdims=True)
     return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
 
