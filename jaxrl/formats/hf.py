@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.errors import UserError, short
+from jaxrl.errors import UserError, move_aside, short
 from jaxrl.formats import weights
 from jaxrl.models.bert import of_file, read_json
 from jaxrl.models.config import DecoderConfig, check_special_ids, special_ids
@@ -442,7 +442,7 @@ def replaced_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if final.is_dir() and not final.is_symlink():
             os.rename(final, old)
         elif os.path.lexists(final):
-            to_stderr(f"{final} was not a separate folder: it is now {set_aside(final)}")
+            to_stderr(f"{final} was not a separate folder: it is now {move_aside(final, 'before')}")
         os.rename(partial, final)
         _merge(old, final)
     finally:
@@ -538,16 +538,6 @@ def remove_model(folder: Path) -> None:
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rmdir()
-
-
-def set_aside(final: Path) -> Path:
-    """Renames what is there to `NAME.before`, or `NAME.before-2` and so on; returns the name."""
-    aside, number = final.with_name(f"{final.name}.before"), 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = final.with_name(f"{final.name}.before-{number}")
-    os.rename(final, aside)
-    return aside
 
 
 def _behind_link(path: Path) -> Path:

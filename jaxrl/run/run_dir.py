@@ -26,11 +26,10 @@ from jaxrl.checkpoint.writer import versions
 from jaxrl.config import yaml_text
 from jaxrl.config.schema import CONFIG_FILE, Config
 from jaxrl.data.chat_template import today
-from jaxrl.errors import RunError, UserError
+from jaxrl.errors import RunError, UserError, move_aside
 from jaxrl.formats import hf, peft
 from jaxrl.plan.table import PLAN_DATA_FILE, PLAN_FILE
 from jaxrl.process.json_types import JsonObject, parse_json, read_file
-from jaxrl.telemetry.lines import move_aside
 from jaxrl.telemetry.metrics import METRICS_FILE, SAMPLES_FILE, read_metrics
 from jaxrl.telemetry.timeline import TIMELINE_FILE
 

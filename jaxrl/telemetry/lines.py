@@ -3,7 +3,6 @@ everything that a run said, each message with its time."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import threading
@@ -15,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Self
 
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, move_aside
 from jaxrl.process.streams import to_stderr
 
 LOG_FILE = "log.txt"
@@ -23,17 +22,6 @@ COPIED = 1 << 20
 """Bytes of a file that are in memory at once while it is copied."""
 HELD = 10_000
 """Lines kept for a disk that takes none; beyond them the oldest are lost."""
-
-
-def move_aside(path: Path, why: str = "damaged") -> Path:
-    """Renames what is there to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the name."""
-    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    names = (path.with_name(f"{path.name}.{why}{end}") for end in ends)
-    aside = next(name for name in names if not os.path.lexists(name))
-    try:
-        return path.rename(aside)
-    except OSError as error:
-        raise UserError(f"{path} cannot be renamed to {aside.name}: {error.strerror}") from error
 
 
 class LineFile:

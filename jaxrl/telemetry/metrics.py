@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self, SupportsFloat
 
 from jaxrl.config import cli
-from jaxrl.errors import UserError, near, user_path
+from jaxrl.errors import UserError, move_aside, near, user_path
 from jaxrl.process.json_types import JsonObject, parse_json
 from jaxrl.process.streams import to_stderr
-from jaxrl.telemetry.lines import LineFile, move_aside
+from jaxrl.telemetry.lines import LineFile
 
 if TYPE_CHECKING:
     from jaxrl.types import Completion, Prompt
