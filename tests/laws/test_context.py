@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import and_slow
 from runs import CONSTANT, GSPO, SHORT, save_model
 from tiny_models import make_mesh, random_params
 
@@ -94,12 +93,15 @@ REWARDED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "one", "many", "entropy"), and_slow([TAUGHT], [REWARDED]), ids=["taught", "rewarded"]
+    ("method", "one", "many", "entropy"), [TAUGHT, REWARDED], ids=["taught", "rewarded"]
 )
 def test_a_run_learns_what_it_would_learn_without(tmp_path: Path, method, one, many, entropy):
     """Every role that has the axis, prompts that a group shares, samples of the teacher, and
-    rewards beside what the teacher says: the metrics of an update, and the weights after it."""
+    rewards beside what the teacher says: the metrics of an update, and the weights after it. In the
+    default suite: the update in test_actor.py, and the teacher's scores in
+    test_self_distillation.py."""
     models = {role: save_model(tmp_path / role, 32, 1, seed) for seed, role in enumerate("st")}
     given = [f"student.model={models['s']}", *method, f"teacher.model={models['t']}"]
     given += ["steps=1", "actor.minibatches=1", "eval.prompts=6", "eval.temperature=1"]

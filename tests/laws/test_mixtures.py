@@ -170,9 +170,9 @@ def sampled(config=SMALL, dtype=jnp.float32, n=3, new=8, slots=4, cache_tokens=N
 @pytest.mark.parametrize(
     ("config", "new", "cache_tokens"),
     and_slow(
-        [(SMALL, 70, 192)],
+        [(replace(SMALL, n_layers=1), 70, 192)],
         [
-            *((SMALL, 8, None), (BESIDE, 8, None), (BESIDE, 70, 192)),
+            *((SMALL, 70, 192), (SMALL, 8, None), (BESIDE, 8, None), (BESIDE, 70, 192)),
             *((SINKS, 8, None), (SINKS, 70, 192), (STATES, 8, None)),
         ],
     ),
@@ -188,7 +188,7 @@ def test_each_token_that_was_read_has_the_experts_that_a_forward_pass_chooses(
     packing = {"pad_id": 0, "row_multiple": 2, **limits}
     rollout = make_rollout(PROMPTS, found, policy_version=0, **packing)
     experts, mask = rollout.experts, rollout.sequences.mask
-    assert experts.dtype == np.int8 and experts.shape == (*mask.shape, 2, 3)
+    assert experts.dtype == np.int8 and experts.shape == (*mask.shape, config.n_layers, 3)
     routed: list = []
 
     def forward(params, sequences):

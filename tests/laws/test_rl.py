@@ -364,9 +364,10 @@ def test_bad_input_is_told_in_a_line_and_nothing_is_written(student, tmp_path, c
     assert len(captured.err.splitlines()) <= 5 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_cache_in_pages_changes_a_run_by_rounding_alone(student, tmp_path):
     """Completions of up to two pages each, of which there are three for four completions; those of
-    evaluations too."""
+    evaluations too. In the default suite the engine does so, in test_engine.py."""
     asked = ["max_new_tokens=66", "rollout.launch_tokens=66", "rollout.slots=4", "steps=1"]
     asked += ["batch_size=2", "group_size=2", "actor.minibatches=1", "data.eval=arithmetic:size=2"]
     asked += ["eval.prompts=2", "eval.samples=2", "eval.temperature=1"]

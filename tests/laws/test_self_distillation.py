@@ -68,9 +68,11 @@ def averaged(student, tmp_path_factory):
     return run(student, tmp_path_factory.mktemp("averaged") / "run", *AVERAGED, *LAGGING)
 
 
+@pytest.mark.slow
 def test_the_head_in_the_loss_is_that_of_the_version_that_scored(student, averaged, tmp_path):
     """Hidden states with the actor's copy of the head against log-probs of every token, which need
-    no head: the same divergence under a lag, with several updates for each batch."""
+    no head: the same divergence under a lag, with several updates for each batch. In the default
+    suite test_actor.py looks at the head that an update is given."""
     assert averaged.metrics[4]["policy_version"] == 1
     every = ["distill.signal=topk", f"distill.top_k={VOCABULARY}", "steps=4"]
     topk = run(student, tmp_path / "topk", *AVERAGED, *LAGGING, *every)

@@ -255,7 +255,7 @@ def two_names(models, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("signal", LEARNT)
+@pytest.mark.parametrize("signal", and_slow(["hidden"], ["sampled"]))
 def test_two_names_of_one_teacher_teach_as_it_does_alone(two_names, signal):
     (alone, wanted), (both, found), _ = two_names(signal)
     np.testing.assert_allclose(totals(both), totals(alone), rtol=2e-4)
@@ -270,7 +270,7 @@ def test_two_names_of_one_teacher_teach_as_it_does_alone(two_names, signal):
         assert mean == pytest.approx(row["distill/divergence"], rel=1e-5)
 
 
-@pytest.mark.parametrize("signal", LEARNT)
+@pytest.mark.parametrize("signal", and_slow(["hidden"], ["sampled"]))
 def test_padding_is_that_of_all_that_the_teachers_compute(two_names, signal):
     """Each its own rows, or all, in each of two parts."""
     _, (both, _), computed = two_names(signal)
