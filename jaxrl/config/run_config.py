@@ -244,6 +244,12 @@ class RunConfig(Section):
             return self.distill.mixture
         return "arithmetic" if len(self.teachers) > 1 else None
 
+    @property
+    def evaluates_teacher(self) -> bool:
+        """Returns whether a teacher on devices of the run is evaluated, if the data allow it: a
+        mixture only scores, and a teacher plays no episodes."""
+        return self.eval.teacher and self.mixture is None and self.environment.name is None
+
     @cached_property
     def teacher_model(self) -> str | None:
         """Returns the model whose weights the teacher has at the start of a run."""

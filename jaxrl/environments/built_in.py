@@ -1,4 +1,5 @@
-"""The environments that come with jaxrl: `calculator`, `guess_number` and `text_world`."""
+"""The environments that come with jaxrl: `calculator`, `guess_number` and `text_world`. They read a
+turn without its thoughts."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from fractions import Fraction
 from jaxrl.data.example import Columns, Message
 from jaxrl.data.tasks import score
 from jaxrl.environments.environment import Answer, Environment
+from jaxrl.rewards.verifiers import after_thoughts
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -45,7 +47,7 @@ class Calculator(Environment):
     """
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
-        turn = text.strip()
+        turn = after_thoughts(text) or ""
         expression = turn.rstrip("=? ").rsplit("=", 1)[-1]
         if turn.endswith(expression) and re.fullmatch(r"\s*-?\d{1,99}", expression):
             return Answer(reward=score(turn, str(self.row["answer"])), done=True)
@@ -87,7 +89,7 @@ class GuessNumber(Environment):
         return f"1-{MOST_NUMBER}?"
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
-        guess = text.strip()
+        guess = after_thoughts(text) or ""
         if not (guess.isascii() and guess.isdigit()) or len(guess) > 9:
             return Answer("?")
         if int(guess) == self.number:
@@ -110,7 +112,7 @@ class TextWorld(Environment):
         return f"{TASK}\n{self._view()}"
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
-        lines = text.strip().lower().splitlines() or [""]
+        lines = (after_thoughts(text) or "").lower().splitlines() or [""]
         verb, _, thing = lines[-1].strip(" .!").partition(" ")
         if verb == "go" and thing in DOORS[self.room]:
             self.room = DOORS[self.room][thing]

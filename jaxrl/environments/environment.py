@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,8 @@ class Environment:
     def step(self, text: str, messages: Sequence[Message]) -> Answers | Awaitable[Answers]:
         """Answers a turn of the model; may be `async def`.
 
-        This one runs the tools that the turn calls, and is done where it calls none.
+        This one runs the tools that the turn calls, one after the other, and is done where it
+        calls none.
 
         Args:
             text: of the turn as the model wrote it, with special tokens, without EOS. Where the
@@ -82,10 +84,12 @@ class Environment:
         calls = parse_calls(text, self.tools)
         if not calls:
             return Answer(done=True)
-        results = [self._run(call) for call in calls]
-        if any(inspect.isawaitable(result) for result in results):
-            return _gathered(results)
-        return Answer([{"role": "tool", "content": str(result)} for result in results])
+        done, results = list[str](), map(self._run, calls)  # each runs when it is asked for
+        for result in results:
+            if not isinstance(result, str):
+                return _awaited(itertools.chain(done, [result], results))
+            done.append(result)
+        return _said_by_tools(done)
 
     def close(self) -> Awaitable[None] | None:
         """Ends the episode: gives back what the instance holds, such as a connection. May be
@@ -104,7 +108,7 @@ class Environment:
         try:
             result = tools[name](**arguments)
             if inspect.isawaitable(result) or inspect.isasyncgen(result):
-                return _awaited(result)
+                return _awaited_text(result)
             return as_text(result)
         except Unavailable:
             raise
@@ -112,12 +116,15 @@ class Environment:
             return as_text(error)
 
 
-async def _gathered(results: Sequence[object]) -> Answer:
-    texts = [await r if inspect.isawaitable(r) else r for r in results]
-    return Answer([{"role": "tool", "content": str(text)} for text in texts])
+async def _awaited(results: Iterable[str | Awaitable[str]]) -> Answer:
+    return _said_by_tools([r if isinstance(r, str) else await r for r in results])
 
 
-async def _awaited(result: Any) -> str:
+def _said_by_tools(texts: Sequence[str]) -> Answer:
+    return Answer([{"role": "tool", "content": text} for text in texts])
+
+
+async def _awaited_text(result: Any) -> str:
     try:
         if inspect.isawaitable(result):
             return as_text(await result)

@@ -323,7 +323,7 @@ def generates(config: Config, role: str) -> bool:
     or is evaluated beside it."""
     if role != "teacher":
         return role == "rollout"
-    return config.distill.seq_kd or (evaluated(config, role) and config.mixture is None)
+    return config.distill.seq_kd or evaluated(config, role)
 
 
 class Setting:
@@ -607,4 +607,4 @@ def asked(config: Config, role: str) -> list[tuple[int, int]]:
 
 def evaluated(config: Config, role: str) -> bool:
     """Returns whether a role that samples is evaluated."""
-    return config.data.eval is not None and (role != "teacher" or config.eval.teacher)
+    return config.data.eval is not None and (role != "teacher" or config.evaluates_teacher)

@@ -224,8 +224,8 @@ class RewardFunctions:
             if one.slow_calls:
                 notes.append(
                     f"rewards: {one.slow_calls} calls of {name} with several completions took"
-                    f" longer than reward.timeout={config.timeout:g} s; each completion was judged"
-                    " by itself"
+                    f" longer than reward.timeout={config.timeout:g} s; those without an answer"
+                    " were judged again"
                 )
         if n and np.isnan(total[:n]).all():
             lacking = ", ".join(f"{name}: {np.isnan(v[:n]).sum()}" for name, v in used.items())

@@ -102,8 +102,8 @@ class Scores:
     messages: dict[int, str] = field(default_factory=dict)
     """What the function says of an item beside its value, by the item's index."""
     slow_calls: int = 0
-    """Calls that took longer than the timeout with several items, which were then judged one by
-    one."""
+    """Calls with several items that took longer than the timeout; those without an answer were then
+    judged again."""
     seconds: float = 0.0
     """From the submission to the last answer."""
 
@@ -116,8 +116,9 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
         """Starts the processes and does not wait for them.
 
         Args:
-            limits: the timeout is that of one item; a call with several gets no more before its
-                items are judged one by one.
+            limits: the timeout is that of one item; a call with several gets no more before those
+                without an answer are judged again: one by one or, of an async function, together
+                while there are answers to some.
         """
         self.sources = tuple(sources)
         self._idle: asyncio.Queue[UserProcess] = asyncio.Queue()
@@ -164,6 +165,7 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
         async def judge(indices: Sequence[int]) -> None:
             """Lets a process judge some of the items; creates calls for those to judge again."""
             process, left, again = await self._idle.get(), list(indices), list[list[int]]()
+            late = dict[int, Failure]()
 
             def take(answer: Any) -> bool | None:
                 if not isinstance(answer, _Judged | _Failed) or not answer.items:
@@ -182,6 +184,8 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
                         scores.values[i], scores.messages[i] = value, message
                 elif len(judged) > 1:
                     again.extend([i] for i in judged)
+                elif answer.failure[0] == "timeout":
+                    late[judged[0]] = Failure(*answer.failure)
                 else:
                     fail(judged[0], Failure(*answer.failure))
                 return not left
@@ -206,6 +210,12 @@ class RewardPool(UserCodePool[tuple[Signature, ...]]):
             finally:
                 if not process.killed:
                     self._idle.put_nowait(process)
+            if len(late) < len(indices):  # these may have waited for the others
+                again += [list(late)] if late else []
+                scores.slow_calls += bool(late)
+            else:
+                for index, failure in late.items():
+                    fail(index, failure)
             for some in again:
                 calls.create_task(judge(some))
 

@@ -247,7 +247,7 @@ def held_out_notes(config: Config, sets: Sequence[EvalSet], judge: Verifier) -> 
     """Returns what a reader should know of each set before anything is sampled: its size, what was
     left out or cut, and prompts without an answer that the verifier can judge by."""
     longer = f"longer than max_prompt_tokens={config.max_prompt_tokens}"
-    if config.teacher.prompt is not None and config.eval.teacher:
+    if config.teacher.prompt is not None and config.evaluates_teacher:
         longer += f", or for the teacher {config.teacher_prompt_tokens},"
     notes = []
     for held_out in sets:
@@ -335,6 +335,8 @@ class RunTeachers:
         if config.mixture is not None:
             what = f"the teachers' {config.mixture} mixture"
             return False, [f"{what} only scores: its accuracy is unknown"]
+        if not config.evaluates_teacher:
+            return False, ["a teacher plays no episodes: its own accuracy is not evaluated"]
         try:
             for prompt in (prompt for one in held_out for prompt in one.prompts):
                 prompt_weights(config, prompt)
@@ -564,7 +566,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         long_completions = train.long_completions()
     # Without evaluations of the teacher, its prompts decide nothing about the held-out sets; and
     # where they are about attempts, it is evaluated with the student's.
-    evaluated = config.eval.teacher and not config.teacher_gets_feedback
+    evaluated = config.evaluates_teacher and not config.teacher_gets_feedback
     read = encode if evaluated else replace(encode, teacher=None)
     held_out = held_out_sets(config, read, given.rows)
     prompts = [prompt.to_sample for prompt in train.batch(0)]

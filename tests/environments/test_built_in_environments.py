@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxrl.environments import Answer
+from jaxrl.environments import Answer, Environment
 from jaxrl.environments.built_in import Calculator, GuessNumber, TextWorld, value_of
 from jaxrl.environments.environment_process import BUILT_IN, PACKAGES, facts_of, find, load_class
 
@@ -60,6 +60,21 @@ def test_the_number_is_found_by_halves(prompt: str) -> None:
         low, high = (guess + 1, high) if answer.messages == "+?" else (low, guess - 1)
     assert answer == Answer("=", 1.0, True)
     assert game.step("x", []) == game.step("1" * 10, []) == Answer("?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "turn"),
+    [(Calculator, "46"), (Calculator, "1+2="), (GuessNumber, "50"), (TextWorld, "go north")],
+)
+def test_thoughts_are_no_part_of_a_turn(kind: type[Environment], turn: str) -> None:
+    def step(text: str) -> object:
+        environment = kind()
+        environment.row = {"prompt": "12+34=", "answer": "46"}
+        environment.reset(environment.row)
+        return environment.step(text, [])
+
+    assert step(f"<think>\n7 or {turn}?\n</think>\n\n{turn}") == step(turn) != step("")
+    assert step(f"<think>\n{turn}") == step(""), "they never ended"
 
 
 @pytest.mark.parametrize("prompt", ["one", "two", "three", "four"])

@@ -611,6 +611,29 @@ def test_what_a_tool_returns_is_shown_or_explained(result: Any, expected: str) -
     json.dumps(message, ensure_ascii=False).encode()
 
 
+def test_the_calls_of_a_turn_run_one_after_the_other() -> None:
+    """Each sees what those before it have done, whether it or they are awaited."""
+    told: list[str] = []
+
+    def now(x: str) -> str:
+        told.append(x)
+        return " ".join(told)
+
+    async def later(x: str) -> str:
+        await asyncio.sleep(0)
+        return now(x)
+
+    environment = Environment()
+    environment.tools = [now, later]
+    names = ("now", "later", "now", "unknown", "later", "now")
+    calls = [{"name": name, "arguments": {"x": str(i)}} for i, name in enumerate(names)]
+    answer = environment.step(json.dumps(calls), [])
+    assert told == ["0"] and inspect.isawaitable(answer)
+    contents = [m["content"] for m in asyncio.run(_later_answer(answer)).messages]
+    assert "no tool 'unknown'" in contents.pop(3)
+    assert contents == ["0", "0 1", "0 1 2", "0 1 2 4", "0 1 2 4 5"]
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     answer = Answer("next", reward=np.float32(1), done=np.bool_(False))  # type: ignore[arg-type]
     assert asdict(observed(answer)) == asdict(observed({"messages": "next", "reward": 1.0}))

@@ -22,7 +22,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from jaxrl.environments import Environment, Unavailable
+from jaxrl.environments import Answer, Environment, Unavailable
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
     PACKAGES,
@@ -32,6 +32,7 @@ from jaxrl.environments.environment_process import (
     find,
     load_class,
 )
+from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import SchemaTool, parse_calls
 from jaxrl.errors import UserError
 from jaxrl.process.user_code import Failure
@@ -140,6 +141,19 @@ def test_a_tool_that_cannot_work_fails_its_episode(waits: bool) -> None:
         result = environment.step(f"{environment.tools[0].__name__}()", [])
         assert inspect.isawaitable(result)
         asyncio.run(as_coroutine(result))
+
+
+@pytest.mark.parametrize("written", [3, 3.0, "3", "3.0"])
+def test_a_whole_number_of_a_row_is_one_in_any_format(written: object) -> None:
+    """A table with gaps has floats, a CSV file has texts."""
+    number = seed_of({"prompt": "p", "n": written}, "n")
+    assert number == 3 and isinstance(number, int)
+
+
+@pytest.mark.parametrize("written", [3.5, -1, -1.0, True, "x", "", "3e2", 1e300, [3]])
+def test_what_is_no_whole_number_is_refused(written: object) -> None:
+    with pytest.raises(Unavailable, match="must be an integer, 0 or more"):
+        seed_of({"prompt": "p", "n": written}, "n")
 
 
 async def as_coroutine(waits: Any) -> Any:
@@ -264,15 +278,28 @@ def test_a_gymnasium_environment_of_texts_has_the_rows_seed() -> None:
             rows = [pool.submit(pool.begin(session(prompt=p))).result(30) for p in "aab"]
             episode = session(seed=1)
             assert pool.submit(pool.begin(episode)).result(30) == seeds[0]
-            bad = pool.submit(pool.begin(session(seed="3"))).result(30)
-            assert isinstance(bad, Failure) and bad.text.startswith("the row's seed='3' must be")
+            bad = pool.submit(pool.begin(session(seed="x"))).result(30)
+            assert isinstance(bad, Failure) and bad.text.startswith("the row's seed='x' must be")
             word = str(seeds[0]).split()[-1]
             assert step(pool, episode, "no") == Observation(
                 ({"role": "user", "content": f"It was {word}, not no"},), -1.0, False
             )
-            last = step(pool, episode, f"  {word} ")
+            last = step(pool, episode, f"<think>\nno?\n</think>\n\n  {word} ")
             assert isinstance(last, Observation) and (last.reward, last.done) == (1.0, True)
     assert seeds[0] == seeds[1] != seeds[2] and rows[0] == rows[1] != rows[2]
+
+
+@needs("gymnasium")
+def test_thoughts_of_a_number_are_no_action() -> None:
+    from jaxrl.environments.packages.gymnasium import Gymnasium
+
+    lake = Gymnasium(**FROZEN)
+    lake.reset({"prompt": "p"})
+    for text in ("<think>\n2, or 1?\n</think>\n\nI do not know.", "<think>\n2"):
+        assert lake.step(text, []) == Answer("Error: an action is a number from 0 to 3")
+    first = lake.step("<think>\nNot 1.\n</think>\n\n2", [])
+    lake.reset({"prompt": "p"})
+    assert lake.step("2", []) == first
 
 
 @needs("gymnasium")
@@ -299,7 +326,8 @@ def test_an_openenv_server_is_played() -> None:
             first = pool.submit(pool.begin(episode)).result(30)
             assert first == "Guess.\n0-9? (seed 7)"
             assert pool.submit(pool.begin(other)).result(30) == first
-            results = [step(pool, episode, str(number)) for number in range(6)]
+            thoughts = "<think>\n9?\n</think>\n\n"
+            results = [step(pool, episode, f"{thoughts}{number}") for number in range(6)]
             assert results[4] == Observation(({"role": "user", "content": "more"},), 0.0, False)
             assert results[5] == Observation(({"role": "user", "content": "yes"},), 1.0, True)
             assert "no such thing" in failed(pool, other, "raise").text, "the server's own words"
@@ -351,7 +379,7 @@ def test_an_environment_of_verifiers_takes_its_turns(tasksets: None) -> None:
             assert begun == (system, user)
         answer = Observation(({"role": "user", "content": "No. 2 left."},), None, False)
         assert step(pool, first, "red?") == Observation((), 2.0, True), "its weight is 2"
-        assert step(pool, second, "red?") == answer
+        assert step(pool, second, "<think>\nblue?\n</think>\n\nred?") == answer
         assert said(pool, second, "green") == "No. 1 left."
         assert step(pool, second, "no") == Observation((), 0.0, True)
         assert "KeyError: 'no such thing'" in failed(pool, raises, "raise").text

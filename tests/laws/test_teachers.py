@@ -22,6 +22,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.data.batch import make_rollout
 from jaxrl.errors import UserError
 from jaxrl.models.parameters import head
+from jaxrl.plan.plan_inputs import generates
 from jaxrl.run.job import make_job
 from jaxrl.run.launch import make_teacher
 from jaxrl.sharding.reshard import to_host
@@ -425,8 +426,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(models, tmp_path
     assert "{'math': -1}" in text and "at least 0" in text
 
 
-def test_a_mixture_s_own_accuracy_is_not_measured(models):
-    """It is asked for, of rows that have answers, and a note says why there is none."""
+def test_the_accuracy_of_what_samples_no_such_completions_is_not_measured(models):
+    """Of a mixture, and of a teacher beside episodes: it is asked for, of rows that have answers,
+    and a note says why there is none."""
     keys = [f"student.model={models['student']}", f"data.train={models['rows']}"]
     keys += [f"data.eval={models['rows']}", "data.verifier=exact", "eval.teacher=true"]
     keys += ["teacher.model=null", "distill.signal=sampled", "distill.jsd_beta=1"]
@@ -441,3 +443,9 @@ def test_a_mixture_s_own_accuracy_is_not_measured(models):
     keys.append("data.teacher_key=kind")
     assert (routed := job(math="math", code="code")).evaluates_teacher and routed.teacher_samples
     assert not any("only scores" in note for note in routed.notes)
+    keys.append("environment.name=calculator")
+    plays = job(math="math", code="code")
+    assert not plays.evaluates_teacher and not plays.teacher_samples
+    assert any("plays no episodes: its own accuracy is not" in note for note in plays.notes)
+    for one in (mixed, routed, plays):
+        assert generates(one.config, "teacher") == one.teacher_samples, "as planned"

@@ -25,7 +25,7 @@ from jaxrl.rewards.reward_pool import Item, RewardPool, Scores
 HERE = Path(__file__).parent.parent / "support" / "reward_functions.py"
 NAMES = (
     *("length", "arguments", "names", "as_numpy", "as_told", "trouble", "slow", "result"),
-    *("waits", "blocks", "shares", "imported", "forks", "forks_awaited", "writes"),
+    *("waits", "blocks", "shares", "one_at_a_time", "imported", "forks", "forks_awaited", "writes"),
     *("with_messages", "as_of_trl", "of_texts", "stripped"),
 )
 TIMEOUT = 1.0
@@ -231,6 +231,12 @@ def test_an_awaited_call_that_is_late_is_cancelled(pool: RewardPool) -> None:
     assert scores.values == [1, None, 1] and scores.failures[1].kind == "timeout"
     assert pool.lost == before
     assert judge(pool, "shares", *"abcd").values == judge(pool, "shares", *"abcd").values == [1] * 4
+
+
+def test_awaited_calls_that_wait_for_one_another_are_judged_again(pool: RewardPool) -> None:
+    """Each takes 0.7 of the time that it has, and each process runs one at a time."""
+    scores = judge(pool, "one_at_a_time", *"abcd")
+    assert scores.values == [1] * 4 and not scores.failures and scores.slow_calls == 2
 
 
 def test_an_async_function_that_blocks_is_killed(pool: RewardPool) -> None:

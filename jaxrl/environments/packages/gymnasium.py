@@ -13,6 +13,7 @@ from jaxrl.environments.environment import Answer, Environment
 from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import as_text
 from jaxrl.errors import UserError
+from jaxrl.rewards.verifiers import after_thoughts
 
 NUMBER = re.compile(r"(?<!\d)-?\d+")
 COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
@@ -22,10 +23,10 @@ COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 class Gymnasium(Environment):
     """An environment that `gymnasium.make` makes.
 
-    The prompt is its first observation. A turn is an action: the text itself in a space `Text`, the
-    last whole number of the turn in a space `Discrete`. The observation that follows is the answer,
-    its reward that of the turn; an episode that is terminated or truncated is done. Subclasses for
-    other spaces have an `action` and a `words` of their own.
+    The prompt is its first observation. A turn without its thoughts is an action: the text itself
+    in a space `Text`, its last whole number in a space `Discrete`. The observation that follows is
+    the answer, its reward that of the turn; an episode that is terminated or truncated is done.
+    Subclasses for other spaces have an `action` and a `words` of their own.
     """
 
     def __init__(self, id: str, instructions: str = "", seed: str = "seed", **options: object):
@@ -66,7 +67,7 @@ class Gymnasium(Environment):
 
     def step(self, text: str, messages: Sequence[Message]) -> Answer:
         try:
-            action = self.action(text)
+            action = self.action(after_thoughts(text) or "")
         except ValueError as error:
             return Answer(f"Error: {error}")
         observation, reward, terminated, truncated, info = self.game.step(action)
@@ -82,11 +83,11 @@ class Gymnasium(Environment):
         return COLOURED.sub(r"[\1]", shown)
 
     def action(self, text: str) -> object:
-        """Returns the action that a turn stands for; raises ValueError with what the model should
-        do instead."""
+        """Returns the action that a turn, without its thoughts, stands for; raises ValueError with
+        what the model should do instead."""
         space = self.game.action_space
         if isinstance(space, gymnasium.spaces.Text):
-            return text.strip()
+            return text
         first, last = int(space.start), int(space.start + space.n) - 1
         numbers = NUMBER.findall(text)
         if not numbers or len(numbers[-1]) > 9 or not first <= int(numbers[-1]) <= last:

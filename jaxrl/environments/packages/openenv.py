@@ -16,6 +16,7 @@ from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import as_text
 from jaxrl.errors import UserError, near
+from jaxrl.rewards.verifiers import after_thoughts
 
 T = TypeVar("T")
 SCHEMA_S = 30.0
@@ -31,8 +32,8 @@ APART = ("metadata", "done", "reward")
 class OpenEnv(Environment):
     """An episode is a session of a server, on a connection of its own.
 
-    The prompt is the observation of its reset. A turn is the text of one field of an action; the
-    observation that follows is the answer, its reward that of the turn.
+    The prompt is the observation of its reset. A turn without its thoughts is the text of one field
+    of an action; the observation that follows is the answer, its reward that of the turn.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class OpenEnv(Environment):
         return f"{self._instructions}\n{words}" if self._instructions else words
 
     async def step(self, text: str, messages: Sequence[Message]) -> Answer:
-        result = await self._asked(self._client.step({str(self._action): text}))
-        said = {"role": "user", "content": self._words(result.observation)}
-        return Answer([said], result.reward, bool(result.done))
+        said = after_thoughts(text) or ""
+        result = await self._asked(self._client.step({str(self._action): said}))
+        heard = {"role": "user", "content": self._words(result.observation)}
+        return Answer([heard], result.reward, bool(result.done))
 
     async def close(self) -> None:
         await self._client.close()

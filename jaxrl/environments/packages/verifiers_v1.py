@@ -29,6 +29,7 @@ from jaxrl.environments.environment import Answer, Environment, Unavailable
 from jaxrl.environments.packages import seed_of
 from jaxrl.environments.tool_calls import Arguments, SchemaTool, as_text, parse_calls
 from jaxrl.errors import UserError
+from jaxrl.rewards.verifiers import after_thoughts
 
 __all__ = ["Turns", "Verifiers"]
 HARNESS = "jaxrl_turns"
@@ -171,7 +172,10 @@ class _Play:
             return Answer([{"role": "tool", "content": error} for error in wrong])
         known = len(self.request["messages"]) + 1  # with the turn
         assert self._turn is not None
-        message: JsonObject = {"role": "assistant", "content": text}
+        content = after_thoughts(text) or ""
+        thoughts = text.strip().removesuffix(content)
+        message: JsonObject = {"role": "assistant", "content": content}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
         if calls:
             named = [call for call in calls if not isinstance(call, str)]
             message["tool_calls"] = [
