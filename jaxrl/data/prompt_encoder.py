@@ -15,7 +15,7 @@ from typing import Literal
 from jaxrl.config.roles import template_names
 from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
 from jaxrl.data.example import Example, Message
-from jaxrl.data.rows import listed
+from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Encoded,
@@ -28,6 +28,7 @@ from jaxrl.data.tokenizer import (
     encode_completion,
     encode_prompt,
     tokens_without_row,
+    tools_of,
 )
 from jaxrl.errors import UserError, near
 from jaxrl.types import Prompt, Rollout, Turn
@@ -57,6 +58,8 @@ class TeacherPrompt:
     (`data.prompt_encoder.PLACES`)."""
     tokenizer: Tokenizer | None = None
     """The teacher's; None: it is the student's."""
+    keys: Keys = KEYS
+    """Under whose names, too, the template finds the fields of a row."""
 
     def of(self, example: Example) -> Example:
         """Returns the row with the teacher's prompt. Raises UserError if the row lacks a field."""
@@ -69,6 +72,8 @@ class TeacherPrompt:
         else:
             turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
             fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
+        also = {name: of for name, of in self.keys.fields if of in fields and name not in fields}
+        fields |= {name: fields[of] for name, of in also.items()}
         values = {
             name: json.dumps(value, ensure_ascii=False, default=str)
             if isinstance(value, list | tuple | dict)
@@ -87,7 +92,7 @@ class TeacherPrompt:
         text = "".join(literal + (values[name] if name else "") for literal, name, *_ in parts)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
-        if "messages" in names:
+        if "messages" in (also.get(name, name) for name in names):
             return replace(example, prompt=_user(text))
         *before, last = example.prompt
         return replace(example, prompt=(*before, {**last, "content": text}))
@@ -409,7 +414,8 @@ def _fitted(
 
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
-        return encode_prompt(tokenizer, filled(prompt.teacher_prompt or "", short))
+        asked = filled(prompt.teacher_prompt or "", short)
+        return encode_prompt(tokenizer, asked, tools_of(prompt))
 
     most = max(map(len, texts.values()))
     found = tokens(most)

@@ -196,7 +196,8 @@ def encoder(
     if teacher and (config.teacher.prompt is not None or teacher_tokenizer is not None):
         late = PLACES if config.learns_from_rewards else {}
         limit = config.teacher_prompt_tokens
-        theirs = TeacherPrompt(config.teacher.prompt, limit, late, teacher_tokenizer)
+        given = config.teacher.prompt, limit, late, teacher_tokenizer
+        theirs = TeacherPrompt(*given, keys(config))
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,

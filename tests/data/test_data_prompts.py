@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_shapes import THINKS, TOOL, tokenizer_of
 from tiny_tokenizer import tiny_tokenizer
 from words import Words
 
@@ -388,6 +390,25 @@ def test_a_row_that_lacks_a_field_is_named_with_those_that_it_has(tmp_path):
             PromptStream(source, encoder, 1, seed=0)
 
 
+def test_a_template_names_the_fields_that_the_rows_have(tmp_path):
+    chat = [user("a"), user("b")]
+    keys = Keys("question", "talk", "solution", "truth.value")
+    rows = (
+        {"question": "2+2?", "solution": "four", "truth": {"value": "4"}},
+        {"talk": chat, "solution": "four", "truth": {"value": "4"}},
+    )
+    text, talk = open_source([write(tmp_path / "x.jsonl", *rows)], keys=keys).parts[0]
+
+    def made(template: str, row: Example) -> object:
+        return TeacherPrompt(template, 99, keys=keys).of(row).prompt
+
+    assert made("{question}{solution}{truth.value}{truth}", text) == '2+2?four4{"value": "4"}'
+    assert made("{question}", talk) == made("{prompt}", talk) == talk.prompt
+    assert made("{talk}", talk) == made("{messages}", talk) == (user("user: a\n\nuser: b"),)
+    one = replace(keys, prompt="talk")  # one field has texts and chats
+    assert TeacherPrompt("{talk}", 99, keys=one).of(text).prompt == "2+2?"
+
+
 def test_a_teachers_prompt_that_is_too_long_drops_the_row_also_one_that_is_cut(tmp_path):
     texts = ("ab", "abcd", "abcdefghij")
     source = open_source([write(tmp_path / "x.jsonl", *({"prompt": text} for text in texts))])
@@ -442,6 +463,15 @@ def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
     texts = [PLAIN.decode(p.teacher_tokens) for p in seen.prompts]
     assert texts == ["q?ab!1234567.", "q?abcdefg!12."] and cut == 2
     assert max(len(p.teacher_tokens) for p in seen.prompts) <= 13
+
+
+def test_the_prompt_of_a_teacher_with_feedback_shows_the_rows_tools():
+    tokenizer, template = tokenizer_of(THINKS), TeacherPrompt("{prompt}{feedback}", 400, PLACES)
+    encoder = PromptEncoder(tokenizer, 400, 8, teacher=template)
+    prompt = encoder.encode(Example("q", tools=(TOOL,)), 0)
+    assert "TOOL" in tokenizer.decode(prompt.tokens)
+    seen, _ = with_feedback(attempts([prompt], "one"), [""], tokenizer, 400)
+    assert seen.prompts[0].teacher_tokens == prompt.tokens
 
 
 def test_without_rewards_feedback_is_a_column_like_any_other():
