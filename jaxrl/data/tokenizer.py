@@ -240,6 +240,17 @@ def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int
     return _ids(tokenizer, text)
 
 
+def with_opening(tokenizer: Tokenizer, tokens: Sequence[int], opening: str) -> tuple[int, ...]:
+    """Returns the tokens of a prompt with another end in place of what opens thoughts there
+    (`opening_of`); "" takes it off."""
+    own, at = chat_template.opening_of(tokenizer, tokens), len(tokens)
+    if own == opening:
+        return tuple(tokens)
+    while not (end := _spelt(tokenizer, tokens[at:])).endswith(own):
+        at -= 1
+    return (*tokens[:at], *encode_after(tokenizer, end.removesuffix(own) + opening))
+
+
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
     """Decodes tokens to text, leaving out special ones."""
     if tokenizer is None:
