@@ -84,9 +84,9 @@ class _Tokenized:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("tokens", "completion", "teacher_tokens", "sampling_tokens"):
-            if isinstance(state.get(name), tuple):
-                state[name] = TokenIds(state[name])
+        for name, value in state.items():
+            if name.endswith(("tokens", "completion")) and isinstance(value, tuple):
+                state[name] = TokenIds(value)
         return state
 
 
@@ -121,7 +121,11 @@ class Prompt(_Tokenized):
     """Whether the data row, or the environment, has the prompt as messages; a text that a chat
     template makes a message is none."""
     teacher_tokens: Sequence[int] | None = None
-    """The prompt that the teacher reads (`teacher.prompt`); None where it is `tokens`."""
+    """The prompt that the teacher reads before a completion (`teacher.prompt`); None where it is
+    `tokens`."""
+    teacher_generation_tokens: Sequence[int] | None = None
+    """The prompt that the teacher samples from, where its chat template opens thoughts otherwise
+    than the student's; None: `teacher_tokens`."""
     teacher_prompt: str | tuple[Mapping[str, str], ...] | None = None
     """Text or chat of that prompt where it is only complete once a completion is judged
     (`data.prompt_encoder`)."""
@@ -130,13 +134,21 @@ class Prompt(_Tokenized):
     sampling_tokens: Sequence[int] | None = None
     """The prompt to sample from, where the data's completion does not continue it (a chat template
     whose generation prompt opens thoughts that the completion does not have); None: `tokens`."""
+    teacher_sampling_tokens: Sequence[int] | None = None
+    """Then `teacher_tokens` of the prompt to sample from."""
 
     @property
     def to_sample(self) -> Prompt:
         """Returns the prompt whose `tokens` are sampled from."""
         if self.sampling_tokens is None:
             return self
-        return replace(self, tokens=self.sampling_tokens, sampling_tokens=None)
+        return replace(
+            self,
+            tokens=self.sampling_tokens,
+            teacher_tokens=self.teacher_sampling_tokens,
+            sampling_tokens=None,
+            teacher_sampling_tokens=None,
+        )
 
 
 @dataclass(frozen=True)
@@ -258,7 +270,7 @@ class Rollout:
     waited_s: float = 0.0
     """Seconds in which sampling waited for environments alone."""
     notes: tuple[str, ...] = ()
-    """Messages for the user about the environments."""
+    """Messages for the user about the environments, or the teacher's samples."""
     student_topk: Array = None
     """[B, C, K] int32: the policy's K most probable tokens, for the `student_topk` teacher signal.
     """

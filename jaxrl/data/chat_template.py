@@ -51,6 +51,35 @@ def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
 
 
+def between_openings(
+    tokenizer: Any, tokens: Sequence[int], opening: str, other: str
+) -> tuple[str, Sequence[int]]:
+    """Returns a completion as it stands behind another prompt: a text, and the tokens after it.
+
+    Args:
+        opening: of thoughts (`opening_of`), at the end of the prompt before the tokens.
+        other: at the end of the other prompt. Where the completion has no thoughts, it closes
+            them, as templates write empty ones.
+    """
+
+    def begins(length: int) -> str:
+        return str(tokenizer.decode(list(tokens[:length]), skip_special_tokens=False))
+
+    if opening == other:
+        return "", tokens
+    whole = opening + begins(_OPENING_TOKENS)
+    tag = other if whole.startswith(other) else other.rstrip()
+    if not whole.startswith(tag):
+        space = other.removeprefix(tag)
+        return f"{space}{THOUGHTS[tag]}{2 * space}{opening}", tokens
+    if opening.startswith(tag):
+        return opening.removeprefix(tag), tokens
+    tag, at = tag.removeprefix(opening), 0
+    while not begins(at).startswith(tag):
+        at += 1
+    return begins(at).removeprefix(tag), tokens[at:]
+
+
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message that hold its thoughts, under the names that data and templates use."""
 OTHER_THOUGHTS = ("thought", "thoughts", "reasoning_text", "reasoning_details")

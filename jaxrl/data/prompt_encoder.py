@@ -13,9 +13,9 @@ from string import Formatter
 from typing import Literal
 
 from jaxrl.config.roles import template_names
-from jaxrl.data.chat_template import Unrendered, has_template, shows_tools
+from jaxrl.data.chat_template import Unrendered, has_template, opening_of, shows_tools
 from jaxrl.data.example import Example, Message
-from jaxrl.data.rows import listed
+from jaxrl.data.rows import KEYS, Keys, listed
 from jaxrl.data.source import Source
 from jaxrl.data.tokenizer import (
     Encoded,
@@ -28,6 +28,8 @@ from jaxrl.data.tokenizer import (
     encode_completion,
     encode_prompt,
     tokens_without_row,
+    tools_of,
+    with_opening,
 )
 from jaxrl.errors import UserError, near
 from jaxrl.types import Prompt, Rollout, Turn
@@ -57,6 +59,8 @@ class TeacherPrompt:
     (`data.prompt_encoder.PLACES`)."""
     tokenizer: Tokenizer | None = None
     """The teacher's; None: it is the student's."""
+    keys: Keys = KEYS
+    """Under whose names, too, the template finds the fields of a row."""
 
     def of(self, example: Example) -> Example:
         """Returns the row with the teacher's prompt. Raises UserError if the row lacks a field."""
@@ -69,6 +73,8 @@ class TeacherPrompt:
         else:
             turns = [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
             fields |= {"prompt": example.prompt[-1]["content"], "messages": "\n\n".join(turns)}
+        also = {name: of for name, of in self.keys.fields if of in fields and name not in fields}
+        fields |= {name: fields[of] for name, of in also.items()}
         values = {
             name: json.dumps(value, ensure_ascii=False, default=str)
             if isinstance(value, list | tuple | dict)
@@ -87,7 +93,7 @@ class TeacherPrompt:
         text = "".join(literal + (values[name] if name else "") for literal, name, *_ in parts)
         if isinstance(example.prompt, str):
             return replace(example, prompt=text)
-        if "messages" in names:
+        if "messages" in (also.get(name, name) for name in names):
             return replace(example, prompt=_user(text))
         *before, last = example.prompt
         return replace(example, prompt=(*before, {**last, "content": text}))
@@ -202,13 +208,16 @@ class PromptEncoder:
         if len(tokens) > self.max_prompt_tokens:
             cut = self.fit(example, may_cut) == "cut"
             return self.encode(self._cut(example), prompt_id) if cut else None
-        theirs, late = None, None
+        theirs: tuple[int, ...] | None = None
+        generation: tuple[int, ...] | None = None
+        late = None
         if self.teacher is not None:
-            theirs = self._teacher_tokens(example)
-            if len(theirs) > self.teacher.max_tokens:
+            generation = self._teacher_tokens(example)
+            theirs = self._teacher_before(generation, tokens)
+            if max(len(generation), len(theirs)) > self.teacher.max_tokens:
                 return None
             if self.teacher.late.keys() & set(template_names(self.teacher.template or "")):
-                late, theirs = self._teacher_prompt(example), None
+                late, theirs, generation = self._teacher_prompt(example), None, None
         messages = as_messages(prompt)
         asks = messages and example.tools and "tools" not in self.noted
         if asks and not shows_tools(self.tokenizer, messages or (), example.tools):
@@ -222,32 +231,25 @@ class PromptEncoder:
         text = messages[-1]["content"] if messages else str(example.prompt)
         completion: tuple[int, ...] | None = None
         sampled: tuple[int, ...] | None = None
+        theirs_sampled: tuple[int, ...] | None = None
         turns: tuple[Turn, ...] = ()
         if example.completion is not None:
-            own = self.tokenizer.eos_token_id
-            eos_ids = self.eos_ids or (() if own is None else (own,))
-            answer: str | tuple[Message, ...] = example.turns
-            if not answer or isinstance(prompt, str):
-                answer = str(example.completion)
-            try:
-                found = encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
-            except Unrendered as why:
-                if len(example.turns) < 2:
-                    raise
-                self.noted.setdefault(
-                    "turn by turn",
-                    f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
-                    " learned text is not one that the template writes for a whole chat. To avoid"
-                    " that, give the model a template that renders the whole chat",
-                )
-                found = self._turn_by_turn(example, prompt, eos_ids)
+            found = self._encoded(example, prompt)
             for kind, note in found.notes:
                 self.noted.setdefault(kind, note)
             if len(found.prompt) > self.max_prompt_tokens:
                 return None
             completion = found.completion[: self.max_new_tokens]
             turns = cut_turns(found.turns, self.max_new_tokens) if len(found.turns) > 1 else ()
-            tokens, sampled = found.prompt, None if found.prompt == tokens else tokens
+            if found.prompt != tokens:
+                tokens, sampled = found.prompt, tokens
+                if self.teacher is not None and generation is not None:
+                    theirs_sampled, theirs = theirs, self._teacher_before(generation, tokens)
+                    if self.teacher.tokenizer is None:
+                        asked = self._teacher_prompt(example)
+                        theirs = self._encoded(example, asked).prompt
+                    if len(theirs) > self.teacher.max_tokens:
+                        return None
         if self.lacks_rows:
             assert self.rows is not None
             for name, read in (("prompt", (*tokens, *(sampled or ()))), ("completion", completion)):
@@ -263,6 +265,10 @@ class PromptEncoder:
             columns=columns,
             conversational=not isinstance(example.prompt, str),
             teacher_tokens=theirs,
+            teacher_generation_tokens=(
+                None if generation == (theirs_sampled or theirs) else generation
+            ),
+            teacher_sampling_tokens=theirs_sampled,
             teacher_prompt=late,
         )
 
@@ -276,12 +282,43 @@ class PromptEncoder:
         prompt = filled(self._teacher_prompt(example), dict.fromkeys(LATE, ""))
         return encode_prompt(self.teacher.tokenizer or self.tokenizer, prompt, example.tools)
 
+    def _teacher_before(
+        self, generation: tuple[int, ...], tokens: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Returns the teacher's generation prompt as it stands before a completion that follows
+        these tokens of the student: thoughts are opened in both or in neither."""
+        own = None if self.teacher is None else self.teacher.tokenizer
+        if own is None:
+            return generation
+        return with_opening(own, generation, opening_of(self.tokenizer, tokens))
+
     def _teacher_prompt(self, example: Example) -> str | tuple[Message, ...]:
         assert self.teacher is not None
         return self.prompt_of(self.teacher.of(example), self.teacher.tokenizer)
 
     def _fits(self, example: Example) -> bool:
         return self.length(example) <= self.max_prompt_tokens
+
+    def _encoded(self, example: Example, prompt: str | tuple[Message, ...]) -> Encoded:
+        """Encodes a whole prompt (`prompt_of`), the student's or the teacher's, and the row's
+        completion."""
+        own = self.tokenizer.eos_token_id
+        eos_ids = self.eos_ids or (() if own is None else (own,))
+        answer: str | tuple[Message, ...] = example.turns
+        if not answer or isinstance(prompt, str):
+            answer = str(example.completion)
+        try:
+            return encode_completion(self.tokenizer, prompt, answer, eos_ids, example.tools)
+        except Unrendered as why:
+            if len(example.turns) < 2:
+                raise
+            self.noted.setdefault(
+                "turn by turn",
+                f"{why}. Each turn of such a chat is rendered on its own, as in an episode: the"
+                " learned text is not one that the template writes for a whole chat. To avoid"
+                " that, give the model a template that renders the whole chat",
+            )
+            return self._turn_by_turn(example, prompt, eos_ids)
 
     def _cut(self, example: Example) -> Example:
         """Returns the example without the fewest characters that must go."""
@@ -409,7 +446,8 @@ def _fitted(
 
     def tokens(most: int) -> tuple[int, ...]:
         short = {name: text[:most] for name, text in texts.items()}
-        return encode_prompt(tokenizer, filled(prompt.teacher_prompt or "", short))
+        asked = filled(prompt.teacher_prompt or "", short)
+        return encode_prompt(tokenizer, asked, tools_of(prompt))
 
     most = max(map(len, texts.values()))
     found = tokens(most)

@@ -41,9 +41,16 @@ class Keys:
     """Which of the assistant's turns in a chat that ends with one are the completion."""
 
     @property
+    def fields(self) -> Iterator[tuple[str, str]]:
+        """Yields the name of each field that becomes one of an example, and of the latter."""
+        for of in ("prompt", "messages", "completion", "answer"):
+            if (name := getattr(self, of)) is not None:
+                yield name, of
+
+    @property
     def named(self) -> tuple[str, ...]:
-        names = (self.prompt, self.messages, self.completion, self.answer, self.tools)
-        return tuple(name for name in names if name is not None)
+        names = [name for name, _ in self.fields]
+        return tuple(names if self.tools is None else [*names, self.tools])
 
 
 KEYS = Keys()
@@ -70,7 +77,7 @@ def to_example(row: Mapping[str, object], keys: Keys, where: str) -> Example:
     messages."""
     prompt, turns = _prompt(row, keys, where)
     text = _field(row, keys.completion, where) if not turns else turns[0]["content"]
-    known = {keys.prompt, keys.messages, keys.completion, keys.answer}
+    known = dict(keys.fields)
     return Example(
         prompt=prompt,
         completion=text,

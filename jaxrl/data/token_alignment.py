@@ -8,21 +8,22 @@ text; what the student learns there and from whole spans is in `losses.token_spa
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.data.batch import DATA, pack, right_padded, width_of
-from jaxrl.data.tokenizer import Tokenizer, adds_space
+from jaxrl.data.chat_template import between_openings, opening_of
+from jaxrl.data.tokenizer import Tokenizer, adds_space, decode, encode_after
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
-from jaxrl.types import Aligned, Completion, Rollout, TokenAlignment
+from jaxrl.types import Aligned, Completion, Prompt, Rollout, TokenAlignment
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -207,7 +208,7 @@ class Aligner:
             [_decodable(self.student_bytes.join(tokens)) for tokens in bare]
         )
         known = self.teacher.vocab_size  # a tokenizer may have tokens that its model has not
-        teacher_rows = (list(itertools.takewhile(lambda i: i < known, row)) for row in encoded)
+        teacher_rows = (list(takewhile(lambda i: i < known, row)) for row in encoded)
         rows = zip(completions, ended, teacher_rows, strict=True)
         return [self._align(list(c), end, theirs, max_tokens, sampled) for c, end, theirs in rows]
 
@@ -257,16 +258,81 @@ class Aligner:
         """Returns a text in the student's tokens, without an end."""
         return self.student_bytes.encode([text])[0]
 
-    def retokenize(self, completion: Completion, max_new_tokens: int) -> Completion:
-        """Returns a completion that the teacher sampled in the student's tokens, for the student to
-        learn from. Its log-probs are 0 and mean nothing."""
-        tokens = self.student_tokens(completion.text)
-        if completion.tokens and completion.tokens[-1] in self.teacher.end_ids:
-            tokens = [*tokens, self.student.end_id]
-        kept = tuple(tokens[:max_new_tokens])
-        unknown = np.zeros(len(kept), np.float32)
-        reason = completion.finish_reason if len(kept) == len(tokens) else "length"
-        return Completion(kept, unknown, unknown, reason, completion.text)
+    def retokenize(self, tokens: Sequence[int]) -> tuple[list[int], str | None]:
+        """Returns a completion in the student's tokens, and what of it they cannot spell: the
+        completion ends there. That is a special token which the student has not, or "" for bytes
+        that are no text; None: they spell all of it.
+
+        Args:
+            tokens: the teacher's.
+        """
+        ours, theirs = self.student_bytes, self.teacher_bytes
+        ended = len(tokens) > 0 and tokens[-1] in self.teacher.end_ids
+        found = list[int]()
+        for special, run in groupby(tokens[: len(tokens) - ended], theirs.special_ids.__contains__):
+            if special:
+                for name in map(theirs.bytes.__getitem__, run):
+                    our_id = ours.special.get(name.decode(), ours.ids.get(name))
+                    if our_id is None:
+                        return found, name.decode()
+                    found.append(our_id)
+                continue
+            written = theirs.join(list(run))
+            if not found and adds_space(theirs.tokenizer):
+                written = written.removeprefix(b" ")
+            text = _decodable(written)
+            found += self.student_tokens(text)
+            if text.encode() != written:
+                return found, ""
+        return [*found, self.student.end_id] if ended else found, None
+
+
+class TeacherSamples:
+    """Brings what a teacher samples to a student with other tokens or another chat template."""
+
+    def __init__(self, student: Tokenizer, aligner: Aligner | None, max_new_tokens: int):
+        """
+        Args:
+            aligner: of a teacher with other tokens.
+            max_new_tokens: longest completion in the student's tokens.
+        """
+        self._student, self._aligner, self._most = student, aligner, max_new_tokens
+        self._teacher = student if aligner is None else aligner.teacher.tokenizer
+        self._named = set[str]()
+
+    def learned(
+        self, prompt: Prompt, samples: Sequence[Completion], notify: Callable[[str], object]
+    ) -> list[Completion]:
+        """Returns completions that the teacher sampled of a prompt as the student learns them:
+        after its own prompt, in its tokens. Log-probs of changed ones are 0 and mean nothing.
+
+        Args:
+            notify: gets a message about each kind of token that the student cannot spell, once.
+        """
+        ours = theirs = opening_of(self._student, prompt.tokens)
+        if prompt.teacher_generation_tokens is not None:
+            theirs = opening_of(self._teacher, prompt.teacher_generation_tokens)
+        elif self._aligner is None:
+            return list(samples)
+        found = []
+        for sample in samples:
+            before, tokens = between_openings(self._teacher, sample.tokens, theirs, ours)
+            lost = None
+            if self._aligner is not None:
+                tokens, lost = self._aligner.retokenize(tokens)
+            if lost and lost not in self._named:
+                self._named.add(lost)
+                notify(
+                    f"distill.seq_kd: the teacher writes {lost!r}, a special token that the student"
+                    " has not: such samples are learned up to it"
+                )
+            tokens = (*encode_after(self._student, before), *tokens)
+            kept = tokens[: self._most]
+            unknown = np.zeros(len(kept), np.float32)
+            whole = lost is None and len(kept) == len(tokens)
+            reason = sample.finish_reason if whole else "length"
+            found.append(Completion(kept, unknown, unknown, reason, decode(self._student, kept)))
+        return found
 
 
 def _first_of_span(numbers: np.ndarray) -> np.ndarray:

@@ -240,6 +240,17 @@ def encode_after(tokenizer: Tokenizer, text: str, before: str = "") -> tuple[int
     return _ids(tokenizer, text)
 
 
+def with_opening(tokenizer: Tokenizer, tokens: Sequence[int], opening: str) -> tuple[int, ...]:
+    """Returns the tokens of a prompt with another end in place of what opens thoughts there
+    (`opening_of`); "" takes it off."""
+    own, at = chat_template.opening_of(tokenizer, tokens), len(tokens)
+    if own == opening:
+        return tuple(tokens)
+    while not (end := _spelt(tokenizer, tokens[at:])).endswith(own):
+        at -= 1
+    return (*tokens[:at], *encode_after(tokenizer, end.removesuffix(own) + opening))
+
+
 def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
     """Decodes tokens to text, leaving out special ones."""
     if tokenizer is None:
@@ -260,6 +271,12 @@ def chat_of(prompt: Prompt) -> Sequence[Message] | None:
     `messages` too; for a chat, the prompt's text is the last message."""
     messages = _messages_of(prompt)
     return None if messages is None or messages[-1].get("content") != prompt.text else messages
+
+
+def tools_of(prompt: Prompt) -> tuple[JsonObject, ...]:
+    """Returns the JSON schemas of the tools that the chat template shows with a prompt."""
+    tools = prompt.columns.get("tools")
+    return tools if isinstance(tools, tuple) else ()
 
 
 def _messages_of(prompt: Prompt) -> Sequence[Message] | None:
@@ -328,9 +345,8 @@ def check_same_prompts(
         UserError: with the place where the two renderings part.
     """
     for prompt in prompts:
-        messages, tools = _messages_of(prompt), prompt.columns.get("tools")
-        shown = tools if isinstance(tools, tuple) else ()
-        if messages is None or encode_prompt(student, messages, shown) != prompt.tokens:
+        messages, tools = _messages_of(prompt), tools_of(prompt)
+        if messages is None or encode_prompt(student, messages, tools) != prompt.tokens:
             continue  # no chat, or a text prompt whose row has such a column too
         if not has_template(teacher):
             raise UserError(
@@ -338,7 +354,7 @@ def check_same_prompts(
                 "student's (chat_template.jinja) into the teacher's folder, or set data.chat=raw "
                 "if the data are texts"
             )
-        theirs = encode_prompt(teacher, messages, shown)
+        theirs = encode_prompt(teacher, messages, tools)
         if theirs != prompt.tokens:
             texts = _spelt(student, prompt.tokens), _spelt(teacher, theirs)
             at = len(os.path.commonprefix(texts))

@@ -20,7 +20,14 @@ from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
 from jaxrl.data.chat_template import has_template, opening_of
 from jaxrl.data.example import JsonObject, Message, Split
-from jaxrl.data.tokenizer import Tokenizer, TurnEncoder, as_messages, chat_of, encode_prompt
+from jaxrl.data.tokenizer import (
+    Tokenizer,
+    TurnEncoder,
+    as_messages,
+    chat_of,
+    encode_prompt,
+    tools_of,
+)
 from jaxrl.environments.environment_pool import EnvironmentPool
 from jaxrl.environments.environment_process import (
     KEY,
@@ -132,9 +139,8 @@ class Episodes:
         batch.openings = [opening_of(self.tokenizer, prompt.tokens) for prompt in begun]
         if facts.tools and not self._looked:
             self._looked = True
-            chat, own = chat_of(begun[0]), begun[0].columns.get("tools")
-            tools = own if isinstance(own, tuple) else ()
-            if chat is None or encode_prompt(self.tokenizer, chat, tools) == begun[0].tokens:
+            chat, own = chat_of(begun[0]), tools_of(begun[0])
+            if chat is None or encode_prompt(self.tokenizer, chat, own) == begun[0].tokens:
                 why = "text prompts have" if chat is None else "the chat template has"
                 self.notify(
                     f"{KEY}: {self.source.text}: the model does not see its tools: {why} no place"
@@ -157,8 +163,7 @@ class Episodes:
             return prompt
         given: str | Sequence[Message] = messages if messages is not None else str(first)
         try:
-            own = prompt.columns.get("tools")
-            tools = (*(own if isinstance(own, tuple) else ()), *facts.tools)
+            tools = (*tools_of(prompt), *facts.tools)
             tokens = encode_prompt(self.tokenizer, given, tools)
         except UserError as error:
             raise UserError(f"{KEY}: {self.source.text}, prompt {prompt.id}: {error}") from error

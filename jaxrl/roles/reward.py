@@ -31,6 +31,7 @@ from jaxrl.data.tokenizer import (
     encode_text,
     load_tokenizer,
     render_chat,
+    tools_of,
 )
 from jaxrl.errors import UserError, about
 from jaxrl.formats import hf, weights
@@ -41,6 +42,7 @@ from jaxrl.models.batching import BATCH_TOKENS, Progress, run_batches
 from jaxrl.models.bert import read_json
 from jaxrl.models.config import DecoderConfig
 from jaxrl.models.parameters import Params
+from jaxrl.process.json_types import JsonObject
 from jaxrl.rewards.batch_rewards import RewardFunctions, RewardReport
 from jaxrl.runtime.worker import detail, phase
 from jaxrl.sharding.ledger import attribute, current
@@ -133,7 +135,10 @@ def read_reward(path: str | os.PathLike[str]) -> tuple[Path, DecoderConfig]:
 
 
 def render(
-    tokenizer: Tokenizer, prompt: str | Sequence[Message], completion: str
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Message],
+    completion: str,
+    tools: Sequence[JsonObject] = (),
 ) -> tuple[int, ...]:
     """Returns the tokens of a prompt with its completion, by the reward model's own tokenizer and
     template.
@@ -141,6 +146,7 @@ def render(
     Args:
         prompt: chat messages; or a text, which becomes a user message where there is a template and
             is followed by the completion where there is none.
+        tools: JSON schemas that the template shows, as it does to the policy.
 
     Raises:
         UserError: messages, and no template or one that refuses them.
@@ -151,10 +157,12 @@ def render(
         if not has_template(tokenizer):
             return encode_text(tokenizer, prompt + completion)
         messages = ({"role": "user", "content": prompt},)
-    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}])
+    return encode_chat(tokenizer, [*messages, {"role": "assistant", "content": completion}], tools)
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[JsonObject] = ()
+) -> tuple[int, ...]:
     """Returns the tokens of a whole conversation, including the assistant's last turn."""
     if not has_template(tokenizer):
         raise UserError(
@@ -162,7 +170,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int,
             " chat_template.jinja into its folder"
         )
     with about("the reward model"):
-        return render_chat(tokenizer, messages, add_generation_prompt=False)
+        return render_chat(tokenizer, messages, False, tools)
 
 
 class RewardScorer:
@@ -310,8 +318,9 @@ class RewardModel:
     def score(self, rollout: Rollout) -> tuple[np.ndarray, int]:
         """Rewards [B] float32, in the model's own unit; 0 at padding rows. And how many sequences
         were too long and lost their beginning."""
+        own = self._scorer.tokenizer
         sequences = [
-            render(self._scorer.tokenizer, before_last_turn(prompt, completion), completion.text)
+            render(own, before_last_turn(prompt, completion), completion.text, tools_of(prompt))
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):

@@ -179,7 +179,8 @@ class Sampler:
         longest = max(one.max_new_tokens for one in self._sampling.values())
         self._teacher = teacher
         self.notes: list[str] = []
-        """What a user should know of the environments, since the last batch."""
+        """What a user should know of the environments, or of a teacher's samples, since the last
+        batch."""
         self._episodes = episodes(self.notes.append)
         if self._episodes is not None and jax.process_count() > 1:
             raise UserError(
@@ -320,9 +321,8 @@ class Sampler:
             return prompts, self.engine.generate(
                 self._weights,
                 [
-                    prompt.teacher_tokens
-                    if self._teacher and prompt.teacher_tokens is not None
-                    else prompt.tokens
+                    (self._teacher and (prompt.teacher_generation_tokens or prompt.teacher_tokens))
+                    or prompt.tokens
                     for prompt in prompts
                 ],
                 n=n,

@@ -196,7 +196,8 @@ def encoder(
     if teacher and (config.teacher.prompt is not None or teacher_tokenizer is not None):
         late = PLACES if config.learns_from_rewards else {}
         limit = config.teacher_prompt_tokens
-        theirs = TeacherPrompt(config.teacher.prompt, limit, late, teacher_tokenizer)
+        given = config.teacher.prompt, limit, late, teacher_tokenizer
+        theirs = TeacherPrompt(*given, keys(config))
     return PromptEncoder(
         tokenizer,
         config.max_prompt_tokens,
@@ -302,6 +303,18 @@ class RunTeachers:
             )
         elif config.teacher.tokenizer == "own":
             notes.append("teacher.tokenizer=own: the teacher has the student's tokens, one by one")
+        generation = prompts[0].teacher_generation_tokens  # the first speaks for all
+        if generation is not None:
+            ours = opening_of(tokenizer, prompts[0].tokens)
+            theirs = opening_of(self.prompt_tokenizer, generation)
+            note = (
+                f"teacher.tokenizer=own: thoughts are opened by {ours!r} in the student's prompts,"
+                f" by {theirs!r} in the teacher's; it reads completions of the student after"
+                f" {ours!r}"
+            )
+            if config.distill.seq_kd and ours:
+                note += "; samples of it without thoughts are learned with empty ones"
+            notes.append(note)
         if self.prompt_tokenizer is None:
             for name, theirs in self.tokenizers.items():
                 with _about(name, self.models):

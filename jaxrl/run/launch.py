@@ -30,6 +30,7 @@ from jaxrl.checkpoint.model_source import ModelSource
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.data.prompt_encoder import with_feedback
+from jaxrl.data.token_alignment import TeacherSamples
 from jaxrl.formats import hub
 from jaxrl.models.kernels import Use, target_of, try_kernels
 from jaxrl.models.lora import frozen_and_trained
@@ -294,15 +295,15 @@ def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
             several.add(name, *load(source, sends))
     else:
         follows = (layout, dtype) if config.teacher_follows else None
-        respell = None
-        if aligner is not None:
-            respell = partial(aligner.retokenize, max_new_tokens=config.max_new_tokens)
+        samples = None
+        if config.teacher.tokenizer == "own":
+            samples = TeacherSamples(setup.open_tokenizer(), aligner, config.max_new_tokens)
         local = LocalTeacher(
             *load(setup.teachers["teacher"], projection),
             config.offloads_follower if follows else config.offload.frozen,
             follows=follows,
             add_feedback=add_feedback,
-            respell=respell,
+            samples=samples,
         )
     return local if cache is None else CachedTeacher(config, cache, setup.vocab_size, local)
 

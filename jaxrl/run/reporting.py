@@ -255,6 +255,8 @@ class Reporter:
         }
         if self.job.config.rollout.cache_tokens is not None and sampled:
             row["rollout/sent_back"] = float(rollout.sent_back)
+        for note in rollout.notes:
+            self._notify(note)
         if self.job.config.environment.name is not None and sampled:
             episodes = rollout.completions
             failures = [e.failure for e in episodes if e.failure is not None]
@@ -268,8 +270,6 @@ class Reporter:
                 "environment/timeouts": float(late),
                 "time/environment_s": rollout.waited_s,
             }
-            for note in rollout.notes:
-                self._notify(note)
             if failures:
                 self._notify(
                     f"environment: {len(failures)} of {len(episodes)} episodes failed and have no"

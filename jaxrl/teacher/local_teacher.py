@@ -27,7 +27,7 @@ from jaxrl.algorithms.signals import (
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import as_the_teacher_reads
 from jaxrl.data.prompt_encoder import with_feedback
-from jaxrl.data.token_alignment import Aligner
+from jaxrl.data.token_alignment import Aligner, TeacherSamples
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.models.config import DecoderConfig
@@ -132,7 +132,7 @@ class LocalTeacher:
         *,
         follows: tuple[Layout, str] | None = None,
         add_feedback: AddFeedback | None = None,
-        respell: Callable[..., Completion] | None = None,
+        samples: TeacherSamples | None = None,
     ):
         """
         Args:
@@ -143,10 +143,10 @@ class LocalTeacher:
                 weights are frozen.
             add_feedback: makes the teacher's prompts where they are about the completion that is
                 scored.
-            respell: brings what the teacher samples into the student's tokens.
+            samples: brings what the teacher samples to a student with another tokenizer.
         """
         self._scorer, self._sampler, self._add_feedback = scorer, sampler, add_feedback
-        self._respell = respell
+        self._samples = samples
         stages = ("teacher.score", "teacher.generate", "teacher.sample")
         stale_at = () if follows is None else ("actor.update",)
         self._write = keep_weights("teacher", scorer, sampler, stages, offload, stale_at)
@@ -167,9 +167,10 @@ class LocalTeacher:
     def generate(self, prompts: Sequence[Prompt], step: int) -> Rollout:
         """Samples completions of each prompt, to train on."""
         assert self._sampler is not None, "the plan makes a sampler where the teacher samples"
-        groups, respell = self._sampler.completions(prompts, step), self._respell
-        if respell is not None:
-            groups = [[respell(completion) for completion in group] for group in groups]
+        groups, notify = self._sampler.completions(prompts, step), self._sampler.notes.append
+        if self._samples is not None:
+            pairs = zip(prompts, groups, strict=True)
+            groups = [self._samples.learned(p.to_sample, group, notify) for p, group in pairs]
         return self._sampler.make_batch(prompts, groups)
 
     def sample(self, prompts: Sequence[Prompt]) -> list[list[Completion]]:

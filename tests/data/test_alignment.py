@@ -6,10 +6,11 @@ import itertools
 import numpy as np
 import pytest
 from byte_tokenizers import BYTES, END, LLAMA, OTHER, WORDS, byte_level, made, sentencepiece
+from tiny_tokenizer import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxrl.data.batch import DATA, make_rollout
-from jaxrl.data.token_alignment import Aligner, ModelTokenizer
+from jaxrl.data.token_alignment import Aligner, ModelTokenizer, TeacherSamples
 from jaxrl.errors import UserError
 from jaxrl.types import Aligned, Completion, Prompt
 
@@ -249,19 +250,84 @@ def test_a_rollout_is_read_in_the_teacher_s_tokens():
     assert read.kinds[0, :3].tolist() == [Aligned.START_ONLY, Aligned.EXACT, NONE]
 
 
+def learned(student, teacher, tokens, most=99, reason="stop"):
+    """What the student learns of a sample, and what is told of it twice."""
+    aligner, notes = Aligner(model_tokenizer(student), model_tokenizer(teacher)), []
+    samples = TeacherSamples(student, aligner, most)
+    none = np.zeros(len(tokens), np.float32)
+    given = [Completion(tuple(tokens), none, none, reason)] * 2
+    found, again = samples.learned(Prompt(0, (1,), ""), given, notes.append)
+    assert found.tokens == again.tokens and len(found.logprobs) == len(found.tokens)
+    return found, notes
+
+
 def test_what_a_teacher_samples_is_retokenized():
     """With an end where the teacher's has one; it has none at a stop string."""
-    aligner = Aligner(model_tokenizer(WORDS), model_tokenizer(BYTES))
-
-    def retokenized(*tokens, most=8):
-        given = Completion(tokens, np.zeros(2), np.zeros(2), "stop", "the 19")
-        return aligner.retokenize(given, most)
-
-    found = retokenized(7, BYTES.eos_token_id)
+    text = spelt(BYTES, *"theĠ19")
+    found, _ = learned(WORDS, BYTES, [*text, BYTES.eos_token_id])
     assert found.tokens == tuple(spelt(WORDS, "the", "Ġ", "19", END)) and found.text == "the 19"
-    cut = retokenized(7, BYTES.eos_token_id, most=2)
+    cut, _ = learned(WORDS, BYTES, [*text, BYTES.eos_token_id], most=2)
     assert cut.tokens == found.tokens[:2] and cut.finish_reason == "length"
-    assert retokenized(7, 8).tokens == found.tokens[:-1]
+    bare, _ = learned(WORDS, BYTES, text)
+    assert bare.tokens == found.tokens[:-1] and bare.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "words, words" not in pair])
+def test_a_student_learns_the_bytes_of_the_teacher_and_no_part_of_a_character(pair):
+    student, teacher = PAIRS[pair]
+    text = "the naïve 日本 🤗"
+    tokens = Aligner(*map(model_tokenizer, (teacher, student))).student_tokens(text)
+    aligner = Aligner(*map(model_tokenizer, (student, teacher)))
+    for end in range(len(tokens) + 1):
+        found, notes = learned(student, teacher, tokens[:end], reason="length")
+        written = aligner.teacher_bytes.join(tokens[:end])
+        kept = aligner.student_bytes.join(found.tokens)
+        assert kept.decode().lstrip() == written.decode(errors="ignore").lstrip() and not notes
+
+
+def test_special_tokens_are_learned_as_themselves_or_end_what_is_learned():
+    teacher = byte_level(special=("<think>", "<|channel|>", "[CALL]"))
+    student = byte_level(("t", "h"), special=("[CALL]",), added=("<think>",))
+    tokens = spelt(teacher, "<think>", "a", "[CALL]", "b", END)
+    found, notes = learned(student, teacher, tokens)
+    assert not notes and found.tokens == tuple(spelt(student, "<think>", "a", "[CALL]", "b", END))
+    tokens = spelt(teacher, "a", "[CALL]", "<|channel|>", "b", END)
+    found, (note,) = learned(student, teacher, tokens)
+    assert found.tokens == tuple(spelt(student, "a", "[CALL]")) and "'<|channel|>'" in note
+    assert found.finish_reason == "length"
+
+
+OPENINGS = ("", "<think>\n", "<think>", "[THINK]")
+SAMPLES = ("<think>\nhm\n</think>\n\n4", "hm\n</think>\n\n4", "4", "")
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("theirs", OPENINGS)
+@pytest.mark.parametrize("ours", OPENINGS)
+def test_a_sample_stands_behind_the_students_prompt_as_behind_the_teachers(ours, theirs, same):
+    """No thoughts are opened twice, or never closed."""
+    merges = () if same else (("t", "h"), ("Ċ", "Ċ"))
+    more = {"template": None, "extra": ("<think>", "[THINK]")}
+    student, teacher = tiny_tokenizer(**more), tiny_tokenizer(merges=merges, **more)
+    aligner = None if same else Aligner(model_tokenizer(student), model_tokenizer(teacher))
+    samples, none = TeacherSamples(student, aligner, 99), np.zeros(0, np.float32)
+    generation = None if ours == theirs else teacher(f"a{theirs}")["input_ids"]
+    prompt = Prompt(0, student(f"a{ours}")["input_ids"], "", teacher_generation_tokens=generation)
+    for text in SAMPLES:
+        given = Completion(teacher(text)["input_ids"], none, none, "length", text)
+        (found,) = samples.learned(prompt, [given], print)
+        whole, learned = theirs + text, ours + student.decode(list(found.tokens))
+        if ours and not whole.startswith(ours.strip()):  # empty thoughts, as templates write them
+            close, space = (
+                ours.strip().replace("<", "</").replace("[", "[/"),
+                ours[len(ours.strip()) :],
+            )
+            whole = f"{ours}{space}{close}{2 * space}{whole}"
+        tag = ours.strip()
+        assert learned.startswith(ours)
+        assert learned.removeprefix(tag).lstrip() == whole.removeprefix(tag).lstrip()
+        if whole.startswith(ours):
+            assert learned == whole
 
 
 def test_a_tokenizer_that_does_not_spell_is_refused():

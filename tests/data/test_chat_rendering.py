@@ -104,6 +104,12 @@ def test_samples_begin_with_the_generation_prompt_and_data_do_not() -> None:
         config=Config.load("builtin:quickstart"),
     )
     (sampled,), (tokens,) = Sampler._sample(sampler, [prompt], "train")
+    sampler._teacher = True
+    for own, read in (((7,), (7,)), (None, (6,))):  # the teacher's generation prompt, if it differs
+        teachers = replace(
+            prompt, teacher_generation_tokens=own, teacher_tokens=(5,), teacher_sampling_tokens=(6,)
+        )
+        assert Sampler._sample(sampler, [teachers], "train")[1] == [read]
     assert sampled.tokens == tokens and spelt(tokenizer, tokens).endswith("assistant\n<think>\n")
     rollout = data_rollout([prompt], decode=str, max_prompt_tokens=64, max_new_tokens=8, pad_id=0)
     assert spelt(tokenizer, rollout.prompts[0].tokens).endswith("<|im_start|>assistant\n")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizer import tiny_tokenizer
+from chat_shapes import NO_THOUGHTS, OPENS, THINKS, TOOL, tokenizer_of
+from tiny_tokenizer import CHATML, tiny_tokenizer
 from words import Words
 
 from jaxrl.config import keys as config_keys
 from jaxrl.config.key_help import about
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import make_rollout
+from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot, with_feedback
 from jaxrl.data.rows import Keys
@@ -368,11 +371,48 @@ def test_in_a_chat_it_replaces_the_last_message_or_all_of_them():
     assert taught(whole, CHAT, row) == TURN.format("user", text) + START
 
 
-@pytest.mark.parametrize("example", [Example("2+2="), Example((user("a"), user("2+2=")))])
-def test_the_template_of_the_prompt_alone_is_the_students_prompt(example):
-    encoder = PromptEncoder(CHAT, 400, 8, system_prompt="S", teacher=TeacherPrompt("{prompt}", 400))
-    prompt = encoder.encode(example, 0)
-    assert prompt.teacher_tokens == prompt.tokens
+TEMPLATES = {"plain": CHATML, "thinks": THINKS, "opens": OPENS, "opens alone": NO_THOUGHTS}
+ROWS = [
+    Example("2+2="),
+    Example("2+2=", "4", tools=(TOOL,)),
+    Example((user("a"), {"role": "assistant", "content": "b"}, user("2+2=")), "4"),
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("row", ROWS)
+def test_the_template_of_the_prompt_alone_is_the_students_prompt(template, row):
+    """Before samples and before the data's completions."""
+    own, tokenizer = TeacherPrompt("{prompt}", 400), tokenizer_of(TEMPLATES[template])
+    prompt = PromptEncoder(tokenizer, 400, 8, system_prompt="S", teacher=own).encode(row, 0)
+    for read in (prompt, prompt.to_sample):
+        assert read.teacher_tokens == read.tokens and read.teacher_generation_tokens is None
+    assert bool(prompt.sampling_tokens) is (template == "opens alone" and bool(row.completion))
+
+
+@pytest.mark.parametrize("teacher", TEMPLATES)
+@pytest.mark.parametrize("student", TEMPLATES)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_teacher_with_another_template_reads_a_completion_after_the_same_opening(
+    student, teacher, row
+):
+    """It samples after its own generation prompt."""
+    ours = tokenizer_of(TEMPLATES[student])
+    theirs = tiny_tokenizer(TEMPLATES[teacher], (("t", "h"), ("Ċ", "Ċ")), extra=("<think>",))
+    own = TeacherPrompt(None, 400, tokenizer=theirs)
+    prompt = PromptEncoder(ours, 400, 8, teacher=own).encode(row, 0)
+    generation = PromptEncoder(theirs, 400, 8).encode(row, 0).to_sample.tokens
+    bare = theirs.decode(generation).removesuffix("<think>\n")
+    for read in (prompt, prompt.to_sample):
+        expected = bare + opening_of(ours, read.tokens)
+        assert theirs.decode(read.teacher_tokens) == expected
+        assert read.teacher_tokens == tuple(theirs(expected)["input_ids"])
+    sampled = prompt.to_sample
+    assert (sampled.teacher_generation_tokens or sampled.teacher_tokens) == generation
+    longest = max(len(generation), len(prompt.teacher_tokens), len(sampled.teacher_tokens))
+    for most in (longest, longest - 1):
+        encoder = PromptEncoder(ours, 400, 8, teacher=replace(own, max_tokens=most))
+        assert (encoder.encode(row, 0) is None) is (most < longest)
 
 
 def test_a_row_that_lacks_a_field_is_named_with_those_that_it_has(tmp_path):
@@ -386,6 +426,25 @@ def test_a_row_that_lacks_a_field_is_named_with_those_that_it_has(tmp_path):
         encoder = PromptEncoder(PLAIN, 99, 8, teacher=TeacherPrompt(template, 99))
         with pytest.raises(UserError, match=error):
             PromptStream(source, encoder, 1, seed=0)
+
+
+def test_a_template_names_the_fields_that_the_rows_have(tmp_path):
+    chat = [user("a"), user("b")]
+    keys = Keys("question", "talk", "solution", "truth.value")
+    rows = (
+        {"question": "2+2?", "solution": "four", "truth": {"value": "4"}},
+        {"talk": chat, "solution": "four", "truth": {"value": "4"}},
+    )
+    text, talk = open_source([write(tmp_path / "x.jsonl", *rows)], keys=keys).parts[0]
+
+    def made(template: str, row: Example) -> object:
+        return TeacherPrompt(template, 99, keys=keys).of(row).prompt
+
+    assert made("{question}{solution}{truth.value}{truth}", text) == '2+2?four4{"value": "4"}'
+    assert made("{question}", talk) == made("{prompt}", talk) == talk.prompt
+    assert made("{talk}", talk) == made("{messages}", talk) == (user("user: a\n\nuser: b"),)
+    one = replace(keys, prompt="talk")  # one field has texts and chats
+    assert TeacherPrompt("{talk}", 99, keys=one).of(text).prompt == "2+2?"
 
 
 def test_a_teachers_prompt_that_is_too_long_drops_the_row_also_one_that_is_cut(tmp_path):
@@ -442,6 +501,15 @@ def test_feedback_that_is_too_long_loses_its_end_and_no_row_is_lost():
     texts = [PLAIN.decode(p.teacher_tokens) for p in seen.prompts]
     assert texts == ["q?ab!1234567.", "q?abcdefg!12."] and cut == 2
     assert max(len(p.teacher_tokens) for p in seen.prompts) <= 13
+
+
+def test_the_prompt_of_a_teacher_with_feedback_shows_the_rows_tools():
+    tokenizer, template = tokenizer_of(THINKS), TeacherPrompt("{prompt}{feedback}", 400, PLACES)
+    encoder = PromptEncoder(tokenizer, 400, 8, teacher=template)
+    prompt = encoder.encode(Example("q", tools=(TOOL,)), 0)
+    assert "TOOL" in tokenizer.decode(prompt.tokens)
+    seen, _ = with_feedback(attempts([prompt], "one"), [""], tokenizer, 400)
+    assert seen.prompts[0].teacher_tokens == prompt.tokens
 
 
 def test_without_rewards_feedback_is_a_column_like_any_other():

@@ -16,7 +16,7 @@ from real_templates import CHATS, TOOL, templates, tokenizer_of
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxrl.data.chat_template import CLOSES, OPENS
-from jaxrl.data.prompt_encoder import PromptEncoder
+from jaxrl.data.prompt_encoder import PromptEncoder, TeacherPrompt
 from jaxrl.data.rows import Keys, to_example
 from jaxrl.errors import UserError
 from jaxrl.types import Prompt
@@ -62,9 +62,12 @@ def spelt(tokenizer: Any, tokens: Sequence[int]) -> str:
 def encoded(tokenizer: Any, chat: Chat, tools: Any, turns: Any) -> Prompt:
     row = {"messages": chat, "tools": tools}
     example = to_example(row, Keys(tools="tools", turns=turns), "row")
-    encoder = PromptEncoder(tokenizer, 100_000, 100_000)
+    same = TeacherPrompt("{prompt}", 100_000)
+    encoder = PromptEncoder(tokenizer, 100_000, 100_000, teacher=same)
     prompt = encoder.encode(example, 0)
-    assert prompt is not None
+    assert prompt is not None and prompt.teacher_generation_tokens is None
+    for read in (prompt, prompt.to_sample):
+        assert read.teacher_tokens == read.tokens, "the teacher reads another prompt"
     assert "turn by turn" not in encoder.noted, encoder.noted
     return prompt
 

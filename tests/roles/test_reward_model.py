@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from chat_shapes import THINKS, TOOL, tokenizer_of
 from references.tiny import random_tensors
 from references.tiny_encoders import REWARD, REWARDS, sequences
 from runs import save_reward_model
@@ -19,6 +21,9 @@ from tiny_models import Memory, make_mesh
 from tiny_tokenizer import tiny_tokenizer
 
 from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
+from jaxrl.data.example import Example
+from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.errors import UserError
 from jaxrl.formats import weights
 from jaxrl.models.config import DecoderConfig
@@ -129,6 +134,25 @@ def test_a_prompt_is_rendered_with_its_completion() -> None:
     refuses = tiny_tokenizer(template="{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="refuses messages of user, assistant: no system"):
         render(refuses, CHAT, "yo")
+
+
+def test_the_model_reads_the_tools_that_the_policy_reads() -> None:
+    tokenizer, read = tokenizer_of(THINKS), list[str]()
+
+    def scored(sequences: Any, detail: object) -> tuple[np.ndarray, int]:
+        read.extend(map(tokenizer.decode, sequences))
+        return np.zeros(len(sequences), np.float32), 0
+
+    model: Any = SimpleNamespace(_scorer=SimpleNamespace(tokenizer=tokenizer, score=scored))
+    prompt = PromptEncoder(tokenizer, 400, 8).encode(Example("q", tools=(TOOL,)), 0)
+    assert prompt is not None
+    empty = np.zeros(0, np.float32)
+    completions = [[Completion((5,), empty, empty, "stop", "yo")]]
+    sizes = {"max_prompt_tokens": 400, "max_new_tokens": 8}
+    RewardModel.score(
+        model, make_rollout([prompt], completions, policy_version=0, pad_id=0, **sizes)
+    )
+    assert read[0].startswith("TOOL ") and read[0].startswith(tokenizer.decode(prompt.tokens))
 
 
 def test_a_bos_in_the_text_is_not_doubled() -> None:

@@ -3,19 +3,23 @@
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxrl.algorithms.methods import needed_roles
 from jaxrl.algorithms.protocols import Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.config.schema import Config
+from jaxrl.data.batch import make_rollout
 from jaxrl.run.attempt import _summary
 from jaxrl.run.loop import Calls, Loop
-from jaxrl.run.reporting import Run
+from jaxrl.run.reporting import Reporter, Run
 from jaxrl.run.run_dir import RunDir
 from jaxrl.runtime.worker import LocalWorker, Stopped, done_future
+from jaxrl.types import Completion, Prompt
 
 
 class Recorder:
@@ -341,3 +345,16 @@ def test_the_last_lines_count_from_the_start_of_the_process(tmp_path, start, exp
     line = _summary(run, SimpleNamespace(metrics=metrics))[0]
     rest = "; 8 steps in all" if start else ""
     assert line == f"{expected} in 60 s, the first after 5 s{rest}"
+
+
+def test_notes_on_a_batch_are_told_also_without_an_environment():
+    none, told = np.zeros(1, np.float32), []
+    sample = Completion((1,), none, none, "stop")
+    widths = {"pad_id": 0, "max_prompt_tokens": 8, "max_new_tokens": 8}
+    rollout = make_rollout([Prompt(0, (1,), "")], [[sample]], policy_version=-1, **widths)
+    timed = SimpleNamespace(times=SimpleNamespace(seconds=1.0))
+    job = SimpleNamespace(config=Config.load("builtin:quickstart"))
+    reporter = SimpleNamespace(job=job, scorers={}, _notify=told.append)
+    futures = {"rollout": timed, "update": timed}
+    Reporter._batch(reporter, replace(rollout, notes=("a note",)), False, futures)
+    assert told == ["a note"]
