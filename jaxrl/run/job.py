@@ -21,7 +21,7 @@ from jaxrl.checkpoint.model_source import ModelSource, resolve_model, resolve_st
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
 from jaxrl.data import tokenizer as tokenizers
-from jaxrl.data.chat_template import dated, has_template, opening_of
+from jaxrl.data.chat_template import dated, has_template
 from jaxrl.data.example import Example, Split
 from jaxrl.data.prompt_encoder import PLACES, PromptEncoder, TeacherPrompt, few_shot
 from jaxrl.data.rows import Keys
@@ -33,7 +33,7 @@ from jaxrl.data.tokenizer import (
     check_every_token,
     check_same_prompts,
     check_same_vocabulary,
-    decode,
+    decode_text,
     same_prompts,
 )
 from jaxrl.environments import environment_process as environments
@@ -441,8 +441,6 @@ class Setup:
     pad_id: int
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
-    opening: str
-    """What the chat template opens thoughts with at the end of prompts; "" where it does not."""
     outcomes: Outcomes | None = None
     """With a teacher that has its own tokenizer; numpy arrays."""
     aligner: Aligner | bytes | None = None
@@ -504,7 +502,9 @@ class Job(Setup):
 
         def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
             groups = cache.samples(prompts, self.config.group_size)
-            return [[replace(one, text=decode(tokenizer, one.tokens)) for one in g] for g in groups]
+            return [
+                [replace(one, text=decode_text(tokenizer, one.tokens)) for one in g] for g in groups
+            ]
 
         return samples
 
@@ -579,7 +579,6 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     notes += teachers.check_data(tokenizer, prompts, train)
     evaluates, why = teachers.evaluates(held_out)
     notes += why
-    opening = opening_of(tokenizer, prompts[0].tokens)  # the first speaks for all
     return Job(
         config=config,
         student=student,
@@ -593,12 +592,11 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         evaluates_teacher=evaluates,
         outcomes=None if teachers.aligner is None else teachers.aligner.outcomes,
         aligner=teachers.aligner,
-        opening=opening,
         given=given.code,
         train=train,
         long_completions=long_completions,
         held_out=held_out,
-        judge=verifier(config.data.verifier, opening),
+        judge=verifier(config.data.verifier),
         notes=tuple(filter(None, notes)),
         cache=teachers.cache,
     )
@@ -688,13 +686,11 @@ def _untokenized(example: Example) -> Prompt:
     return Prompt(0, (), text, answer=example.answer, columns=columns, conversational=chat)
 
 
-def reward_functions(
-    config: Config, given: Mapping[str, bytes], opening: str = ""
-) -> RewardFunctions:
+def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
     """Starts the processes of the reward functions."""
     environment = config.environment if config.environment.name else None
     limits = config.max_new_tokens, config.deadlines.startup
-    return RewardFunctions(config.rewards, *limits, given, environment, opening)
+    return RewardFunctions(config.rewards, *limits, given, environment)
 
 
 def episodes(
