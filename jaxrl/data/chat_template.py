@@ -18,6 +18,7 @@ from functools import cache, lru_cache, wraps
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
@@ -50,7 +51,7 @@ def opened_thoughts(prompt: str) -> str:
     return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
 
 
-def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+def opening_of(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> str:
     """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included; "" without
     a tokenizer."""
     if tokenizer is None:
