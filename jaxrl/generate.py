@@ -52,7 +52,8 @@ def generate(
         max_new_tokens: most tokens of a completion, EOS included.
         temperature: divides the logits; 0 is greedy.
         top_p, top_k, min_p: truncation, off at 1, 0 and 0; see `SamplingParams`.
-        stop: strings that end a completion; its text is cut before, its tokens after them.
+        stop: strings that end a completion; its text is cut before, its tokens after them. One that
+            closes a tag of the text, such as `</answer>`, stays in it.
         eos_ids: tokens that end a completion; None for the model's own, () for none.
 
     Returns:

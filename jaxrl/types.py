@@ -165,8 +165,8 @@ class Completion(_Tokenized):
     truncation (top-k, top-p, min-p); 0 at tokens of an environment."""
     finish_reason: FinishReason
     text: str = ""
-    """Decoded, without EOS and without the stop string; of an episode, the assistant's last turn.
-    """
+    """Decoded (`data.tokenizer.decode_text`), without EOS, and without the stop string unless that
+    closes a tag; of an episode, the assistant's last turn, "" where it called tools."""
     turns: tuple[Turn, ...] = ()
     """The parts of an episode, in order; they have all tokens between them. Empty without an
     environment."""
@@ -177,6 +177,14 @@ class Completion(_Tokenized):
     """[n, L, k] int8 or int16: the experts that the sampler's tokens passed in each layer of a
     mixture, prompt first, n = len(prompt) + len(tokens) - 1: the last token is never read. None:
     not recorded (`policy.router_replay`)."""
+    opening: str = ""
+    """What opened thoughts just before `text`: at the end of the prompt, or of an environment's
+    answer. "" where nothing did."""
+
+    @property
+    def whole_text(self) -> str:
+        """Returns the text from where its thoughts were opened on: what verifiers read."""
+        return self.opening + self.text
 
     @property
     def sampled(self) -> np.ndarray:

@@ -341,7 +341,7 @@ def free_gb(path: Path) -> float:
     return shutil.disk_usage(path).free / 1e9
 
 
-WORDS, COUNTS = ("text", "finish_reason", "failure"), ("decode_steps", "sent_back")
+WORDS, COUNTS = ("text", "opening", "finish_reason", "failure"), ("decode_steps", "sent_back")
 """Fields of completions and of a batch that are words and numbers in its file, and (`NUMBERS`)
 those of each token, in one array of all completions."""
 NUMBERS = {"tokens": np.int32, "logprobs": np.float32, "sampler_logprobs": np.float32}
@@ -417,7 +417,7 @@ def load_rollout(path: Path, prompts: Sequence[Prompt], packing: Mapping[str, in
             tuple(tokens.tolist()),
             *logprobs,
             **dict(
-                zip(WORDS, of, strict=True),
+                {name: word for name, word in zip(WORDS, of, strict=True) if word is not None},
                 turns=tuple(Turn(**turn) for turn in turns or ()),
                 experts=experts,
             ),

@@ -154,7 +154,8 @@ class SamplingConfig(Section):
     """Sample only tokens that are at least this fraction as probable as the most probable one; 0:
     from all."""
     stop: Words = ()
-    """Strings that end a completion, besides the model's end-of-sequence tokens."""
+    """Strings that end a completion, besides the model's end-of-sequence tokens. Its text has none
+    of them, except one that closes a tag of the text, as in `<answer>4</answer>`."""
 
     @property
     def truncated(self) -> bool:

@@ -18,6 +18,7 @@ from functools import cache, lru_cache, wraps
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateRuntimeError
 
 from jaxrl.data.example import Message
@@ -31,7 +32,12 @@ THOUGHTS = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
 }
-"""What opens thoughts -> what closes them. gpt-oss has messages of their own for them."""
+"""What opens thoughts -> what closes them. gpt-oss has CHANNELS for them."""
+CHANNELS = (
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+"""What messages of thoughts and, after them, of the answer begin with in gpt-oss."""
 OPENS = re.compile("|".join(map(re.escape, THOUGHTS)))
 CLOSES = re.compile("|".join(map(re.escape, THOUGHTS.values())))
 _OPENING_TOKENS = 32
@@ -45,9 +51,12 @@ def opened_thoughts(prompt: str) -> str:
     return "" if opens is None or prompt[opens.end() :].strip() else prompt[opens.start() :]
 
 
-def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included."""
-    end = list(tokens[-_OPENING_TOKENS:])
+def opening_of(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> str:
+    """Returns `opened_thoughts` of the text of a prompt's tokens, special ones included; "" without
+    a tokenizer."""
+    if tokenizer is None:
+        return ""
+    end = list(map(int, tokens[-_OPENING_TOKENS:]))
     return opened_thoughts(tokenizer.decode(end, skip_special_tokens=False))
 
 

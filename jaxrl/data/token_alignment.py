@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.data.batch import DATA, pack, right_padded, width_of
 from jaxrl.data.chat_template import between_openings, opening_of
-from jaxrl.data.tokenizer import Tokenizer, adds_space, decode, encode_after
+from jaxrl.data.tokenizer import Tokenizer, adds_space, decode_text, encode_after
 from jaxrl.errors import UserError
 from jaxrl.losses.token_spans import Outcomes
 from jaxrl.types import Aligned, Completion, Prompt, Rollout, TokenAlignment
@@ -331,7 +331,8 @@ class TeacherSamples:
             unknown = np.zeros(len(kept), np.float32)
             whole = lost is None and len(kept) == len(tokens)
             reason = sample.finish_reason if whole else "length"
-            found.append(Completion(kept, unknown, unknown, reason, decode(self._student, kept)))
+            text = decode_text(self._student, kept)
+            found.append(Completion(kept, unknown, unknown, reason, text, opening=ours))
         return found
 
 

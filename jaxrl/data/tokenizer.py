@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import chat_template
-from jaxrl.data.chat_template import has_template, render, without_end
+from jaxrl.data.chat_template import CHANNELS, THOUGHTS, has_template, render, without_end
 from jaxrl.data.example import Message
 from jaxrl.errors import UserError, short
 from jaxrl.formats import hf
@@ -29,7 +29,6 @@ PromptLike = str | Sequence[int] | Sequence[Message]
 _BORDERS = ("\n", "0", "|", "x")
 """Texts that a text is tokenised behind where its first token must not begin with a space that is
 not there."""
-NO_TOKENIZER = "{} cannot be read: the model folder has no tokenizer; give token ids"
 _MOST_GROWTH = 1024
 _SHOWN = 5
 """Differing ids that an error names; the others are counted."""
@@ -251,11 +250,28 @@ def with_opening(tokenizer: Tokenizer, tokens: Sequence[int], opening: str) -> t
     return (*tokens[:at], *encode_after(tokenizer, end.removesuffix(own) + opening))
 
 
-def decode(tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
-    """Decodes tokens to text, leaving out special ones."""
+def decode_text(
+    tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray, special: bool = False
+) -> str:
+    """Decodes tokens to text; "" without a tokenizer.
+
+    Args:
+        special: with all special tokens; else with those alone that tags of thoughts consist of,
+            which other families have as text.
+    """
     if tokenizer is None:
-        raise UserError(NO_TOKENIZER.format("tokens"))
-    return tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return ""
+    left_out = frozenset[int]() if special else _left_out(tokenizer)
+    kept = [token for token in map(int, tokens) if token not in left_out]
+    return tokenizer.decode(kept, skip_special_tokens=False)
+
+
+@lru_cache(8)
+def _left_out(tokenizer: Tokenizer) -> frozenset[int]:
+    tags = [*THOUGHTS, *THOUGHTS.values(), *CHANNELS]
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = (i for i, one in added if one.special and not any(one.content in tag for tag in tags))
+    return frozenset(hidden)
 
 
 def as_messages(prompt: PromptLike) -> Sequence[Message] | None:
@@ -444,7 +460,7 @@ def encode_text(tokenizer: Tokenizer | None, text: str, eos: bool = True) -> tup
         eos: False leaves out an EOS that the tokenizer adds: the text goes on.
     """
     if tokenizer is None:
-        raise UserError(NO_TOKENIZER.format("text"))
+        raise UserError("text cannot be read: the model folder has no tokenizer; give token ids")
     with _panics("cannot split", text):
         tokens = tuple(tokenizer(text)["input_ids"])
     bos = tokenizer.bos_token_id

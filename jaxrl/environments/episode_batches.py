@@ -18,7 +18,7 @@ from types import MappingProxyType
 from jaxrl.checkpoint import store
 from jaxrl.config.paths import without_folders
 from jaxrl.config.schema import Config
-from jaxrl.data.chat_template import has_template, opening_of
+from jaxrl.data.chat_template import has_template
 from jaxrl.data.example import JsonObject, Message, Split
 from jaxrl.data.tokenizer import (
     Tokenizer,
@@ -136,7 +136,6 @@ class Episodes:
         if facts.resets:
             batch.reset()
         begun = [self._encoded(p, batch.firsts.get(i), facts) for i, p in enumerate(prompts)]
-        batch.openings = [opening_of(self.tokenizer, prompt.tokens) for prompt in begun]
         if facts.tools and not self._looked:
             self._looked = True
             chat, own = chat_of(begun[0]), tools_of(begun[0])
@@ -192,7 +191,6 @@ class _Episode:
     session: Session
     chain: str  # digest of the environment and of all turns so far
     turn: int = 0  # turns of the model that were answered
-    opening: str = ""  # of the thoughts with which the model's next turn begins
     replaying: bool = True  # whether the records may still have its next answer
 
 
@@ -235,8 +233,6 @@ class EpisodeBatch:
         (self._number, self._attempt), self._journal = name, journal
         self.firsts: dict[int, Prompted] = {}  # what `reset` returned, by the prompt's index
         self._recorded: set[int] = set()  # the prompts for which an earlier process recorded that
-        self.openings: Sequence[str] = [""] * len(prompts)
-        """What opens the model's thoughts at the end of the prompts."""
         self._failures: dict[tuple[int, int], Failure] = {}
         self._chat = [chat_of(prompt) is not None for prompt in prompts]
         self._episodes: dict[tuple[int, int], _Episode] = {}
@@ -289,7 +285,6 @@ class EpisodeBatch:
         episode.session.first = self.firsts.get(prompt)
         episode.session.strict &= prompt not in self._recorded
         turn, episode.turn = episode.turn, episode.turn + 1
-        text = (episode.opening if turn else self.openings[prompt]) + text
         episode.chain = _digest(episode.chain, text)
         result = await self._observe(episode, turn, text)
         if isinstance(result, Failure):
@@ -297,19 +292,18 @@ class EpisodeBatch:
         said = "\n".join(message["content"] for message in result.messages)
         if result.done:
             return Reply(text=said, reward=result.reward)
-        chat = self._chat[prompt]
+        chat, called = self._chat[prompt], any(one["role"] == "tool" for one in result.messages)
         try:
             tokens = self._all.turns.after(result.messages, eos=eos, chat=chat)
         except UserError as error:
             raise UserError(f"{KEY}: {self._all.source.text} answers with {error}") from error
-        episode.opening = opening_of(self._all.tokenizer, tokens)
         last = episode.turn == self._all.environment.max_turns
         if last or length + len(tokens) >= self._most:
-            return Reply(text=said, reward=result.reward, cut=True)
+            return Reply(text=said, reward=result.reward, cut=True, called=called)
         if not tokens:
             text = f"{self._all.source.text}: its answer has no tokens"
             return self._failed(episode, Failure("exception", text))
-        return Reply(tokens, said, result.reward)
+        return Reply(tokens, said, result.reward, called=called)
 
     async def _observe(self, episode: _Episode, turn: int, text: str) -> Observation | Failure:
         """Returns the recorded answer, or else that of the environment, which is then recorded."""

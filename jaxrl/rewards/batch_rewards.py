@@ -64,20 +64,18 @@ class RewardFunctions:
         startup: float,
         given: Mapping[str, bytes] | None = None,
         environment: EnvironmentConfig | None = None,
-        opening: str = "",
     ):
         """
         Args:
             startup: seconds for a process to import what it needs (`deadlines.startup`).
             given: functions from Python, pickled, by their entries in `reward.functions`.
             environment: what the completions are episodes of; None: of nothing.
-            opening: as of `verifiers.verifier`.
 
         Raises:
             UserError: a function that cannot be found; `check` finds out whether it can be loaded.
         """
         self.config, self.max_new_tokens = config, max_new_tokens
-        self.environment, self.opening = environment, opening
+        self.environment = environment
         self.sources = tuple(find(text, given or {}) for text in config.functions)
         self.names = names_of(self.sources)
         self._weights = dict(zip(self.names, config.weights_of_functions, strict=True))
@@ -138,7 +136,7 @@ class RewardFunctions:
             )
         # Each verifier judges an empty completion for each prompt, before hours of sampling.
         empty = Completion((), np.zeros(0), np.zeros(0), "stop")
-        items = [_item(prompt, empty, self.opening) for prompt in prompts]
+        items = [_item(prompt, empty) for prompt in prompts]
         for i, source in enumerate(self.sources):
             if source.option != "verifier":
                 continue
@@ -161,7 +159,7 @@ class RewardFunctions:
         """Starts every function on a rollout; returns at once."""
         prompts = rollout.prompts[: len(rollout.completions)]
         pairs = zip(prompts, rollout.completions, strict=True)
-        items = [_item(prompt, completion, self.opening) for prompt, completion in pairs]
+        items = [_item(prompt, completion) for prompt, completion in pairs]
         limit = self.config.max_failures * len(items)
         return [self.pool.judge(i, items, limit) for i in range(len(self.sources))]
 
@@ -271,11 +269,12 @@ def episode_rewards(completions: Sequence[Completion], discount: float) -> np.nd
     return np.where([c.failure is not None for c in completions], np.nan, sums)
 
 
-def _item(prompt: Prompt, completion: Completion, opening: str) -> Item:
+def _item(prompt: Prompt, completion: Completion) -> Item:
     run = {"finish_reason": completion.finish_reason, "n_tokens": len(completion.tokens)}
     turns = {"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}
     columns, chat = {**prompt.columns, **run, **turns}, prompt.conversational
-    return Item(prompt.text, completion.text, prompt.answer, columns, opening, chat)
+    said = completion.text, prompt.answer, columns, completion.opening
+    return Item(prompt.text, *said, chat)
 
 
 def _padded(values: Sequence[float | None] | np.ndarray, rows: int) -> np.ndarray:

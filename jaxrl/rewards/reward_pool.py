@@ -47,7 +47,7 @@ class Item:
     """The other columns of its row, and what the run adds: `messages`, `finish_reason`,
     `n_tokens`."""
     opening: str = ""
-    """What opened thoughts at the end of the prompt, so that the completion begins in them."""
+    """As of `types.Completion`."""
     conversational: bool = False
     """Whether functions get prompt and completion as messages (`Prompt.conversational`)."""
 

@@ -47,6 +47,9 @@ class Judged(Protocol):
 
 
 Verifier = Callable[[str, Judged], float | None]
+_CLOSES = re.compile(CLOSES.pattern + r"|<\|channel\|>final.*?<\|message\|>")
+_OPENS = re.compile(OPENS.pattern + r"|<\|channel\|>analysis")
+"""Also of gpt-oss (`chat_template.CHANNELS`)."""
 
 
 def after_thoughts(turn: str) -> str | None:
@@ -55,11 +58,11 @@ def after_thoughts(turn: str) -> str | None:
     None where the thoughts are not closed: there is no answer.
 
     Args:
-        turn: with what its prompt has opened (`chat_template.opened_thoughts`) in front.
+        turn: from where its thoughts were opened on (`types.Completion.whole_text`).
     """
-    closes = next(reversed(list(CLOSES.finditer(turn))), None)
+    closes = next(reversed(list(_CLOSES.finditer(turn))), None)
     answer = turn if closes is None else turn[closes.end() :]
-    return None if OPENS.search(answer) else answer.strip()
+    return None if _OPENS.search(answer) else answer.strip()
 
 
 def answer_of(prompt: Judged) -> str | None:
@@ -190,19 +193,13 @@ BUILT_IN = frozenset(VERIFIERS)
 """Those that come with jaxrl."""
 
 
-def verifier(name: str, opening: str = "") -> Verifier:
+def verifier(name: str) -> Verifier:
     """Returns one of VERIFIERS by its name. A completion that it does not judge within TIMEOUT_S is
-    wrong: it gives 0, or None where the prompt's answer cannot be read either.
-
-    Args:
-        opening: what the chat template opens thoughts with at the end of prompts, as `<think>`; a
-            completion that never closes them is no answer.
-    """
+    wrong: it gives 0, or None where the prompt's answer cannot be read either."""
     if name not in VERIFIERS:
         raise unknown("data.verifier", name, VERIFIERS)
 
     def judge(completion: str, prompt: Judged) -> float | None:
-        completion = opening + completion
         if not may_hang(name, prompt):
             return _checked(name, completion, prompt)
         item = Item("", completion, prompt.answer, prompt.columns)

@@ -96,14 +96,14 @@ def tokenizer_of_encoder(config: EncoderConfig, folder: Path) -> Tokenizer:
 class Grouper:
     """The role that embeds completions."""
 
-    def __init__(self, config: Config, mesh: Mesh, opening: str = ""):
-        """Loads the encoder of `grouper.model`. `opening` is what opens thoughts at the end of the
-        prompts; with `offload.frozen` the weights are on the host except during `score`."""
+    def __init__(self, config: Config, mesh: Mesh):
+        """Loads the encoder of `grouper.model`; with `offload.frozen` the weights are on the host
+        except during `score`."""
         path, dtype = config.grouper.model, config.grouper.compute_dtype
         assert path is not None
         with phase(f"loads {path}"):
             encoder = Encoder(path, mesh, dtype, config.grouper.batch_tokens)
-        self._encoder, self._opening = encoder, opening
+        self._encoder = encoder
         millions = bert.n_params(encoder.config) / 1e6
         self._notes: tuple[str, ...] = (
             f"grouper: {path} has {millions:.0f}M parameters, here in {dtype}",
@@ -117,9 +117,7 @@ class Grouper:
 
     def score(self, rollout: Rollout) -> Embedded:
         """Embeds the answer of each completion: the text after its last `</think>`."""
-        texts = tuple(
-            after_thoughts(self._opening + completion.text) for completion in rollout.completions
-        )
+        texts = tuple(after_thoughts(completion.whole_text) for completion in rollout.completions)
         with phase("embeds"):
             found = self._encoder.embed([text for text in texts if text is not None], detail)
         current().nearly_done()

@@ -320,7 +320,9 @@ class RewardModel:
         were too long and lost their beginning."""
         own = self._scorer.tokenizer
         sequences = [
-            render(own, before_last_turn(prompt, completion), completion.text, tools_of(prompt))
+            render(
+                own, before_last_turn(prompt, completion), completion.whole_text, tools_of(prompt)
+            )
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
         with phase("scores"):

@@ -19,7 +19,7 @@ from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
 from jaxrl.config.schema import CONFIG_FILE, Config
-from jaxrl.data.tokenizer import decode
+from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
 from jaxrl.models.kernels import GPU
@@ -297,7 +297,7 @@ def _attempt(run: Run) -> None:
             calls.call,
             calls.wait,
             tuple(prompt for held_out in job.held_out for prompt in held_out.prompts),
-            partial(decode, job.tokenizer),
+            partial(decode_text, job.tokenizer),
             job.stored_samples,
             evaluated=("teacher",) if job.evaluates_teacher else (),
         )

@@ -35,7 +35,6 @@ from jaxrl.config import yaml_text
 from jaxrl.config.builtin_configs import config_file
 from jaxrl.config.schema import Config, Overrides, read_keys
 from jaxrl.config.settings import EVALUATED, EVALUATED_MESH, PLACEMENT, SLOTS
-from jaxrl.data.chat_template import opening_of
 from jaxrl.data.source import Rows
 from jaxrl.data.stream import EvalSet
 from jaxrl.data.tokenizer import Tokenizer
@@ -89,7 +88,7 @@ def judged(
     """Judges each prompt's samples; returns their scores in the order of `groups`."""
     prompts = [prompt for held_out in sets for prompt in held_out.prompts]
     return [
-        [None if one.failure else judge(one.text, prompt) for one in group]
+        [None if one.failure else judge(one.whole_text, prompt) for one in group]
         for prompt, group in zip(prompts, groups, strict=True)
     ]
 
@@ -285,8 +284,7 @@ def prepare(
     source = source.for_length(longest_sequence(config))
     encode = encoder(config, tokenizer, ends, source.config.vocab_size)
     sets = held_out_sets(config, encode, objects.rows)
-    opening = opening_of(tokenizer, sets[0].prompts[0].tokens)
-    judge = verifier(config.data.verifier, opening)
+    judge = verifier(config.data.verifier)
     enable_compile_cache(config.compile_cache)
 
     placement = place(config.mesh, ("rollout",), {"rollout": config.rollout.devices})

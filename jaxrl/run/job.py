@@ -33,7 +33,7 @@ from jaxrl.data.tokenizer import (
     check_every_token,
     check_same_prompts,
     check_same_vocabulary,
-    decode,
+    decode_text,
     same_prompts,
 )
 from jaxrl.environments import environment_process as environments
@@ -456,8 +456,6 @@ class Setup:
     pad_id: int
     teacher_samples: bool
     """The teacher generates, for the student to learn from or for its own accuracy."""
-    opening: str
-    """What the chat template opens thoughts with at the end of prompts; "" where it does not."""
     outcomes: Outcomes | None = None
     """With a teacher that has its own tokenizer; numpy arrays."""
     aligner: Aligner | bytes | None = None
@@ -519,7 +517,9 @@ class Job(Setup):
 
         def samples(prompts: Sequence[Prompt]) -> list[list[Completion]]:
             groups = cache.samples(prompts, self.config.group_size)
-            return [[replace(one, text=decode(tokenizer, one.tokens)) for one in g] for g in groups]
+            return [
+                [replace(one, text=decode_text(tokenizer, one.tokens)) for one in g] for g in groups
+            ]
 
         return samples
 
@@ -594,7 +594,6 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
     notes += teachers.check_data(tokenizer, prompts, train)
     evaluates, why = teachers.evaluates(held_out)
     notes += why
-    opening = opening_of(tokenizer, prompts[0].tokens)  # the first speaks for all
     return Job(
         config=config,
         student=student,
@@ -608,12 +607,11 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
         evaluates_teacher=evaluates,
         outcomes=None if teachers.aligner is None else teachers.aligner.outcomes,
         aligner=teachers.aligner,
-        opening=opening,
         given=given.code,
         train=train,
         long_completions=long_completions,
         held_out=held_out,
-        judge=verifier(config.data.verifier, opening),
+        judge=verifier(config.data.verifier),
         notes=tuple(filter(None, notes)),
         cache=teachers.cache,
     )
@@ -703,13 +701,11 @@ def _untokenized(example: Example) -> Prompt:
     return Prompt(0, (), text, answer=example.answer, columns=columns, conversational=chat)
 
 
-def reward_functions(
-    config: Config, given: Mapping[str, bytes], opening: str = ""
-) -> RewardFunctions:
+def reward_functions(config: Config, given: Mapping[str, bytes]) -> RewardFunctions:
     """Starts the processes of the reward functions."""
     environment = config.environment if config.environment.name else None
     limits = config.max_new_tokens, config.deadlines.startup
-    return RewardFunctions(config.rewards, *limits, given, environment, opening)
+    return RewardFunctions(config.rewards, *limits, given, environment)
 
 
 def episodes(

@@ -372,11 +372,11 @@ def make_reward(setup: Setup, meshes: Mapping[str, Mesh]) -> RewardRole:
     if config.reward.model is not None:
         longest = config.max_prompt_tokens + config.max_new_tokens + TEMPLATE_TOKENS
         model = RewardModel(config, open_reward(config.reward.model), meshes["reward"], longest)
-    return Reward(reward_functions(config, setup.given, setup.opening), model)
+    return Reward(reward_functions(config, setup.given), model)
 
 
 def make_grouper(setup: Setup, meshes: Mapping[str, Mesh]) -> GrouperRole:
-    return Grouper(setup.config, meshes["grouper"], setup.opening)
+    return Grouper(setup.config, meshes["grouper"])
 
 
 MAKERS: dict[str, Callable[[Setup, Mapping[str, Mesh]], object]] = {

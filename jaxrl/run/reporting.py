@@ -197,6 +197,7 @@ class Reporter:
                 for values in (rewards, agreement)
             )
             prompt, completion = rollout.prompts[i], rollout.completions[i]
+            judges = split == "train" and completion.failure is None
             samples.append(
                 Sample.of(
                     prompt,
@@ -204,7 +205,7 @@ class Reporter:
                     step=step,
                     split=split,
                     policy_version=rollout.policy_version,
-                    score=self.job.judge(completion.text, prompt) if split == "train" else None,
+                    score=self.job.judge(completion.whole_text, prompt) if judges else None,
                     reward=reward,
                     agreement=agreed,
                 )

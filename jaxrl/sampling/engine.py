@@ -31,6 +31,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.data.chat_template import opening_of
+from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.errors import UserError
 from jaxrl.models.batching import bucket, round_up
 from jaxrl.models.config import DecoderConfig
@@ -44,10 +46,8 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.partial_completion import (
     PartialCompletion,
     Partner,
-    TextTokenizer,
-    before_stop,
-    decode_text,
     find_stop,
+    until_stop,
 )
 from jaxrl.sampling.sampler import SamplingArrays, SamplingParams, sampling_arrays
 from jaxrl.sampling.slots import PagePool, PromptRows, Slots, pages_of, pool_pages
@@ -129,7 +129,7 @@ class Engine:
         launch_tokens: int = 32,
         episodes: bool = False,
         cache_tokens: int | None = None,
-        tokenizer: TextTokenizer = None,
+        tokenizer: Tokenizer | None = None,
         ledger: Ledger | None = None,
     ):
         """Fixes the shapes. `generate` allocates all device memory and frees it at its end.
@@ -629,7 +629,8 @@ class _Generation:
                 words = decode_text(tokenizer, turn)
             else:
                 continue
-            sample.text = words
+            read = sample.tokens[:start] if start else self.prompts[sample.prompt]
+            sample.text, sample.opening = words, opening_of(tokenizer, read)
             if self.partner is not None:
                 kept = sample.tokens[start : None if eos is None else -1]
                 sample.turns.append(Turn("assistant", len(sample.tokens) - start, words))
@@ -641,9 +642,11 @@ class _Generation:
                 row = self.slots.table[sample.slot]
                 row[decode.LIMIT] = row[decode.COUNT]
                 # With special tokens: marks of calls and thoughts may be some.
-                written = before_stop(decode_text(tokenizer, kept, special=True), stop)
+                written = until_stop(decode_text(tokenizer, kept, special=True), stop)
                 ids, length = (sample.prompt, sample.sample_id), len(sample.tokens)
-                sample.reply = self.partner.answer(*ids, written, eos=eos, length=length)
+                sample.reply = self.partner.answer(
+                    *ids, sample.opening + written, eos=eos, length=length
+                )
             elif stopped is not None:
                 sample.finish_reason = "stop"
                 self._free(sample)

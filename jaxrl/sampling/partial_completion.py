@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer, decode_text
 from jaxrl.types import Completion, FinishReason, TokenIds, Turn
-
-TextTokenizer = Any
-"""A tokenizer, of which `decode` is called; None: completions have no text."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Reply:
     """Of the turn that is answered."""
     cut: bool = False
     """The episode ends because it may have no further turn, not because it is over."""
+    called: bool = False
+    """The turn called tools, which makes it no answer to the prompt."""
     failure: str | None = None
     """Why there is no answer, as in `types.Completion`: the episode ends without a reward."""
 
@@ -45,7 +45,8 @@ class Partner(Protocol):
 
         Args:
             prompt: index in the batch.
-            text: of the turn, with special tokens, without EOS and stop string.
+            text: of the turn, from where its thoughts were opened on, with special tokens; else as
+                `types.Completion.text`.
             eos: its last token, where that is an EOS; None where a stop string ended it.
             length: tokens of the episode so far, this turn included.
         """
@@ -72,6 +73,8 @@ class PartialCompletion:
     joined only when they are read: each launch adds to all samples."""
     finish_reason: FinishReason | None = None
     text: str = ""
+    opening: str = ""
+    """As of `types.Completion`."""
     slot: int | None = None
     """The slot that holds its keys and values; None before and after that."""
     turns: list[Turn] = field(default_factory=list)
@@ -114,6 +117,8 @@ class PartialCompletion:
         self.reply = None
         self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
         self.failure = reply.failure
+        if reply.called:
+            self.text = ""
         if reply.failure is not None or not reply.tokens:
             self.finish_reason = "length" if reply.cut else "stop"
         elif len(self.tokens) + len(reply.tokens) >= self.limit:
@@ -142,24 +147,15 @@ class PartialCompletion:
             sampler_logprobs=np.ascontiguousarray(logprobs[:, 1]),
             finish_reason=self.finish_reason,
             text=self.text,
+            opening=self.opening,
             experts=experts,
             turns=tuple(self.turns),
             failure=self.failure,
         )
 
 
-def decode_text(
-    tokenizer: TextTokenizer, tokens: Sequence[int] | np.ndarray, special: bool = False
-) -> str:
-    """Returns the text of tokens, special ones left out unless asked for; empty without a
-    tokenizer."""
-    if tokenizer is None:
-        return ""
-    return tokenizer.decode(list(map(int, tokens)), skip_special_tokens=not special)
-
-
 def find_stop(
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer | None,
     tokens: Sequence[int] | np.ndarray,
     before: int,
     stop: Sequence[str],
@@ -174,7 +170,7 @@ def find_stop(
 
     Returns:
         How many tokens the completion keeps, the last of which completes the stop string, and its
-        text before the stop string; None where there is none.
+        text (`until_stop`); None where there is none.
     """
     if not stop:
         return None
@@ -192,10 +188,15 @@ def find_stop(
     if not holds(len(tokens)):
         return None
     end = next(end for end in range(before + 1, len(tokens) + 1) if holds(end))
-    return end, before_stop(decode_text(tokenizer, tokens[:end]), stop)
+    return end, until_stop(decode_text(tokenizer, tokens[:end]), stop)
 
 
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Returns the text before the first stop string; all of it where it has none."""
-    starts = [start for start in (text.find(s) for s in stop) if start >= 0]
-    return text[: min(starts, default=None)]
+def until_stop(text: str, stop: Sequence[str]) -> str:
+    """Returns the text before the first stop string, with that where it closes a tag (`</answer>`
+    after `<answer>`); all of it where it has none."""
+    found = min(((text.find(s), s) for s in stop if s in text), default=None)
+    if found is None:
+        return text
+    start, end = found
+    tag = end.startswith("</") and end.endswith(">") and f"<{end[2:]}" in text[:start]
+    return text[: start + len(end) * tag]

@@ -35,7 +35,8 @@ def episode(*rewards: float | None, failure: str | None = None) -> Completion:
     turns.pop()
     n = sum(turn.tokens for turn in turns)
     values = RNG.normal(size=n).astype(np.float32)
-    return Completion(tuple(range(1, n + 1)), values, values, "stop", "last", tuple(turns), failure)
+    tokens, words = tuple(range(1, n + 1)), ("stop", "last", tuple(turns), failure)
+    return Completion(tokens, values, values, *words, opening=f"<think>{n}")
 
 
 EPISODES = [
@@ -65,6 +66,7 @@ def test_episodes_are_kept_with_a_checkpoint(tmp_path: Path) -> None:
     loaded = load_rollout(tmp_path / "batch.npz", PROMPTS, PACKING)
     for a, b in zip(loaded.completions, rollout().completions, strict=True):
         assert (a.tokens, a.turns, a.failure) == (b.tokens, b.turns, b.failure)
+        assert a.opening == b.opening
     np.testing.assert_array_equal(loaded.sequences.loss_mask, rollout().sequences.loss_mask)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from jaxrl.config import Config
+from jaxrl.data.chat_template import opening_of
 from jaxrl.data.example import Example
 from jaxrl.data.prompt_encoder import PromptEncoder
 from jaxrl.environments.episode_batches import Episodes, row_of
@@ -130,16 +131,24 @@ def test_a_turn_begins_in_the_thoughts_that_the_prompt_opens() -> None:
     """The turn may never close them; what it calls there is not called."""
     opens = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     assert opens != CHATML
-    with made("Tools", tokenizer=tiny_tokenizer(opens)) as episodes:
-        _, partner = episodes.begin(prompts("x"), n=3, step=0)
-        assert reply(partner, (0, 0), "I might say\nadd(40)").tokens == ()
-        assert reply(partner, (0, 1), "hm</think>add(40)").text == "41"
-        assert reply(partner, (0, 1), "or\nadd(50)").tokens == (), "its second turn too"
-        assert reply(partner, (0, 2), "<tool_call>{}</tool_call></think>no").tokens == ()
-    with made("Echo", tokenizer=tiny_tokenizer(opens)) as episodes:
-        given = prompts("x", tokenizer=tiny_tokenizer(opens))
-        _, partner = episodes.begin(given, n=1, step=0)
-        assert reply(partner, (0, 0), "a</think>b").text == "<think>\na</think>b"
+    tokenizer = tiny_tokenizer(opens)
+    with made("Tools", tokenizer=tokenizer) as episodes:
+        (begun,), partner = episodes.begin(prompts("x", tokenizer=tokenizer), n=3, step=0)
+        inside = opening_of(tokenizer, begun.tokens)
+        assert inside == "<think>\n"
+        assert reply(partner, (0, 0), inside + "I might say\nadd(40)").tokens == ()
+        called = reply(partner, (0, 1), inside + "hm</think>add(40)")
+        assert called.text == "41" and opening_of(tokenizer, called.tokens) == inside
+        assert reply(partner, (0, 1), inside + "or\nadd(50)").tokens == (), "its second turn too"
+        assert reply(partner, (0, 2), inside + "<tool_call>{}</tool_call></think>no").tokens == ()
+
+
+def test_a_turn_that_tools_answer_called_them() -> None:
+    with made("Tools", max_turns=2) as episodes:
+        _, partner = episodes.begin(prompts("x"), n=2, step=0)
+        first, last = (reply(partner, (0, 0), "add(40)") for _ in range(2))
+        assert first.called and first.tokens and last.called and last.cut
+        assert not reply(partner, (0, 1), "It is 41.").called
 
 
 def test_a_row_has_its_columns() -> None:

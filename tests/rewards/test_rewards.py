@@ -60,11 +60,12 @@ def test_the_reward_of_the_quickstart_is_more_the_nearer_the_result() -> None:
 
 def test_verifiers_know_that_prompts_end_in_thoughts() -> None:
     made = config(functions=("number",))
-    with closing(
-        RewardFunctions(made, max_new_tokens=8, startup=60, opening="<think>\n")
-    ) as functions:
-        report = scored(functions, rollout((0, "so 5", 2, {}), (0, "so</think>5", 2, {})))
-    np.testing.assert_array_equal(report.per_reward["number"], [0, 1, NAN])
+    batch = rollout((0, "so 5", 2, {}), (0, "so</think>5", 2, {}), (1, "so 5", 2, {}))
+    thinks = [replace(one, opening="<think>\n") for one in batch.completions[:2]]
+    batch = replace(batch, completions=(*thinks, batch.completions[2]))
+    with closing(RewardFunctions(made, max_new_tokens=8, startup=60)) as functions:
+        report = scored(functions, batch)
+    np.testing.assert_array_equal(report.per_reward["number"], [0, 1, 1, NAN])
 
 
 def scored(functions: RewardFunctions, batch: Rollout, *model_scores: Any) -> RewardReport:

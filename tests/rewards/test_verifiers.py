@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
+import numpy as np
 import pytest
+from tiny_tokenizer import tiny_tokenizer
 
+from jaxrl.data.chat_template import CHANNELS, THOUGHTS
 from jaxrl.data.example import Example
 from jaxrl.data.source import open_source
+from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import UserError
-from jaxrl.rewards.answers import Number, last_boxed, last_number, whole_number
-from jaxrl.rewards.functions import find
+from jaxrl.rewards.answers import Number, last_boxed, last_number, marked, whole_number
+from jaxrl.rewards.functions import FORMAT, find
 from jaxrl.rewards.reward_pool import Item, ItemSource, RewardPool
 from jaxrl.rewards.verifiers import VERIFIERS, verifier
+from jaxrl.sampling.partial_completion import until_stop
+from jaxrl.types import Completion
 
 
 def score(name: str, completion: str, answer: str | None, **columns) -> float | None:
@@ -179,10 +186,44 @@ def test_a_completion_that_begins_in_thoughts_answers_behind_them(name):
         pytest.importorskip("math_verify")
     answer = Example("p", answer="42")
     right = r"\boxed{42}" if name == "boxed" else "42"
-    inside = verifier(name, opening="<think>\n")
-    assert inside(right, answer) == 0 and verifier(name)(right, answer) == 1
-    assert inside(rf"so \boxed{{42}}, or 41?</think>{right}", answer) == 1
-    assert inside(r"so 42, \boxed{42}</think>41 \boxed{41}", answer) == 0
+    judge, nothing = verifier(name), np.zeros(0)
+
+    def inside(text):
+        completion = Completion((), nothing, nothing, "stop", text, opening="<think>\n")
+        return judge(completion.whole_text, answer)
+
+    assert inside(right) == 0 and judge(right, answer) == 1
+    assert inside(rf"so \boxed{{42}}, or 41?</think>{right}") == 1
+    assert inside(r"so 42, \boxed{42}</think>41 \boxed{41}") == 0
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("opens", "closes"),
+    [
+        *THOUGHTS.items(),
+        CHANNELS,
+        ("<|channel|>analysis<|message|>", "<|channel|>final <|constrain|>json<|message|>"),
+    ],
+)
+def test_thoughts_are_cut_where_their_tags_are_special_tokens_too(opens, closes, special):
+    """All other special tokens are left out."""
+    tags = re.findall(r"<\|?/?[a-z:_]+\|?>|\[.+\]|<\|[A-Z_]+\|>", opens + closes)
+    tokenizer = tiny_tokenizer(extra=tuple(tags) if special else ())
+    judge, answer = verifier("exact"), Example("p", answer="41")
+    for text, score in (
+        (f"{opens}Is it 42?{closes}<|im_start|>41", 1),
+        (f"{closes}41", 1),
+        (f"{opens}41", 0),
+        ("41<|im_start|>", 1),
+    ):
+        assert judge(decode_text(tokenizer, tokenizer(text)["input_ids"]), answer) == score, text
+
+
+def test_the_closing_tag_that_a_stop_string_took_is_judged():
+    said = "<think>hm</think>\n<answer>x+1</answer>"
+    text = until_stop(f"{said} or so", ("</answer>",))
+    assert re.search(FORMAT, text) and marked(text) == "x+1"
 
 
 def test_a_completion_that_is_not_judged_in_time_is_wrong() -> None:

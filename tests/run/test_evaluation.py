@@ -1,5 +1,6 @@
 """Means and intervals of evaluations: by hand, by enumeration, by simulation."""
 
+from dataclasses import replace
 from itertools import combinations
 from math import comb, sqrt
 
@@ -188,6 +189,13 @@ def test_a_row_by_hand():
 def test_one_sample_has_no_pass_at_k():
     found = row("1", "0", "1", "1")
     assert found["eval/accuracy"] == 0.75 and not [name for name in found if "pass" in name]
+
+
+def test_each_completion_is_judged_with_what_opened_its_own_thoughts():
+    """A prompt, a turn and a teacher may open them where others do not."""
+    prompts = EvalSet(tuple(Prompt(i, (1,), "p", answer="7") for i in range(2)), 0)
+    groups = [[replace(sampled("7"), opening=one)] for one in ("<think>\n", "")]
+    assert judged([prompts], groups, verifier("exact")) == [[0.0], [1.0]]
 
 
 def test_what_cannot_be_judged_is_left_out_and_counted():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ MESHES = {"1": (1, 1, 1), "2x2x2": (2, 2, 2), "4x1x2": (4, 1, 2)}
 class Letters:
     """A tokenizer whose tokens are one or two letters: a stop string may end inside a token."""
 
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
     words = (
         [chr(97 + i) for i in range(26)] + [f"{chr(97 + i)}b" for i in range(26)] + list("#" * 9)
     )

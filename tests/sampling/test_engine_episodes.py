@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 import pytest
 from cases import and_slow
 from tiny_models import SAMPLED, random_params
+from tokenizers import AddedToken
 
 from jaxrl.errors import RunError
 from jaxrl.models import decoder
@@ -42,6 +43,8 @@ N, MOST_TURNS = 2, 4
 
 class Letters:
     """A tokenizer with a character for each token."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
         return "".join(chr(64 + token) for token in tokens)
@@ -251,23 +254,64 @@ def test_stop_strings_end_turns() -> None:
     assert_exact(CONFIG, completions)
 
 
-@pytest.mark.parametrize("stop", [(), ("M", "k", "c", "a", "[", "h")])
+@pytest.mark.parametrize("stop", [(), ("M", "k", "c", "a", "<", "h")])
 def test_an_environment_reads_special_tokens(
     stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Marks of tool calls and thoughts are some; other readers get the text without them."""
 
-    def decode(self: Letters, token_ids: Any, skip_special_tokens: bool = False) -> str:
-        words = [f"[{i}]" if i % 4 == 1 else plain(self, [i]) for i in token_ids]
-        return "".join(w for w in words if not (skip_special_tokens and w.startswith("[")))
+    def decode(self: Letters, token_ids: Any, **kwargs: Any) -> str:
+        return "".join(f"<{i}>" if i % 4 == 1 else plain(self, [i]) for i in token_ids)
 
     plain = Letters.decode
+    special = {i: AddedToken(f"<{i}>", special=True) for i in range(1, 61, 4)}
     monkeypatch.setattr(Letters, "decode", decode)
+    monkeypatch.setattr(Letters, "added_tokens_decoder", special)
     partner = Words()
     completions = play(partner, sampling=replace(SAMPLING, stop=stop))
-    assert any("[" in text for text, _, _ in partner.asked) != ("[" in stop)
+    assert any("<" in text for text, _, _ in partner.asked) != ("<" in stop)
     assert not any(word in text for text, _, _ in partner.asked for word in stop)
-    assert not any("[" in turn.text for c in completions for turn in c.turns)
+    assert not any("<" in turn.text for c in completions for turn in c.turns)
+
+
+def test_a_turn_begins_in_the_thoughts_that_are_opened_just_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the prompt or by the answer before it, here the first prompt and every other answer; the
+    environment reads that with the turn."""
+    decode = Letters.decode
+    monkeypatch.setattr(
+        Letters, "decode", lambda self, ids, **_: "<think>".join(decode(self, ids).split("B"))
+    )
+
+    def answer(prompt: int, sample: int, turn: int, text: str) -> tuple[int, ...]:
+        assert text.startswith("<think>") == (turn % 2 == 1 if turn else prompt == 0)
+        return *answer_to(prompt, sample, turn, text), 13 if turn % 2 else 2
+
+    opened = set()
+    for number, completion in enumerate(play(Words(answer=answer))):
+        turn = len(completion.turns) // 2
+        assert completion.opening == "<think>" * (turn % 2 == 1 if turn else number < N)
+        assert completion.whole_text == completion.opening + completion.turns[-1].text
+        opened.add((turn > 0, completion.opening))
+    assert {(True, ""), (True, "<think>")} <= opened
+
+
+def test_a_turn_that_calls_tools_is_no_answer() -> None:
+    """The text of an episode that is cut there is empty; of one that went on, its last turn."""
+
+    class Tools(Words):
+        def answer(self, *place: Any, **about: Any) -> Future[Reply]:
+            reply: Future[Reply] = Future()
+            reply.set_result(replace(super().answer(*place, **about).result(), called=True))
+            return reply
+
+    texts = {True: set[str](), False: set[str]()}
+    for completion in play(Tools()):
+        called = completion.turns[-1].reward is not None
+        texts[called].add(completion.text)
+        assert completion.text == ("" if called else completion.turns[-1].text)
+    assert texts[True] == {""} and any(texts[False])
 
 
 def test_turns_that_are_cut_end_their_episodes() -> None:

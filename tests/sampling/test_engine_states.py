@@ -8,7 +8,7 @@ import math
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -60,6 +60,8 @@ N, WIDTH = 2, 64
 
 class Letters:
     """A tokenizer with a character for each token."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, tokens: Any, **kwargs: Any) -> str:
         return "".join(chr(64 + token) for token in tokens)

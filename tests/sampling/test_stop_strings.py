@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from jaxrl.sampling.partial_completion import decode_text, find_stop
+from jaxrl.data.tokenizer import decode_text
+from jaxrl.sampling.partial_completion import find_stop, until_stop
 
 TOKENIZER = tiny_tokenizer()
 SPECIAL = 256
@@ -40,6 +41,19 @@ def test_the_cut_does_not_depend_on_the_launches(size: int, seed: int) -> None:
         tokens += [SPECIAL] * int(rng.integers(0, 8) * (rng.random() < 0.3))
     for stop in (("aé漢",), ("🙂🙂", "漢漢a"), ("éa", "<|endoftext|>a"), ("<|endoftext|>🙂",)):
         assert in_launches(tokens, size, stop) == by_brute_force(tokens, stop)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("<answer>4</answer>", "<answer>4</answer>"),
+        ("<answer>4</answer> or", "<answer>4</answer>"),
+        ("4</answer>", "4"),
+        ("<answer>4\nQ:</answer>", "<answer>4"),
+    ],
+)
+def test_a_stop_string_that_closes_a_tag_belongs_to_the_text(said: str, text: str) -> None:
+    assert until_stop(said, ("\nQ:", "</answer>")) == text
 
 
 def test_a_stop_string_may_end_inside_a_token() -> None:
