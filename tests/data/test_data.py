@@ -14,7 +14,7 @@ from jaxrl.data.rows import Keys
 from jaxrl.data.source import Source, is_missing, listed_rows, open_source
 from jaxrl.data.stream import PromptEncoder, PromptStream, eval_set
 from jaxrl.data.tasks import parse_options
-from jaxrl.data.tokenizer import decode, encode_completion, encode_prompt, load_tokenizer
+from jaxrl.data.tokenizer import decode_text, encode_completion, encode_prompt, load_tokenizer
 from jaxrl.errors import UserError
 
 TINY = tiny_tokenizer()
@@ -394,7 +394,7 @@ def test_bos_is_put_before_text_and_eos_is_not_put_after():
 def test_prompt_forms_and_refusals():
     messages = [{"role": "user", "content": "a"}]
     assert encode_prompt(None, [5, 6]) == (5, 6)
-    assert decode(TINY, encode_prompt(TINY, "ä 😀")) == "ä 😀"
+    assert decode_text(TINY, encode_prompt(TINY, "ä 😀")) == "ä 😀"
     for tokenizer, prompt, told in (
         (None, "a", "no tokenizer"),
         (PLAIN, messages, "chat template"),
