@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from jaxrl.models.packing import room_of, row_devices
 from jaxrl.models.parameters import Params, abstract_params, param_shardings, unstack
 from jaxrl.roles.actor import SENT
 from jaxrl.runtime.worker import detail, phase, stopping
-from jaxrl.sampling.engine import Engine, SamplingParams
+from jaxrl.sampling.engine import Aborted, Engine, SamplingParams
 from jaxrl.sharding.axes import ROWS
 from jaxrl.sharding.ledger import attribute, current
 from jaxrl.sharding.mesh import verify_arrays
@@ -240,15 +241,38 @@ class Sampler:
         if self.version >= 0 and weights.version <= self.version:
             raise RuntimeError(f"got version {weights.version} after version {self.version}")
         how = self._expected, self._shardings, SENT, "the role that samples"
-        self.params, taken = received(weights, *how, free=partial(setattr, self, "params", None))
-        if self._merge is not None:
-            with phase(f"merge version {weights.version}"):
-                given = (self._base, self.params)
-                with current().running(self._merge, *given):
-                    self.params = jax.block_until_ready(self._merge(*given))
+        arrived, taken = received(weights, *how, free=partial(setattr, self, "params", None))
+        with phase(f"take version {weights.version}"):
+            self._take(arrived)
         self.version = weights.version
         verify_arrays("rollout", self.params, self.mesh)
         return taken
+
+    def rehearse(self, prompts: Mapping[Split, Sequence[Prompt]]) -> None:
+        """Compiles what sampling these prompts calls up to the end of the first launch, by doing so
+        with weights of zeros, while another role reads the real ones. An environment is not asked
+        for its prompts, so that nothing is rehearsed of episodes."""
+        if self._episodes is not None or not prompts:
+            return
+        zeros = jax.tree.map(
+            lambda x, place: jnp.zeros(x.shape, x.dtype, device=place),
+            *(self._expected, self._shardings),
+        )
+        self._take(zeros)
+        for split, asked in prompts.items():
+            with suppress(Aborted):
+                self._sample(
+                    asked, split, abort=lambda: stopping() or self.engine.stats.launches > 0
+                )
+        self.params = None
+
+    def _take(self, params: Params) -> None:
+        """Takes the weights that it was sent, merged into the base where they are adapters."""
+        self.params = params
+        if self._merge is not None:
+            given = self._base, params
+            with current().running(self._merge, *given):
+                self.params = jax.block_until_ready(self._merge(*given))
 
     @property
     def _weights(self) -> Params:
@@ -298,7 +322,12 @@ class Sampler:
         return self._sample(prompts, "eval")[1]
 
     def _sample(
-        self, prompts: Sequence[Prompt], split: Split, step: int = 0, attempt: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        split: Split,
+        step: int = 0,
+        attempt: int = 0,
+        abort: Callable[[], bool] = stopping,
     ) -> tuple[Sequence[Prompt], list[list[Completion]]]:
         """Returns the prompts, as environments begin them, and the completions of each."""
         if self.params is None:
@@ -336,7 +365,7 @@ class Sampler:
                 ),
                 partner=partner,
                 turn_tokens=self.config.environment.turn_tokens,
-                abort=stopping,
+                abort=abort,
                 on_tokens=lambda tokens, done: detail(f"{done} completions, {tokens} tokens done"),
             )
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from jaxrl.algorithms.methods import holds_samples, needed_roles
+from jaxrl.algorithms.methods import holds_samples, method_of, needed_roles
 from jaxrl.algorithms.protocols import ActorRole, Sources
 from jaxrl.algorithms.schedule import SCHEDULES
 from jaxrl.checkpoint import store
@@ -19,6 +19,7 @@ from jaxrl.checkpoint.fingerprint import changes
 from jaxrl.checkpoint.model_source import FINAL, resolve_model
 from jaxrl.checkpoint.writer import CheckpointWriter, free_gb, load_rollout
 from jaxrl.config.schema import CONFIG_FILE, Config
+from jaxrl.data.example import Split
 from jaxrl.data.tokenizer import decode_text
 from jaxrl.errors import RunError, UserError
 from jaxrl.formats import hf, peft
@@ -70,7 +71,7 @@ from jaxrl.telemetry.metrics import (
 )
 from jaxrl.telemetry.timeline import TIMELINE_FILE, Timeline
 from jaxrl.telemetry.trackers import CLOSE_S, RunFacts, check_trackers, open_trackers
-from jaxrl.types import Row
+from jaxrl.types import Prompt, Row
 
 JUDGES = ("data.eval", "reward.", "grouper.")
 """Begin the names of what a run depends on that has no part in what a batch of completions is: it
@@ -218,7 +219,7 @@ def _attempt(run: Run) -> None:
     job, plan, config, folder = run.job, run.plan, run.job.config, run.folder
     notify, path = run.notify, folder.path
     restore = None if folder.checkpoint is None else folder.checkpoint.path
-    setup = job.for_workers(plan.axes, path, restore)
+    setup = job.for_workers(plan.axes, path, restore, first_prompts(job, folder.step))
     packing = setup.packing(plan.inputs.target)
     worker_group = start_roles(setup, plan, notify)
     with ExitStack() as stack:
@@ -296,7 +297,7 @@ def _attempt(run: Run) -> None:
             packing,
             calls.call,
             calls.wait,
-            tuple(prompt for held_out in job.held_out for prompt in held_out.prompts),
+            job.held_out_prompts,
             partial(decode_text, job.tokenizer),
             job.stored_samples,
             evaluated=("teacher",) if job.evaluates_teacher else (),
@@ -340,6 +341,17 @@ def _attempt(run: Run) -> None:
             notify("\n  ".join((f"{heading}:", *lines)))
         for line in _summary(run, reporter):
             notify(line)
+
+
+def first_prompts(job: Job, step: int) -> dict[Split, Sequence[Prompt]]:
+    """Returns the prompts that the rollout samples first in a run that begins at `step`."""
+    first: dict[Split, Sequence[Prompt]] = {}
+    if step == 0 and job.held_out:
+        first["eval"] = job.held_out_prompts
+    samples = method_of(job.config).samples_policy(job.config)
+    if samples and step < job.config.steps and holds_samples(job.config, step):
+        first["train"] = job.train.batch(step)
+    return first
 
 
 def _describe_policy(job: Job, folder: Path) -> None:

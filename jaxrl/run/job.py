@@ -467,6 +467,8 @@ class Setup:
     run_dir: Path = Path()
     restore: Path | None = None
     """The checkpoint that the actor resumes from."""
+    first_prompts: Mapping[Split, Sequence[Prompt]] = field(default_factory=dict)
+    """Those that the rollout samples first, in their order."""
 
     def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, in this process."""
@@ -523,13 +525,28 @@ class Job(Setup):
 
         return samples
 
+    @property
+    def held_out_prompts(self) -> tuple[Prompt, ...]:
+        """Returns the prompts of an evaluation, of one set after the other."""
+        return tuple(prompt for held_out in self.held_out for prompt in held_out.prompts)
+
     def for_workers(
-        self, axes: Mapping[str, Axes], run_dir: Path, restore: Path | None = None
+        self,
+        axes: Mapping[str, Axes],
+        run_dir: Path,
+        restore: Path | None = None,
+        first_prompts: Mapping[Split, Sequence[Prompt]] = MappingProxyType({}),
     ) -> Setup:
         """Returns what workers need of the job, once meshes and folder are known."""
         kept = {one.name: getattr(self, one.name) for one in fields(Setup)}
         multiple = math.lcm(*(sizes.rows for sizes in axes.values()))
-        return replace(Setup(**kept), row_multiple=multiple, run_dir=run_dir, restore=restore)
+        return replace(
+            Setup(**kept),
+            row_multiple=multiple,
+            run_dir=run_dir,
+            restore=restore,
+            first_prompts=dict(first_prompts),
+        )
 
     def data_notes(self) -> list[str]:
         """Says what a reader should know of the data: sizes, prompts that were left out or cut, and

@@ -252,7 +252,11 @@ def make_rollout_role(setup: Setup, meshes: Mapping[str, Mesh]) -> RolloutRole:
     base = _base(setup, mesh, rollout.compute_dtype, "stacked" if rollout.merge else "unstacked")
     if base:
         verify_arrays("rollout", base, mesh)
-    return _sampler(setup, setup.student, mesh, params=None, base=base)
+    sampler = _sampler(setup, setup.student, mesh, params=None, base=base)
+    others = [other for role, other in meshes.items() if role != "rollout"]
+    if not any(set(other.devices.flat) & set(mesh.devices.flat) for other in others):
+        sampler.rehearse(setup.first_prompts)  # these devices have nothing else to do yet
+    return sampler
 
 
 def make_teacher(setup: Setup, meshes: Mapping[str, Mesh]) -> TeacherRole:
