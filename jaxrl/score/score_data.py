@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
+from jaxrl.checkpoint.store import PARTIAL
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
@@ -334,7 +335,8 @@ def open_folder(folder: Path, manifest: ScoreManifest) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file: name a folder")
-    left = (LOCK, TEACHER, HEAD)  # by a command that was killed before it wrote the manifest
+    # By a command that was killed before it wrote the manifest.
+    left = LOCK, TEACHER, HEAD, *map(PARTIAL.format, (HEAD, MANIFEST))
     other = [path.name for path in folder.glob("*") if path.name not in left]
     if other:
         raise UserError(

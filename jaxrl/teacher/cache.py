@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
-from jaxrl.checkpoint.store import put_file
+from jaxrl.checkpoint.store import PARTIAL, put_file
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.errors import UserError, user_path
@@ -187,8 +187,8 @@ class ScoreWriter:
     a killed process left of a shard."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        for name in ("shard-*.safetensors", HEAD, MANIFEST):
-            for left in folder.glob(f".{name}.partial"):
+        for name in (SHARDS, HEAD, MANIFEST):
+            for left in folder.glob(PARTIAL.format(name)):
                 with suppress(IsADirectoryError):
                     left.unlink(missing_ok=True)
         there = shard_files(folder)

@@ -31,12 +31,14 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
 from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
+from jaxrl.run.job import longest_sequence
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
 from jaxrl.score.score_data import Scoring, score, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
+    HEAD,
     MANIFEST,
     CachedTeacher,
     ScoreCache,
@@ -437,6 +439,9 @@ def test_what_is_interrupted_or_killed_resumes_and_scores_no_row_twice(
     desk: Path, caches: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = ScoreCache(caches["hidden"]), tmp_path / "c"
+    out.mkdir()
+    for name in (HEAD, MANIFEST):  # one that was killed before it had either
+        (out / f".{name}.partial").write_bytes(b"half")
     asked: list[int] = []
     scores = Scoring.scored
 
@@ -665,3 +670,28 @@ def test_only_one_model_with_the_student_s_prompts_is_scored(key, error):
     teacher = [] if "teacher.prompt" not in key else ["--teacher", "builtin:teacher"]
     with pytest.raises(UserError, match=re.escape(error)):
         config_of(_parser().parse(["--out", "s", *teacher, *keys]))
+
+
+def test_a_config_that_a_run_accepts_is_scored_whatever_scores_do_not_depend_on(tmp_path):
+    run = {
+        "student": {"model": "builtin:student"},
+        "teacher": {"model": "builtin:teacher"},
+        "data": {"train": "arithmetic:size=64", "eval": "arithmetic:size=8"},
+        "distill": {"on_policy_fraction": 0.5},
+        "steps": 5,
+        "batch_size": 4,
+        "actor": {"minibatches": 8},
+        "profile": {"steps": "2:3"},
+        "environment": {"name": "calculator"},
+        "eval": {"max_new_tokens": 700},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(run))
+    accepted = Config.load(file)
+    words = ["--config", str(file), "--out", "s", "--samples", "2", "seed=3"]
+    config = config_of(_parser().parse(words))
+    assert (config.batch_size, config.group_size, config.seed, config.steps) == (4, 2, 3, 5)
+    assert longest_sequence(config, teacher=True) == longest_sequence(accepted, teacher=True)
+    assert config.data.train == accepted.data.train and config.data.eval is None
+    with pytest.raises(UserError, match="batch_sizes"):
+        config_of(_parser().parse([*words, "batch_sizes=3"]))
