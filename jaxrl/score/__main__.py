@@ -23,9 +23,9 @@ DTYPES = ("float32", "bfloat16", "int8")
 READ = (
     *("seed", "mesh", "algorithm", "steps", "batch_size", "group_size", "max_prompt_tokens"),
     *("max_new_tokens", "compile_cache", "student", "teacher", "teachers", "data", "sampling"),
-    *("distill", "rollout", "eval.max_new_tokens"),
+    *("distill", "rollout", "environment", "eval.max_new_tokens"),
 )
-"""Keys, and sections, that scores or the work on them depend on."""
+"""Keys, and sections, that scores, the work on them, or their use by a run depend on."""
 
 
 def main(argv: Sequence[str]) -> None:

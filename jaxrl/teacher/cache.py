@@ -125,7 +125,8 @@ def sampling_of(config: Config, end_ids: Sequence[int]) -> dict[str, JsonValue]:
         return {}
     keys = config.sampling.model_dump(mode="json")
     found: dict[str, JsonValue] = {f"sampling.{key}": value for key, value in keys.items()}
-    return found | {"max_new_tokens": config.max_new_tokens, "end tokens": sorted(end_ids)}
+    found["max_new_tokens"], found["end tokens"] = config.max_new_tokens, [*sorted(end_ids)]
+    return found
 
 
 def key_of(prompt: Sequence[int], completion: Sequence[int] = ()) -> bytes:
@@ -523,9 +524,9 @@ def check_cache(
             f"{name} has {manifest.samples} samples of each prompt, fewer than group_size="
             f"{config.group_size}: lower it, or score again with --samples {config.group_size}"
         )
-    asked, noted = sampling_of(config, end_ids), manifest.sampling
-    pairs = {key: (noted[key], ours) for key, ours in asked.items() if key in noted}
-    if "max_new_tokens" not in noted and asked and cache.longest_row > config.max_new_tokens:
+    sampling, noted = sampling_of(config, end_ids), manifest.sampling
+    pairs = {key: (noted[key], ours) for key, ours in sampling.items() if key in noted}
+    if "max_new_tokens" not in noted and sampling and cache.longest_row > config.max_new_tokens:
         pairs["max_new_tokens"] = cache.longest_row, config.max_new_tokens
     if manifest.longest and not cache.config.same_for_length(manifest.longest, longest):
         pairs["longest sequence"] = manifest.longest, longest
@@ -553,7 +554,7 @@ def check_cache(
     signal = manifest.options.signal
     kind = f"{signal} in {manifest.stored}" if signal == "hidden" else signal
     note = f"{name}: {kind}, of {manifest.model}; {len(cache)} rows"
-    unknown = [key for key in asked if key not in noted]
+    unknown = [key for key in sampling if key not in noted]
     if manifest.longest is None and cache.config.depends_on_length:
         unknown.append("longest sequence")
     if unknown:

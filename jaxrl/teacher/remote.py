@@ -73,7 +73,8 @@ LEAST_LOGPROB = -1e4
 TAIL_FLOOR = float(np.log(2.0**-24))
 """Least log-prob of the tail, -16.6 nats: the k log-probs arrive in float32, so what they leave
 over is not known better than that."""
-Answer, Given = TypeVar("Answer"), TypeVar("Given")
+Answer = TypeVar("Answer")
+Given = TypeVar("Given")
 Said = tuple[float, tuple[tuple[int, float], ...], str | None]
 """Of one token of a prompt: its log-prob, nats; (id, log-prob) of the most probable tokens, those
 first; its text, where the server gives it."""
@@ -219,7 +220,7 @@ class Endpoint:
 
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
-    ) -> tuple[int, bytes, Mapping[str, str]]:
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
         """Returns status, body and headers of one answer; raises an OSError at `end`, a moment on
         the clock of `awake`, or earlier where the process was frozen."""
         url = urlsplit(self.url)
@@ -326,11 +327,11 @@ class TeacherClient:
             jax.tree.map(lambda x, i=i: x[i : i + size], (sequences, ids))
             for i in range(0, b, size)
         )
-        signals = [self._score(options, *part, end) for part in parts]
+        signals = [self._score(options, end, *part) for part in parts]
         return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *signals)
 
     def _score(
-        self, options: Options, sequences: Sequences, ids: np.ndarray | None, end: float
+        self, options: Options, end: float, sequences: Sequences, ids: np.ndarray | None
     ) -> TeacherSignal:
         mask = np.asarray(sequences.loss_mask)
         shapes = options.tensors(self.info.dtype, self.info.d_model)

@@ -741,7 +741,7 @@ def test_a_config_that_a_run_accepts_is_scored_whatever_scores_do_not_depend_on(
         "batch_size": 4,
         "actor": {"minibatches": 8},
         "profile": {"steps": "2:3"},
-        "environment": {"name": "calculator"},
+        "schedule": "one_step_off",
         "eval": {"max_new_tokens": 700},
     }
     file = tmp_path / "run.yaml"
