@@ -22,6 +22,8 @@ ACTOR = "actor"
 MODEL = "model"
 CONFIG = "config.yaml"
 FORMAT = 1
+PARTIAL = ".{}.partial"
+"""Name of a file that `put_file` has not finished, by the name that it will have."""
 _READ = 1 << 24
 _STEP = re.compile("0|[1-9][0-9]{0,17}")
 T = TypeVar("T")
@@ -263,7 +265,7 @@ def _write(path: Path, manifest: Manifest) -> None:
 
 def put_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file: all of it, on the disk when this returns, or what was there before."""
-    begun = path.with_name(f".{path.name}.partial")
+    begun = path.with_name(PARTIAL.format(path.name))
     try:
         begun.unlink(missing_ok=True)  # a link would be written through
         write(begun)

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -40,6 +39,7 @@ from jaxrl.errors import UserError, near, short, user_path
 from jaxrl.formats import hf, weights
 from jaxrl.process.interrupt import left_behind
 from jaxrl.process.streams import to_stderr
+from jaxrl.process.wall_clock import retry_after
 
 SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose folders are the commits of a repository."""
@@ -423,7 +423,7 @@ def ask(name: HubName, call: Callable[[], T]) -> T:
             except BaseException as error:
                 http = next((e for e in _causes(error) if isinstance(e, HfHubHTTPError)), None)
                 status = 0 if http is None else http.response.status_code
-                seconds = None if http is None else _retry_after(status, http.response.headers)
+                seconds = None if http is None else retry_after(status, http.response.headers)
                 if seconds is None or time.monotonic() + seconds > end:
                     answer.set_exception(error)
                     return
@@ -485,28 +485,12 @@ def _check_answer(response: Any) -> None:
         etag = headers.get(key, "-")
         if not PLAIN.fullmatch(etag.removeprefix("W/").strip('"')):
             raise BadAnswer(f"{hub} sends an {key} that is no plain name: {short(etag)!r}")
-    seconds = _retry_after(status, headers)
+    seconds = retry_after(status, headers)
     if seconds is not None and seconds > LONGEST_WAIT_S:
         raise BadAnswer(
             f"{hub} answers with status {status} and asks to be left alone for {seconds:.0f} s;"
             " try again then"
         )
-
-
-def _retry_after(status: int, headers: Any) -> float | None:
-    """Returns the seconds after which a hub that is asked too often, or is busy, wants to be asked
-    again; None where it does not say so."""
-    if status not in (429, 503):
-        return None
-    asked = headers.get("Retry-After", "").strip()
-    limit = re.search(r";\s*r=0\s*;\s*t=(\d{1,9})\b", headers.get("RateLimit", ""))
-    if limit and status == 429:
-        return float(limit[1])
-    if re.fullmatch("[0-9]{1,9}", asked):
-        return float(asked)
-    with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
-    return None
 
 
 def _why(name: HubName, error: BaseException) -> str:

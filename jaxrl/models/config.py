@@ -196,6 +196,11 @@ class DecoderConfig:
         """
         return replace(self, sequence_length=tokens) if self.depends_on_length else self
 
+    def same_for_length(self, tokens: int, others: int) -> bool:
+        """Returns whether the models for these two lengths (`for_length`) compute the same."""
+        scaling = self.rope_scaling
+        return scaling is None or scaling.regime(tokens) == scaling.regime(others)
+
     @property
     def windows(self) -> dict[int | None, int]:
         """Counts the layers with attention by their window (`LayerKind.window`)."""

@@ -38,6 +38,10 @@ class RopeScaling:
         `theta`."""
         raise NotImplementedError
 
+    def regime(self, length: int) -> int:
+        """Returns a number that differs between lengths with different frequencies."""
+        return 0
+
     def written(self) -> JsonObject:
         """Returns all fields, as a `config.json` has them."""
         fields = {KEYS.get(name, name): value for name, value in vars(self).items()}
@@ -101,6 +105,9 @@ class DynamicRope(RopeScaling):
     @classmethod
     def read(cls, raw: Raw) -> DynamicRope:
         return cls(number(raw, "factor"), size(raw, "max_position_embeddings"))
+
+    def regime(self, length: int) -> int:
+        return max(length, self.original_max_positions)
 
     def written(self) -> JsonObject:
         return {"rope_type": self.rope_type, "factor": self.factor}
@@ -188,6 +195,9 @@ class LongRope(RopeScaling):
             original_max_positions=original,
             attention_factor=number(raw, "attention_factor", longrope_attention(factor, original)),
         )
+
+    def regime(self, length: int) -> int:
+        return length > self.original_max_positions
 
     def scaled(self, freq: jax.Array, theta: float, length: Length) -> jax.Array:
         short, long = (jnp.array(f, jnp.float32) for f in (self.short_factors, self.long_factors))

@@ -1,17 +1,39 @@
-"""The clock of deadlines."""
+"""The clock of deadlines, and when a server wants to be asked again."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any
 
 TICK_S = 0.5
 """Seconds between two looks at the clock."""
 GAP_S = 3.0
 """Seconds between two looks from which on the process was not awake."""
 MOST_GAPS = 1000
+TEMPORARY = (408, 429, 502, 503, 504)
+"""Statuses that say nothing about the request: the network stalled, or the server is busy."""
+
+
+def retry_after(status: int, headers: Any) -> float | None:
+    """Returns the seconds after which a server with a `TEMPORARY` status wants to be asked again;
+    None where it does not say so. `headers` are a mapping that ignores case."""
+    if status not in TEMPORARY:
+        return None
+    asked, limits = (str(headers.get(name, "")) for name in ("Retry-After", "RateLimit"))
+    limit = re.search(r";\s*r=0\s*;\s*t=(\d{1,9})\b", limits)
+    if limit and status == 429:
+        return float(limit[1])
+    if re.fullmatch("[0-9]{1,9}", asked.strip()):
+        return float(asked)
+    with suppress(ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+    return None
 
 
 class WallClock:

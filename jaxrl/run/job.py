@@ -290,7 +290,11 @@ class RunTeachers:
     """The teacher's, where it makes other prompts than the student's."""
 
     def check_data(
-        self, tokenizer: Tokenizer, prompts: Sequence[Prompt], train: PromptStream
+        self,
+        tokenizer: Tokenizer,
+        end_ids: Sequence[int],
+        prompts: Sequence[Prompt],
+        train: PromptStream,
     ) -> list[str | None]:
         """Refuses teachers that would read other prompts than the student, or have no scores of the
         data. Returns notes for the user."""
@@ -322,7 +326,9 @@ class RunTeachers:
         if self.cache is not None:
             digest = digest_model(self.models["teacher"].path) if self.models else None
             scored = train.rows(i for i in range(config.steps) if not on_policy(config, i))
-            notes.append(check_cache(config, self.cache, digest, self.vocab_size, scored))
+            longest = longest_sequence(config, teacher=True)
+            facts = digest, self.vocab_size, end_ids, longest
+            notes.append(check_cache(config, self.cache, *facts, scored))
         for name, info in self.served.items():
             given = tokenizer, prompts, self.vocab_size, name
             notes.append(check_remote_prompts(config, info, *given))
@@ -608,7 +614,7 @@ def make_job(config: Config, given: PythonObjects = NOTHING) -> Job:
             tokenizer_of_reward(open_reward(config.reward.model))
         if config.grouper.model is not None and config.policy.advantages == "similarity":
             tokenizer_of_encoder(*read_encoder(find_folder(config.grouper.model)))
-    notes += teachers.check_data(tokenizer, prompts, train)
+    notes += teachers.check_data(tokenizer, eos_ids, prompts, train)
     evaluates, why = teachers.evaluates(held_out)
     notes += why
     return Job(

@@ -279,8 +279,12 @@ class WorkerServer:
     def state(self) -> WorkerState:
         return self._worker.state()
 
-    def stacks(self) -> str:
-        """Returns the stack of the worker's thread or, while the process starts, of all threads."""
+    def stacks(self, number: int | None = None) -> str:
+        """Returns the stack of the worker's thread or, while the process starts, of all threads; of
+        a call that runs aside, by its number, all that is known."""
+        call = None if number is None else self._running.get(number)
+        if call is not None and call.aside:
+            return self._worker.diagnosis(call)
         if self._worker.phase.name != STARTING:
             return self._worker.stack()
         with tempfile.TemporaryFile("w+") as file:

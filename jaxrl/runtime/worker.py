@@ -385,6 +385,10 @@ class LocalFuture(Future[Any]):
     """None where the value is the driver's own."""
     then: Callable[[object], object] | None = None
     """Makes of the result what is kept, in the worker, before its next call."""
+    phase: Phase = field(default_factory=Phase, init=False)
+    """The worker's once it runs, its own where it runs aside."""
+    thread: threading.Thread | None = field(default=None, init=False)
+    """Which runs it."""
     _once: bool = field(default=False, init=False)
     _turn: threading.RLock = field(default_factory=threading.RLock, init=False)
     """Held by who decides whether the call begins, or ends."""
@@ -430,7 +434,7 @@ class LocalFuture(Future[Any]):
             if call.times.started is not None:
                 elapsed = self.worker.clock.awake_since(call.times.started)
                 if elapsed > call.deadline:
-                    raise call.late(elapsed, self.worker.diagnosis())
+                    raise call.late(elapsed, self.worker.diagnosis(call))
 
 
 class LocalWorker:
@@ -509,6 +513,7 @@ class LocalWorker:
     def _execute(self, call: LocalFuture, own: Phase) -> None:
         """Runs one call; `own` is the worker's phase or, where it runs aside, its own."""
         enter(own, self._stopping.is_set)
+        call.phase, call.thread = own, threading.current_thread()
         name = f"{call.role}.{call.method}"
         try:
             own.name, own.since = f"{name}: waiting for arguments", time.monotonic()
@@ -609,21 +614,22 @@ class LocalWorker:
             compiling=compiling(self.thread.ident),
         )
 
-    def stack(self) -> str:
-        """Returns the Python stack of the worker's thread, as text."""
-        frame = sys._current_frames().get(self.thread.ident or -1)
+    def stack(self, thread: threading.Thread | None = None) -> str:
+        """Returns the Python stack of a thread, by default the worker's, as text."""
+        frame = sys._current_frames().get((thread or self.thread).ident or -1)
         return "".join(traceback.format_stack(frame)) if frame else "  (the thread has ended)"
 
-    def diagnosis(self) -> str:
-        """Tells what the worker does, for the error of a missed deadline."""
-        in_phase = time.monotonic() - self.phase.since
-        reported = f", {self.phase.detail}" if self.phase.detail else ""
-        reported += f", compiling {program}" if (program := compiling(self.thread.ident)) else ""
+    def diagnosis(self, call: LocalFuture) -> str:
+        """Tells what the thread of a call does, for the error of a missed deadline."""
+        doing, thread = call.phase, call.thread or self.thread
+        in_phase = time.monotonic() - doing.since
+        reported = f", {doing.detail}" if doing.detail else ""
+        reported += f", compiling {program}" if (program := compiling(thread.ident)) else ""
         return (
             f"worker {self.name} ({socket.gethostname()}, pid {os.getpid()}) "
-            f"in phase '{self.phase.name}' for {in_phase:.1f} s{reported}\n"
+            f"in phase '{doing.name}' for {in_phase:.1f} s{reported}\n"
             f"device memory: {device_memory(self.devices)}\n"
-            f"stack of the worker:\n{self.stack()}"
+            f"stack of the worker:\n{self.stack(thread)}"
         )
 
     def peak(self) -> int | None:

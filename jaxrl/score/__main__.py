@@ -13,12 +13,19 @@ from jaxrl.config import cli
 from jaxrl.config import keys as config_keys
 from jaxrl.config.schema import Config
 from jaxrl.config.section import POLICY
-from jaxrl.config.yaml_text import assignments
+from jaxrl.config.yaml_text import assign, assignments
 from jaxrl.errors import UserError
 from jaxrl.process.interrupt import ASKING
+from jaxrl.process.json_types import JsonObject
 
 SIGNALS = ("hidden", "topk", "sampled")
 DTYPES = ("float32", "bfloat16", "int8")
+READ = (
+    *("seed", "mesh", "algorithm", "steps", "batch_size", "group_size", "max_prompt_tokens"),
+    *("max_new_tokens", "compile_cache", "student", "teacher", "teachers", "data", "sampling"),
+    *("distill", "rollout", "environment", "eval.max_new_tokens"),
+)
+"""Keys, and sections, that scores, the work on them, or their use by a run depend on."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,8 +72,7 @@ def config_of(arguments: Namespace) -> Config:
     # Scores depend neither on the loss nor on what else a run does.
     given |= {"algorithm": "gkd", "distill.on_policy_fraction": 0.0, "distill.jsd_beta": 1.0}
     given |= {"teacher.address": None, "teacher.cache": None, "teacher.lazy": False}
-    given |= {"data.eval": None, "profile.steps": None}
-    config = Config.load(arguments.config, given)
+    config, _ = Config.load_base(arguments.config, given | {"data.eval": None}, only_scored)
     if config.teachers:
         raise UserError(
             f"teachers={', '.join(config.teachers)}: scores are stored of one teacher at a time:"
@@ -80,6 +86,13 @@ def config_of(arguments: Namespace) -> Config:
             " teacher.prompt=null"
         )
     return config
+
+
+def only_scored(mapping: JsonObject) -> JsonObject:
+    """Returns the keys of a config that scoring reads; unknown ones stay, to be refused."""
+    others = {key.path for key in config_keys.keys(Config) if not config_keys.under(key.path, READ)}
+    flat = dict(assignments(mapping, config_keys.mappings(Config)))
+    return assign({}, {key: value for key, value in flat.items() if key not in others})
 
 
 def _parser() -> cli.Parser:

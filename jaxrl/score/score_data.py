@@ -25,11 +25,13 @@ from jax.sharding import Mesh
 from jaxrl.algorithms.protocols import SamplingTeacherRole
 from jaxrl.checkpoint.fingerprint import digest_model
 from jaxrl.checkpoint.model_source import ModelSource, resolve_model
+from jaxrl.checkpoint.store import PARTIAL
 from jaxrl.config.schema import Config
 from jaxrl.config.settings import DistillConfig
 from jaxrl.data.batch import data_rollout
 from jaxrl.errors import RunError, UserError, user_path
 from jaxrl.losses.chunked import VocabShard
+from jaxrl.models.config import DecoderConfig
 from jaxrl.models.kernels import CPU, default_dtype, target_of, try_kernels
 from jaxrl.plan.plan_inputs import PlanInputs
 from jaxrl.process.compile_cache import enable_compile_cache
@@ -56,6 +58,7 @@ from jaxrl.teacher.cache import (
     dequantised,
     in_storage,
     read_manifest,
+    sampling_of,
     shapes_of,
     write_manifest,
 )
@@ -123,7 +126,8 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
     fetch_models(config)
     assert config.teacher.model is not None, "the rules of a config with a teacher"
     source, student = resolve_model(config.teacher.model), resolve_model(config.student.model)
-    source = source.for_length(longest_sequence(config, teacher=True))
+    longest = longest_sequence(config, teacher=True)
+    source = source.for_length(longest)
     placed = parse(config.mesh).roles.get("teacher")
     asked = None if placed is None else len(placed.devices)
     seen = ensure_devices(asked or 1)
@@ -144,6 +148,8 @@ def prepare(config: Config, folder: Path, dtype: Stored | None) -> tuple[Scoring
         stored=dtype or own if distill.signal == "hidden" else "float32",
         options=Options.of(distill, job.vocab_size),
         samples=config.group_size if distill.seq_kd else 0,
+        longest=longest,
+        sampling=sampling_of(config, job.eos_ids),
     )
     scoring = Scoring(config, job, job.for_workers(axes, folder), source, mesh, manifest)
     uses = [(dim, own, distill.seq_kd) for dim in source.config.head_dims]
@@ -204,7 +210,7 @@ def score(config: Config, out: str | Path, dtype: Stored | None = None) -> Score
     manifest, train = scoring.manifest, scoring.job.train
     for note in (*notes, *scoring.job.data_notes()):
         log(note)
-    open_folder(folder, manifest)
+    open_folder(folder, manifest, scoring.source.config)
     try:
         lock = Lock(folder)
     except UserError as error:
@@ -310,8 +316,9 @@ def _score_all(
         ) from None
 
 
-def open_folder(folder: Path, manifest: ScoreManifest) -> None:
-    """Makes the folder. Raises UserError where it holds anything but a part of these scores."""
+def open_folder(folder: Path, manifest: ScoreManifest, model: DecoderConfig) -> None:
+    """Makes the folder. Raises UserError where it holds anything but a part of these scores, which
+    are the model's."""
     if (folder / MANIFEST).exists():
         there, holds = read_manifest(folder, f"--out {folder}"), f"--out {folder} holds scores"
         if there.digest != manifest.digest:
@@ -328,13 +335,19 @@ def open_folder(folder: Path, manifest: ScoreManifest) -> None:
         pairs |= {f"distill.{key}": (before[key], asked.get(key)) for key in before}
         if "distill.vocab_size" in pairs:
             pairs["tokens of student and teacher"] = pairs.pop("distill.vocab_size")
+        sampling = there.sampling  # an older jaxrl did not note it
+        pairs |= {key: (sampling.get(key, "?"), new) for key, new in manifest.sampling.items()}
+        longest = there.longest or manifest.longest
+        if longest and manifest.longest and not model.same_for_length(longest, manifest.longest):
+            pairs["longest sequence"] = longest, manifest.longest
         for key, (old, new) in pairs.items():
             if old != new:
                 raise UserError(f"{holds} with {key}={old}, not {new}: name another folder")
         return
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder} is a file: name a folder")
-    left = (LOCK, TEACHER, HEAD)  # by a command that was killed before it wrote the manifest
+    # By a command that was killed before it wrote the manifest.
+    left = LOCK, TEACHER, HEAD, *map(PARTIAL.format, (HEAD, MANIFEST))
     other = [path.name for path in folder.glob("*") if path.name not in left]
     if other:
         raise UserError(

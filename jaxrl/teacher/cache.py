@@ -26,12 +26,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jaxrl.algorithms.protocols import SamplingTeacherRole
-from jaxrl.checkpoint.store import put_file
+from jaxrl.checkpoint.store import PARTIAL, put_file
 from jaxrl.config.schema import Config
 from jaxrl.config.section import DType
 from jaxrl.errors import UserError, user_path
@@ -40,7 +40,14 @@ from jaxrl.models.config import DecoderConfig
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
 from jaxrl.runtime.worker import phase
-from jaxrl.teacher.protocol import Options, ProtocolMessage, Shapes, first_mistake, present
+from jaxrl.teacher.protocol import (
+    Options,
+    Positive,
+    ProtocolMessage,
+    Shapes,
+    first_mistake,
+    present,
+)
 from jaxrl.types import Completion, Prompt, Rollout, Sequences, TeacherSignal, signal_of
 
 FORMAT = 1
@@ -98,11 +105,28 @@ class ScoreManifest(ProtocolMessage):
     """The teacher's samples of each prompt; 0: the completions are the data's."""
     error: StorageError | None = None
     """Measured where `stored` cannot hold what the teacher computed."""
+    longest: Positive | None = None
+    """Tokens of the longest sequence that the teacher was made for (`DecoderConfig.for_length`);
+    None: an older jaxrl did not note it."""
+    sampling: dict[str, JsonValue] = {}
+    """What the samples depend on (`sampling_of`); empty without samples, and in folders of an older
+    jaxrl."""
 
     def key(self, prompt: Sequence[int], completion: Sequence[int] | None) -> bytes:
         """Returns the key of what is scored as a whole: a row of the data, or a prompt with its
         samples."""
         return key_of(prompt, () if self.samples or completion is None else completion)
+
+
+def sampling_of(config: Config, end_ids: Sequence[int]) -> dict[str, JsonValue]:
+    """Returns what the teacher's samples depend on beside model and prompts, by the config's keys;
+    nothing where it samples none."""
+    if not config.distill.seq_kd:
+        return {}
+    keys = config.sampling.model_dump(mode="json")
+    found: dict[str, JsonValue] = {f"sampling.{key}": value for key, value in keys.items()}
+    found["max_new_tokens"], found["end tokens"] = config.max_new_tokens, [*sorted(end_ids)]
+    return found
 
 
 def key_of(prompt: Sequence[int], completion: Sequence[int] = ()) -> bytes:
@@ -187,8 +211,8 @@ class ScoreWriter:
     a killed process left of a shard."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        for name in ("shard-*.safetensors", HEAD, MANIFEST):
-            for left in folder.glob(f".{name}.partial"):
+        for name in (SHARDS, HEAD, MANIFEST):
+            for left in folder.glob(PARTIAL.format(name)):
                 with suppress(IsADirectoryError):
                     left.unlink(missing_ok=True)
         there = shard_files(folder)
@@ -287,6 +311,11 @@ class ScoreCache:
 
     def __len__(self) -> int:
         return len(self._index.length)
+
+    @property
+    def longest_row(self) -> int:
+        """Returns the tokens of the longest completion."""
+        return int(self._index.length.max(initial=0))
 
     def has(self, key: bytes) -> bool:
         """Returns whether there are scores of what has this key (`ScoreManifest.key`)."""
@@ -456,6 +485,8 @@ def check_cache(
     cache: ScoreCache,
     digest: str | None,
     vocab_size: int,
+    end_ids: Sequence[int],
+    longest: int,
     rows: Iterable[tuple[int, Prompt]],
 ) -> str:
     """Refuses scores that the run cannot learn from, by a UserError with what the folder has and
@@ -464,6 +495,8 @@ def check_cache(
     Args:
         digest: of the files of `teacher.model`, where there is one.
         vocab_size: tokens that student and teacher share.
+        end_ids: tokens that end a completion.
+        longest: tokens of the longest sequence that a teacher of the run reads.
         rows: (batch, prompt) of all rows of the data that the run reads scores of.
     """
     manifest, name, d = cache.manifest, f"teacher.cache={cache.name}", config.distill
@@ -491,6 +524,18 @@ def check_cache(
             f"{name} has {manifest.samples} samples of each prompt, fewer than group_size="
             f"{config.group_size}: lower it, or score again with --samples {config.group_size}"
         )
+    sampling, noted = sampling_of(config, end_ids), manifest.sampling
+    pairs = {key: (noted[key], ours) for key, ours in sampling.items() if key in noted}
+    if "max_new_tokens" not in noted and sampling and cache.longest_row > config.max_new_tokens:
+        pairs["max_new_tokens"] = cache.longest_row, config.max_new_tokens
+    if manifest.longest and not cache.config.same_for_length(manifest.longest, longest):
+        pairs["longest sequence"] = manifest.longest, longest
+    for key, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            raise UserError(
+                f"{name} was scored with {key}={theirs}, and this run has {key}={ours}: set it so,"
+                " or score again with this run's keys"
+            )
     missing = total = 0
     first: Prompt | None = None
     for _, row in rows:
@@ -509,4 +554,9 @@ def check_cache(
     signal = manifest.options.signal
     kind = f"{signal} in {manifest.stored}" if signal == "hidden" else signal
     note = f"{name}: {kind}, of {manifest.model}; {len(cache)} rows"
+    unknown = [key for key in sampling if key not in noted]
+    if manifest.longest is None and cache.config.depends_on_length:
+        unknown.append("longest sequence")
+    if unknown:
+        note += f"; an older jaxrl did not note {', '.join(unknown)} there"
     return note if manifest.error is None else f"{note}; {manifest.error}"

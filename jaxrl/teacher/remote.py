@@ -21,13 +21,11 @@ import copy
 import http.client
 import json
 import random
-import re
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
@@ -47,10 +45,10 @@ from jaxrl.losses.divergence import MIN
 from jaxrl.losses.head import log_mixture
 from jaxrl.models.config import DecoderConfig
 from jaxrl.process.json_types import JsonObject
-from jaxrl.process.wall_clock import wall_clock
+from jaxrl.process.wall_clock import TEMPORARY, retry_after, wall_clock
 from jaxrl.rewards.batch_rewards import RewardReport
 from jaxrl.roles.microbatch import part_rows
-from jaxrl.runtime.worker import phase
+from jaxrl.runtime.worker import POLL_S, phase
 from jaxrl.teacher import protocol
 from jaxrl.teacher.protocol import JSON, ROUNDING, TOKEN, Info, Options, Signal, row_bytes
 from jaxrl.types import Prompt, Rollout, Sequences, TeacherSignal, signal_of
@@ -66,17 +64,17 @@ UNREADABLE = (
     *(ArithmeticError, RecursionError, AssertionError),
 )
 """What reading an answer may raise that has other types, sizes or depths than it should."""
-TEMPORARY = (408, 502, 503, 504)
-"""Statuses that say nothing about the request: the network stalled, or the server is busy."""
 MOST_WRONG = 3
 """Tries after which an answer that is wrong in itself (500, unreadable) is believed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+LATE = "no answer in time"
 LEAST_LOGPROB = -1e4
 """Stands for a log-prob of minus infinity."""
 TAIL_FLOOR = float(np.log(2.0**-24))
 """Least log-prob of the tail, -16.6 nats: the k log-probs arrive in float32, so what they leave
 over is not known better than that."""
 Answer = TypeVar("Answer")
+Given = TypeVar("Given")
 Said = tuple[float, tuple[tuple[int, float], ...], str | None]
 """Of one token of a prompt: its log-prob, nats; (id, log-prob) of the most probable tokens, those
 first; its text, where the server gives it."""
@@ -111,6 +109,10 @@ class Endpoint:
     """Of one of several teachers."""
     ca_file: str | None = None
     """PEM file of the certificates that https must end at; None: those of the system."""
+    turns: threading.Semaphore = field(default_factory=threading.Semaphore, repr=False)
+    """One for each question that may be on the wire at once."""
+    over: threading.Event = field(default_factory=threading.Event, repr=False)
+    """Set once nobody needs answers any more."""
 
     def __str__(self) -> str:
         return f"teacher {self.name} at {self.url}" if self.name else f"teacher at {self.url}"
@@ -131,29 +133,34 @@ class Endpoint:
         body: bytes | None = None,
         kind: str = JSON,
         most: int = MOST_WORDS,
+        end: float | None = None,
     ) -> Answer:
         """Returns what `read` makes of the answer.
 
-        Connection errors and `TEMPORARY` statuses are tried again until the deadline; 500, and an
-        answer that `read` cannot read (`UNREADABLE`), a few times; any other refusal (4xx), and a
-        certificate that is not trusted, never.
+        Connection errors and `TEMPORARY` statuses are tried again until the deadline, after the
+        time that the server asks for; 500, and an answer that `read` cannot read (`UNREADABLE`), a
+        few times; any other refusal (4xx), and a certificate that is not trusted, never.
 
         Args:
             most: bytes of an answer; a longer one is not read.
+            end: the deadline, on the clock of `awake`; None: `timeout` from now.
 
         Raises:
             TeacherError: with the address, the question, and what came of it.
             UserError: as `read` raises it.
         """
-        start, pause, tries, wrong = wall_clock().awake(), FIRST_PAUSE_S, 0, 0
+        start, pause, tries, wrong, before = wall_clock().awake(), FIRST_PAUSE_S, 0, 0, ""
+        end = start + self.timeout if end is None else end
         asked = f"{self}: {method} {path.partition('?')[0]}"
-        while True:
-            tries += 1
+        while not self.over.is_set():
+            tries, quiet = tries + 1, 0.0
             try:
-                status, answer = self._once(method, path, body, kind, start + self.timeout, most)
+                with self._turn(end):
+                    status, answer, headers = self._once(method, path, body, kind, end, most)
                 if status == 200:
                     return read(answer)
                 problem, again = f"status {status}: {_message(answer)}", status in TEMPORARY
+                quiet = retry_after(status, headers) or 0.0
                 if status >= 500 and not again:
                     again, wrong = True, wrong + 1
                 elif status in (401, 403):
@@ -168,16 +175,31 @@ class Endpoint:
                 again, wrong = True, wrong + 1
             if not again:
                 raise TeacherError(f"{asked}: {problem}")
-            elapsed = wall_clock().awake() - start
-            if elapsed >= self.timeout:
-                problem = "no answer in time"
-            if wrong >= MOST_WRONG or elapsed + pause >= self.timeout:
+            if (now := wall_clock().awake()) >= end:
+                problem = LATE if before in ("", LATE) else f"{LATE} (before: {before})"
+            if wrong >= MOST_WRONG or now + quiet + pause >= end:
+                later = f"; it wants to be asked again in {quiet:.0f} s" if quiet else ""
                 raise TeacherError(
-                    f"{asked}: {problem}; given up after"
-                    f" {elapsed:.1f} s and {tries} tries (deadline {self.timeout:g} s)"
+                    f"{asked}: {problem}{later}; given up after"
+                    f" {now - start:.1f} s and {tries} tries (deadline {self.timeout:g} s)"
                 )
-            time.sleep(pause * random.uniform(0.5, 1.0))  # runs that share it do not knock at once
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            # Runs that share it do not knock at once.
+            self.over.wait(quiet + pause * random.uniform(0.5, 1.0))
+            pause, before = min(2 * pause, LONGEST_PAUSE_S), problem
+        raise TeacherError(f"{asked}: the run is over")
+
+    @contextlib.contextmanager
+    def _turn(self, end: float) -> Iterator[None]:
+        """Has one of the turns in this block. Raises TimeoutError where none is free until `end`,
+        or nobody needs it any more."""
+        awake = wall_clock().awake
+        while not self.turns.acquire(timeout=min(max(end - awake(), 0.0), POLL_S)):
+            if self.over.is_set() or awake() >= end:
+                raise TimeoutError
+        try:
+            yield
+        finally:
+            self.turns.release()
 
     def _explain(self, error: OSError | http.client.HTTPException) -> tuple[str, bool]:
         """Says what is wrong with a connection, and whether it may be right the next time."""
@@ -190,7 +212,7 @@ class Endpoint:
             case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
                 return "it speaks no TLS: write http://", False
             case TimeoutError():
-                return "no answer in time", True
+                return LATE, True
             case http.client.RemoteDisconnected() if self.url.startswith("http:"):
                 return f"{error} (if it speaks TLS, write https://)", True
         why = error.strerror if isinstance(error, OSError) else None
@@ -198,9 +220,9 @@ class Endpoint:
 
     def _once(
         self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
-    ) -> tuple[int, bytes]:
-        """Returns status and body of one answer; raises an OSError at `end`, a moment on the clock
-        of `awake`, or earlier where the process was frozen."""
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
+        """Returns status, body and headers of one answer; raises an OSError at `end`, a moment on
+        the clock of `awake`, or earlier where the process was frozen."""
         url = urlsplit(self.url)
         make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if url.scheme == "https":
@@ -232,7 +254,7 @@ class Endpoint:
             raise ValueError(f"it is longer than the {most:,} bytes that were asked for")
         if response.length:
             raise http.client.IncompleteRead(b"", response.length)
-        return response.status, answer
+        return response.status, answer, response.headers
 
 
 def _message(body: bytes) -> str:
@@ -300,14 +322,16 @@ class TeacherClient:
         size = min(b, rows_at_once(self.info, options, t, sequences.loss_mask.shape[1]))
         if size == 0:
             raise TeacherError(f"{self.endpoint}: one sequence of {t} tokens is over its limits")
-        signals = [
-            self._score(options, *jax.tree.map(lambda x, i=i: x[i : i + size], (sequences, ids)))
+        end = wall_clock().awake() + self.endpoint.timeout
+        parts = (
+            jax.tree.map(lambda x, i=i: x[i : i + size], (sequences, ids))
             for i in range(0, b, size)
-        ]
+        )
+        signals = [self._score(options, end, *part) for part in parts]
         return jax.tree.map(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *signals)
 
     def _score(
-        self, options: Options, sequences: Sequences, ids: np.ndarray | None
+        self, options: Options, end: float, sequences: Sequences, ids: np.ndarray | None
     ) -> TeacherSignal:
         mask = np.asarray(sequences.loss_mask)
         shapes = options.tensors(self.info.dtype, self.info.d_model)
@@ -321,7 +345,7 @@ class TeacherClient:
 
         body = protocol.write_request(options, self.info.fingerprint, sequences, ids)
         most = mask.size * row_bytes(shapes) + OVERHEAD
-        return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most)
+        return self.endpoint.ask("POST", "/v1/score", read, body, protocol.SAFETENSORS, most, end)
 
 
 def rows_at_once(info: Info, options: Options, t: int, c: int) -> int:
@@ -353,10 +377,9 @@ class CompletionsClient:
         Args:
             endpoint: `/completions` comes after its URL, as in `http://host:8000/v1`.
             model: name of the model there; None: the only one that it has.
-            at_once: requests in hand at once, over all calls of `score`.
+            at_once: requests in hand at once, of a call of `score`.
         """
-        self.endpoint, self._model = endpoint, model
-        self._pool = ThreadPoolExecutor(at_once)
+        self.endpoint, self._model, self._at_once = endpoint, model, at_once
 
     @cached_property
     def info(self) -> CompletionsInfo:
@@ -410,7 +433,9 @@ class CompletionsClient:
         (b, t), c = tokens.shape, loss_mask.shape[1]
         rows = np.flatnonzero(loss_mask.any(1))
         asked = [tokens[row][mask[row]].tolist() for row in rows]
-        answers = self._pool.map(partial(self.scores, k=k, vocab_size=vocab_size), asked)
+        end = wall_clock().awake() + self.endpoint.timeout
+        ask = partial(self.scores, k=k, vocab_size=vocab_size, end=end)
+        answers = _side_by_side(ask, asked, self._at_once)
         out: dict[str, np.ndarray] = {"token_logprobs": np.zeros((b, c), np.float32)}
         if k:
             ids, even = np.arange(k, dtype=np.int32), np.float32(-np.log(k + 1.0))
@@ -427,7 +452,12 @@ class CompletionsClient:
         return signal_of(out)
 
     def scores(
-        self, tokens: Sequence[int], k: int, vocab_size: int, info: CompletionsInfo | None = None
+        self,
+        tokens: Sequence[int],
+        k: int,
+        vocab_size: int,
+        info: CompletionsInfo | None = None,
+        end: float | None = None,
     ) -> PromptScores:
         """Asks about each token of a sequence.
 
@@ -435,6 +465,7 @@ class CompletionsClient:
             k: most probable tokens to name for each, at least; 0: none, but the token's log-prob.
             vocab_size: the student's tokens.
             info: of the handshake, while it is made.
+            end: as of `Endpoint.ask`.
         """
         info = info or self.info
         keys, read_positions = _STYLES[info.style]
@@ -481,7 +512,33 @@ class CompletionsClient:
             protocol.check_answer(tensors, shapes, np.arange(len(tokens)) > 0, vocab_size)
             return tensors, [decoded for *_, decoded in positions]
 
-        return self.endpoint.ask("POST", "/completions", read, json.dumps(body).encode())
+        text = json.dumps(body).encode()
+        return self.endpoint.ask("POST", "/completions", read, text, end=end)
+
+
+def _side_by_side(
+    call: Callable[[Given], Answer], given: Iterable[Given], at_once: int
+) -> list[Answer]:
+    """Returns what `call` makes of each, in so many threads. With the first error what has not
+    begun is dropped; no process waits at its end for what has, as it would for an executor's."""
+    asked = [(one, Future[Answer]()) for one in given]
+    left, answers = iter(asked), [answer for _, answer in asked]
+
+    def work() -> None:
+        for one, answer in left:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(call(one))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+    for _ in answers[:at_once]:
+        threading.Thread(target=work, name="teacher", daemon=True).start()
+    wait(answers, return_when=FIRST_EXCEPTION)
+    failed = [answer for answer in answers if answer.done() and answer.exception()]
+    for answer in answers:
+        answer.cancel()
+    return [answer.result() for answer in failed or answers]
 
 
 def tail_logprob(logprobs: np.ndarray) -> np.ndarray:
@@ -610,6 +667,11 @@ class RemoteTeachers:
                 return self._clients[0].score(*inputs, self._config.distill, self._vocab_size)
             return self._combined(inputs, weights[rows])
 
+    def close(self) -> None:
+        """Ends the calls that still ask: they make no further request, and raise TeacherError."""
+        for client in self._clients:
+            client.endpoint.over.set()
+
     def _combined(self, inputs: RowInputs, weights: np.ndarray) -> TeacherSignal:
         """Asks several teachers about rows with these weights [n, K], side by side."""
         mixture, asked = self._config.mixture, weights > 0
@@ -622,8 +684,8 @@ class RemoteTeachers:
             scores = client.score(sequences, ids, self._config.distill, self._vocab_size)
             return protocol.present(scores)
 
-        with ThreadPoolExecutor(len(self._clients)) as pool:
-            answers = list(pool.map(ask, self._clients, asked.T))
+        pairs = list(zip(self._clients, asked.T, strict=True))
+        answers = _side_by_side(lambda pair: ask(*pair), pairs, len(pairs))
         # Hidden states of a mixture stand one after the other, those of one of several at 0.
         infos = [client.info for client in self._clients]
         widths = np.array([info.d_model if isinstance(info, Info) else 0 for info in infos])
@@ -769,16 +831,18 @@ def check_remote_prompts(
             f"{address} does not return the text of tokens: whether its vocabulary is"
             " the student's could not be checked"
         )
-    ours = tokenizer.decode(list(tokens[1:]), skip_special_tokens=False)
-    spelt = "".join(filter(None, words))
-    # Tokens decoded one by one cannot give blanks, nor characters that are cut in two.
-    cannot = re.compile(r"[\s\ufffd]")
-    if cannot.sub("", ours) != cannot.sub("", spelt):
-        raise UserError(
-            f"student and teacher have different vocabularies: tokens {list(tokens[1:9])}... are"
-            f" {ours[:40]!r} for the student, {spelt[:40]!r} for {address};"
-            " distillation needs a teacher with the student's tokenizer"
-        )
+    for token, word in zip(tokens[1:], words, strict=True):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        # Some servers give the piece of the vocabulary, others its text, with or without the blank
+        # before it; a part of a character has no text.
+        named = word, text, tokenizer.convert_ids_to_tokens(token)
+        theirs, *ours = ("".join(str(spelling).split()) for spelling in named)
+        if theirs not in ours and "\ufffd" not in text:
+            raise UserError(
+                f"student and teacher have different vocabularies: token {token} is {text!r} for"
+                f" the student, {short(str(word), 40)!r} for {address};"
+                " distillation needs a teacher with the student's tokenizer"
+            )
     return None
 
 
@@ -798,10 +862,12 @@ def _client(config: Config, name: str, timeout: float, info: AnyInfo | None = No
     assert served.address is not None
     url = served.address if "://" in served.address else f"http://{served.address}"
     known_as, ca_file = name if config.teachers else "", config.teacher.ca_file
-    endpoint = Endpoint(url.rstrip("/"), protocol.find_token(), timeout, known_as, ca_file)
+    at_once = config.teacher.service_threads
+    shared = timeout, known_as, ca_file, threading.Semaphore(at_once)
+    endpoint = Endpoint(url.rstrip("/"), protocol.find_token(), *shared)
     client: AnyClient = TeacherClient(endpoint)
     if served.api == "openai":
-        client = CompletionsClient(endpoint, served.api_model, config.teacher.service_threads)
+        client = CompletionsClient(endpoint, served.api_model, at_once)
     if info is not None:
         client.info = info
     return client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -67,6 +68,18 @@ def test_only_what_depends_on_a_length_keeps_one() -> None:
         config = DecoderConfig.from_hf(case["config"])
         depends = case["name"] in ("dynamic", "longrope", "longrope_factor")
         assert (config.for_length(99) != config) == config.depends_on_length == depends
+
+
+def test_lengths_are_the_same_where_all_frequencies_are() -> None:
+    for case in ROPES:
+        config = DecoderConfig.from_hf(case["config"])
+        rope, powers = config.rope_scaling, jnp.linspace(1.0, 0.1, len(case["frequencies"]))
+        assert rope is not None
+        lengths = [1, *(64 * i + more for i in (1, 2, 4, 8) for more in (-1, 0, 1))]
+        found = {n: np.asarray(rope.scaled(powers, config.rope_theta, n)) for n in lengths}
+        for one, other in itertools.product(lengths, lengths):
+            same = np.array_equal(found[one], found[other])
+            assert config.same_for_length(one, other) == same, (case["name"], one, other)
 
 
 def test_a_model_of_one_length_samples_what_it_scores() -> None:

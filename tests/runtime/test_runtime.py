@@ -96,10 +96,11 @@ def test_a_user_s_mistake_stays_short(worker):
         worker[1].call("refuse", deadline=5).result()
 
 
-def test_a_missed_deadline_says_who_what_how_long_and_where(worker):
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_missed_deadline_says_who_what_how_long_and_where(worker, aside):
     _, handle, _ = worker
     with pytest.raises(DeadlineExceeded) as error:
-        handle.call("hang", deadline=0.3).result()
+        handle.call("hang", deadline=0.3, aside=aside).result()
     text = str(error.value)
     assert "rollout.hang has run for" in text and "its deadline is 0.3 s" in text
     assert "pid" in text and "phase 'rollout.hang: waiting for a collective'" in text

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from cases import and_slow, needs_ray
 from runs import CONSTANT, MESH, SHORT, save_model, start, weights
-from tiny_models import make_mesh, tiny_model
+from tiny_models import make_mesh, tiny_config, tiny_model
 
 from jaxrl import Config, train
 from jaxrl.algorithms.methods import on_policy
@@ -31,18 +31,21 @@ from jaxrl.errors import RunError, UserError
 from jaxrl.models import parameters
 from jaxrl.roles.actor import Actor
 from jaxrl.run.attempt import prepare_run
+from jaxrl.run.job import longest_sequence
 from jaxrl.run.run_dir import Lock
 from jaxrl.score.__main__ import _parser, config_of, main
-from jaxrl.score.score_data import Scoring, score, storage_error
+from jaxrl.score.score_data import Scoring, open_folder, score, storage_error
 from jaxrl.teacher import cache as cache_module
 from jaxrl.teacher.cache import (
     FORMAT,
+    HEAD,
     MANIFEST,
     CachedTeacher,
     ScoreCache,
     ScoredRow,
     ScoreManifest,
     ScoreWriter,
+    check_cache,
     dequantised,
     in_storage,
     quantised,
@@ -437,6 +440,9 @@ def test_what_is_interrupted_or_killed_resumes_and_scores_no_row_twice(
     desk: Path, caches: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = ScoreCache(caches["hidden"]), tmp_path / "c"
+    out.mkdir()
+    for name in (HEAD, MANIFEST):  # one that was killed before it had either
+        (out / f".{name}.partial").write_bytes(b"half")
     asked: list[int] = []
     scores = Scoring.scored
 
@@ -511,6 +517,16 @@ REFUSED: dict[str, tuple[str, Sequence[str], tuple[str, ...]]] = {
     ),
     "seq_kd": ("hidden", ("distill.seq_kd=true",), ("the data's completions", "seq_kd=false")),
     "data": ("samples", (), ("the teacher's samples", "seq_kd=true")),
+    "samples' length": (
+        "samples",
+        ("distill.seq_kd=true", "group_size=2", "max_new_tokens=9"),
+        ("max_new_tokens=8", "max_new_tokens=9"),
+    ),
+    "sampling": (
+        "samples",
+        ("distill.seq_kd=true", "group_size=2", "sampling.top_p=0.5"),
+        ("sampling.top_p=1.0", "sampling.top_p=0.5"),
+    ),
     "group": ("samples", ("distill.seq_kd=true", "group_size=3"), ("2 samples", "--samples 3")),
     "rows": ("hidden", ("data.train=more.jsonl",), ("2 of the 15 rows", "--out")),
     "lengths": ("hidden", ("max_new_tokens=3",), ("of the 13 rows", "max_new_tokens")),
@@ -534,6 +550,47 @@ def test_scores_that_do_not_fit_the_run_are_refused_before_it(
     with pytest.raises(UserError) as error:
         prepare_run(given)
     assert all(word in str(error.value) for word in ("teacher.cache=", *words)), error.value
+
+
+def test_samples_whose_keys_an_older_jaxrl_did_not_note_are_read_as_far_as_they_fit(
+    desk: Path, caches: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(caches["samples"], tmp_path / "old"))
+    noted = json.loads((folder / MANIFEST).read_text())
+    del noted["sampling"], noted["longest"]
+    (folder / MANIFEST).write_text(json.dumps(noted))
+    read = ["distill.seq_kd=true", "group_size=2", "mesh=actor=1,rollout=1"]
+    read += [f"teacher.cache={folder}", "sampling.temperature=0.5"]
+    job, _ = prepare_run(Config.load(None, keys(desk, *read)))
+    (note,) = [note for note in job.data_notes() if "teacher.cache=" in note]
+    assert "an older jaxrl did not note sampling.temperature" in note
+    longest = ScoreCache(folder).longest_row
+    words = f"scored with max_new_tokens={longest}, and this run has max_new_tokens={longest - 1}"
+    with pytest.raises(UserError, match=words):
+        prepare_run(Config.load(None, keys(desk, *read, f"max_new_tokens={longest - 1}")))
+    with pytest.raises(UserError, match="holds scores with sampling.temperature=\\?, not 1.0"):
+        scored(desk, folder, "--samples", "2")
+
+
+@pytest.mark.parametrize(("other", "fits"), [(64, True), (8, False)])
+def test_scores_of_a_model_that_depends_on_the_length_are_read_at_the_same_one(
+    tiny: Any, rollout: Rollout, tmp_path: Path, other: int, fits: bool
+) -> None:
+    model = tiny_config("phi3_longrope")
+    signal = SampledSignal(token_logprobs=np.zeros((8, 16), np.float32))
+    about = manifest(tiny, DISTILLS["sampled"], longest=24)
+    folder = tmp_path / "c"
+    cache = stored(folder, (model, tiny[1]), rollout, signal, about)
+    facts = config(DISTILLS["sampled"]), cache, None, V, (2,)
+    asked = about.model_copy(update={"longest": other})
+    if fits:
+        open_folder(folder, asked, model)
+        assert "did not note" not in check_cache(*facts, other, ())
+        return
+    with pytest.raises(UserError, match=f"longest sequence=24, not {other}"):
+        open_folder(folder, asked, model)
+    with pytest.raises(UserError, match=f"sequence=24, and this run has longest sequence={other}"):
+        check_cache(*facts, other, ())
 
 
 def test_rows_that_no_batch_of_the_run_reads_may_be_missing(
@@ -588,6 +645,12 @@ def test_keys_that_leave_a_cache_unread_are_refused(
         (["--out", "whole", "--signal", "topk"], "holds scores with distill.signal=hidden"),
         (["--out", "whole", "--dtype", "int8"], "holds scores with --dtype=float32"),
         (["--out", "whole", "--teacher", "student"], "not those of student"),
+        (["--out", "samples", "--samples", "3"], "with --samples=2, not 3"),
+        (["--out", "samples", "--samples", "2", "max_new_tokens=9"], "max_new_tokens=8, not 9"),
+        (
+            ["--out", "samples", "--samples", "2", "sampling.temperature=3"],
+            "with sampling.temperature=1.0, not 3.0",
+        ),
         (["--out", "old"], "format 0, this one reads 1"),
         (["max_new_token=2"], "max_new_tokens"),
         (["--out", "busy"], "--out busy is in use by pid"),
@@ -606,6 +669,7 @@ def test_a_command_that_cannot_be_ends_with_2(
     for name in ("student", "teacher"):
         Path(name).symlink_to(desk / name)
     Path("whole").symlink_to(caches["hidden"])
+    Path("samples").symlink_to(caches["samples"])
     Path("other").mkdir()
     Path("other/notes.txt").write_text("mine")
     shutil.copytree(caches["hidden"], "old")
@@ -665,3 +729,28 @@ def test_only_one_model_with_the_student_s_prompts_is_scored(key, error):
     teacher = [] if "teacher.prompt" not in key else ["--teacher", "builtin:teacher"]
     with pytest.raises(UserError, match=re.escape(error)):
         config_of(_parser().parse(["--out", "s", *teacher, *keys]))
+
+
+def test_a_config_that_a_run_accepts_is_scored_whatever_scores_do_not_depend_on(tmp_path):
+    run = {
+        "student": {"model": "builtin:student"},
+        "teacher": {"model": "builtin:teacher"},
+        "data": {"train": "arithmetic:size=64", "eval": "arithmetic:size=8"},
+        "distill": {"on_policy_fraction": 0.5},
+        "steps": 5,
+        "batch_size": 4,
+        "actor": {"minibatches": 8},
+        "profile": {"steps": "2:3"},
+        "schedule": "one_step_off",
+        "eval": {"max_new_tokens": 700},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(run))
+    accepted = Config.load(file)
+    words = ["--config", str(file), "--out", "s", "--samples", "2", "seed=3"]
+    config = config_of(_parser().parse(words))
+    assert (config.batch_size, config.group_size, config.seed, config.steps) == (4, 2, 3, 5)
+    assert longest_sequence(config, teacher=True) == longest_sequence(accepted, teacher=True)
+    assert config.data.train == accepted.data.train and config.data.eval is None
+    with pytest.raises(UserError, match="batch_sizes"):
+        config_of(_parser().parse([*words, "batch_sizes=3"]))

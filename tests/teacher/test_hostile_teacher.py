@@ -7,8 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _threads_queues
 from copy import deepcopy
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from tiny_tokenizer import tiny_tokenizer
 from jaxrl.config.schema import Config
 from jaxrl.data.batch import pack
 from jaxrl.errors import RunError, UserError
+from jaxrl.process.wall_clock import TEMPORARY
 from jaxrl.teacher import remote
 from jaxrl.teacher.protocol import (
     PROTOCOL,
@@ -33,7 +38,7 @@ from jaxrl.teacher.protocol import (
 )
 from jaxrl.teacher.remote import Endpoint, TeacherError
 from jaxrl.teacher.server import Connection, TeacherServer
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, Rollout
 
 K, C, T = 3, 4, 8
 TOKENIZER = tiny_tokenizer()
@@ -87,8 +92,11 @@ def config(**teacher: Any) -> Config:
 def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes]) -> None:
     """Every question has the answer of the first path that its own begins with."""
 
-    def once(self: Endpoint, method: str, path: str, *rest: Any) -> tuple[int, bytes]:
-        return 200, next(answer for begin, answer in answers.items() if path.startswith(begin))
+    def once(
+        self: Endpoint, method: str, path: str, *rest: Any
+    ) -> tuple[int, bytes, dict[str, str]]:
+        body = next(answer for begin, answer in answers.items() if path.startswith(begin))
+        return 200, body, {}
 
     monkeypatch.setattr(Endpoint, "_once", once)
 
@@ -290,14 +298,14 @@ def test_any_answer_of_a_completions_server(monkeypatch: pytest.MonkeyPatch, sty
             *rest: Any,
             place: Any = place,
             wrong: Any = wrong,
-        ) -> tuple[int, bytes]:
+        ) -> tuple[int, bytes, dict[str, str]]:
             if body is None:
-                return 200, json.dumps(MODELS).encode()
+                return 200, json.dumps(MODELS).encode(), {}
             answer = asked_of_completions(style, body)
             try:
-                return 200, with_wrong(answer, place, wrong)
+                return 200, with_wrong(answer, place, wrong), {}
             except (KeyError, IndexError, TypeError):  # the place is not in this answer
-                return 200, json.dumps(answer).encode()
+                return 200, json.dumps(answer).encode(), {}
 
         monkeypatch.setattr(Endpoint, "_once", once)
         survives(lambda: meet(made))
@@ -316,10 +324,10 @@ def test_any_list_of_models(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, .
             body: bytes | None,
             *rest: Any,
             models: bytes = models,
-        ) -> tuple[int, bytes]:
+        ) -> tuple[int, bytes, dict[str, str]]:
             if body is None:
-                return 200, models
-            return 200, json.dumps(asked_of_completions("echo", body)).encode()
+                return 200, models, {}
+            return 200, json.dumps(asked_of_completions("echo", body)).encode(), {}
 
         monkeypatch.setattr(Endpoint, "_once", once)
         survives(lambda: meet(made))
@@ -329,10 +337,179 @@ def test_any_list_of_models(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, .
 def test_any_refusal(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     made = config()
     for wrong in ["", *WRONG, json.dumps({"error": {"message": "x\n" * 9000}}), "\0\x1b[2J"]:
-        monkeypatch.setattr(Endpoint, "_once", lambda *_, wrong=wrong: (status, wrong.encode()))
+        monkeypatch.setattr(Endpoint, "_once", lambda *_, wrong=wrong: (status, wrong.encode(), {}))
         with pytest.raises(UserError):
             meet(made)
         survives(lambda: meet(made))
+
+
+# Busy and dead servers
+
+
+@pytest.mark.parametrize("status", TEMPORARY)
+def test_a_busy_server_is_asked_again_when_it_says(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    class Over(list[float]):
+        is_set, wait = (lambda _: False), list.append
+
+    date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    for headers, least in (
+        ({}, 0),
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": date}, 20),
+        ({"RateLimit": '"api";r=0;t=8'}, 8 if status == 429 else 0),
+        ({"Retry-After": "soon"}, 0),
+    ):
+        answers = [(status, b"busy", headers), (200, b"fine", {})]
+        monkeypatch.setattr(Endpoint, "_once", lambda *_, answers=answers: answers.pop(0))
+        over = Over()
+        assert Endpoint("http://h", None, 60.0, over=over).ask("GET", "/", bytes.decode) == "fine"
+        assert len(over) == 1 and least <= over[0] <= least + 12
+    late = status, b"busy", {"Retry-After": "61"}
+    monkeypatch.setattr(Endpoint, "_once", lambda *_: late)
+    words = f"status {status}: busy; it wants to be asked again in 61 s; given up after .* s and 1"
+    with pytest.raises(TeacherError, match=words):
+        Endpoint("http://h", None, 60.0).ask("GET", "/", bytes.decode)
+
+
+class Server:
+    """Stands for the wire: answers after a while, and counts."""
+
+    def __init__(self, seconds: float, healthy: int = 1000):
+        self.seconds, self.healthy, self.asked, self.at_once, self.peak = seconds, healthy, 0, 0, 0
+        self.lock, self.ends = threading.Lock(), set[float]()
+
+    def once(
+        self, method: str, path: str, body: bytes | None, kind: str, end: float, most: int
+    ) -> tuple[int, bytes, dict[str, str]]:
+        with self.lock:
+            self.ends.add(end)
+            self.asked, self.at_once = self.asked + 1, self.at_once + 1
+            self.peak, healthy = max(self.peak, self.at_once), self.asked <= self.healthy
+        time.sleep(self.seconds)
+        with self.lock:
+            self.at_once -= 1
+        if not healthy:
+            return 503, b"the engine is dead", {}
+        if path == "/completions":
+            assert body is not None
+            return 200, json.dumps(asked_of_completions("echo", body)).encode(), {}
+        return 200, save({name: x[:1] for name, x in topk().items()}), {}
+
+    def teachers(
+        self, monkeypatch: pytest.MonkeyPatch, api: str, threads: int, deadline: float
+    ) -> remote.RemoteTeachers:
+        """A role that sends a request for each row."""
+        monkeypatch.setattr(Endpoint, "_once", lambda _, *asked: self.once(*asked))
+        monkeypatch.setattr(remote, "rows_at_once", lambda *_: 1)
+        made = config(service_threads=threads, **({"api": api} if api == "openai" else {}))
+        deadlines = made.deadlines.model_copy(update={"score": deadline})
+        completions = remote.CompletionsInfo("m", 99, "echo")
+        infos = {remote.ONLY: completions if api == "openai" else INFO}
+        return remote.RemoteTeachers(made.model_copy(update={"deadlines": deadlines}), V, infos)
+
+
+def rollout() -> Rollout:
+    none = np.zeros((2, C), np.float32)
+    return Rollout(sequences(), (), (), np.zeros(2, np.int32), none, none, 0)
+
+
+APIS = ("jaxrl", "openai")
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_so_many_requests_as_asked_for_are_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch, api: str, threads: int
+) -> None:
+    server = Server(0.02)
+    teachers = server.teachers(monkeypatch, api, threads, deadline=30)
+    with ThreadPoolExecutor(4) as calls:
+        assert None not in calls.map(teachers.score, [rollout()] * 4)
+    assert (server.asked, server.peak) == (8, threads)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_all_requests_of_a_call_share_its_deadline_and_the_last_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    server = Server(0.01, healthy=1)
+    teachers = server.teachers(monkeypatch, api, 1, deadline=0.5)
+    words = "localhost:1/v1: POST .*the engine is dead.*deadline 0.45 s"
+    with pytest.raises(TeacherError, match=words):
+        teachers.score(rollout())
+    assert server.asked > 2 and len(server.ends) == 1
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_nothing_is_asked_once_the_role_is_closed(
+    monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    """And no process waits at its end for a thread that still asks."""
+    server = Server(0.1, healthy=0)
+    teachers = server.teachers(monkeypatch, api, 2, deadline=100)
+    with ThreadPoolExecutor(1) as calls:
+        before = set(threading.enumerate())
+        call = calls.submit(teachers.score, rollout())
+        while not server.asked:
+            time.sleep(0.01)
+        own = set(threading.enumerate()) - before - calls._threads
+        assert all(thread.daemon for thread in own)
+        if api == "openai":
+            assert len(own) == 2 and not own & set(_threads_queues)
+        teachers.close()
+        with pytest.raises(TeacherError, match="the run is over"):
+            call.result(5)
+    asked = server.asked
+    with pytest.raises(TeacherError, match="the run is over"):
+        teachers.score(rollout())
+    assert server.asked == asked
+
+
+def test_what_has_not_begun_is_dropped_with_the_first_error() -> None:
+    begun, go = list[int](), threading.Event()
+
+    def call(i: int) -> int:
+        begun.append(i)
+        if i == 1:
+            raise TeacherError("1")
+        assert go.wait(30)
+        return i
+
+    with pytest.raises(TeacherError, match="1"):  # though 0 has not ended
+        remote._side_by_side(call, [*([0] * 2), 1, *range(2, 50)], 3)
+    go.set()
+    assert len(begun) < 10
+    assert remote._side_by_side(str, range(20), 3) == [str(i) for i in range(20)]
+
+
+SPELLINGS: dict[str, Callable[[int], str]] = {
+    "the piece of the vocabulary": TOKENIZER.convert_ids_to_tokens,
+    "its text": lambda token: TOKENIZER.decode([token]),
+    "its text without blanks": lambda token: TOKENIZER.decode([token]).strip(),
+    "no part of a character": lambda token: TOKENIZER.decode([token]).replace("\ufffd", ""),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_server_with_the_student_s_vocabulary_is_accepted_however_it_spells_it(
+    monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    made, info = config(api="openai"), remote.CompletionsInfo("m", 99, "prompt_logprobs")
+    spell, shift = SPELLINGS[spelling], 0
+
+    def scores(self: Any, tokens: Any, *_: Any) -> Any:
+        return {}, [spell(token + shift) for token in tokens[1:]]
+
+    monkeypatch.setattr(remote.CompletionsClient, "scores", scores)
+    for text in ("plain", "What is 2+2?", "Wie groß\nist das?", "2 + 2 \N{GRINNING FACE}"):
+        prompts = [Prompt(0, tuple(TOKENIZER.encode(text)), text)]
+        shift = 0
+        assert remote.check_remote_prompts(made, info, TOKENIZER, prompts, V) is None
+        shift = 1
+        with pytest.raises(UserError, match="different vocabularies: token"):
+            remote.check_remote_prompts(made, info, TOKENIZER, prompts, V)
 
 
 # The wire
@@ -391,7 +568,7 @@ def test_no_answer_is_waited_for_beyond_the_deadline(kind: str) -> None:
 @pytest.mark.parametrize("longest", [0, -5, True, 1.5, "9"])
 def test_a_length_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, longest: object) -> None:
     models = json.dumps({"data": [{"id": "m", "max_model_len": longest}]}).encode()
-    monkeypatch.setattr(Endpoint, "_once", lambda *_: (200, models))
+    monkeypatch.setattr(Endpoint, "_once", lambda *_: (200, models, {}))
     with pytest.raises(UserError, match="an id and a length are expected"):
         meet(config(api="openai"))
 

@@ -161,9 +161,10 @@ def test_a_worker_says_what_it_compiles_and_nothing_when_it_runs() -> None:
     try:
         handle = worker.handle("actor")
         worker.start_role("actor", Role, deadline=60).result()
-        assert handle.call("update", deadline=60).result() == 3
+        call = handle.call("update", deadline=60)
+        assert call.result() == 3
         assert "program" in seen and worker.state().compiling == ""
-        assert "compiling" not in worker.diagnosis()
+        assert "compiling" not in worker.diagnosis(call)
         seen.clear()
         assert handle.call("update", deadline=60).result() == 3
         assert seen == []

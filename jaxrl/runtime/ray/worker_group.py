@@ -536,7 +536,8 @@ class RayWorkerGroup:
     def _late(self, future: RayFuture, elapsed: float) -> None:
         pool = future.pool
         silent = [r for r in range(len(pool.process_slots)) if r not in future.reports]
-        late = future.late(elapsed, "\n".join(diagnosis(pool, rank) for rank in silent))
+        found = (diagnosis(pool, rank, future.number) for rank in silent)
+        late = future.late(elapsed, "\n".join(found))
         if future.aside:  # it blocks no other, and who asked for it decides what it means
             self._finished(future, late)
             return
@@ -657,10 +658,10 @@ def check_nodes(pool: RayPool) -> None:
             raise RunLost(reported)
 
 
-def diagnosis(pool: RayPool, rank: int) -> str:
-    """Tells what a late process does, as far as anybody can tell."""
+def diagnosis(pool: RayPool, rank: int, number: int) -> str:
+    """Tells what a process does, whose call of that number is late, as far as anybody can tell."""
     answer, state, now = pool.answers.get(rank), pool.state(rank), time.monotonic()
-    found = stacks(pool, rank)
+    found = stacks(pool, rank, number)
     if answer is None:
         return f"{pool.where(rank)} has never answered; {found}"
     ago, reported = now - state.heard, f", {state.detail}" if state.detail else ""
@@ -672,10 +673,11 @@ def diagnosis(pool: RayPool, rank: int) -> str:
     )
 
 
-def stacks(pool: RayPool, rank: int) -> str:
-    """Returns the stacks of a process, from itself or, where it does not answer, from its host."""
+def stacks(pool: RayPool, rank: int, number: int | None = None) -> str:
+    """Returns the stacks of a process, from itself (`WorkerServer.stacks`) or, where it does not
+    answer, from its host."""
     try:
-        return ray.get(pool.workers[rank].stacks.remote(), timeout=STACKS_S)
+        return ray.get(pool.workers[rank].stacks.remote(number), timeout=STACKS_S)
     except RayError:
         pass
     if rank >= len(pool.info):
