@@ -309,8 +309,8 @@ class PolicyConfig(Section):
     their token means. token_mean: mean over all tokens. sum_over_constant: mean over completions of
     their token sums / `policy.constant`. null: the algorithm's own."""
     constant: PositiveNumber | None = None
-    """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens` for dr_grpo, 1
-    for luspo."""
+    """Tokens by which aggregation sum_over_constant divides. null: `max_new_tokens`; for luspo
+    1."""
     clip_low: NonNegative | None = None
     """Lower clip: in algorithms that clip, the importance ratio is kept above 1 - clip_low. null:
     the algorithm's own."""
@@ -350,10 +350,11 @@ class PolicyConfig(Section):
     sampled token, in nats, is subtracted from the token's advantage; needs a teacher and
     `distill.signal=sampled`."""
     dynamic_sampling: Literal["off", "drop", "refill"] | None = None
-    """Treatment of prompts whose completions all have the same task reward (functions and reward
-    model, before penalties), or no reward. off: they are kept. drop: they are left out of the
-    policy loss. refill: other prompts are sampled instead (needs `schedule=serial`). null: off,
-    except for dapo: refill with `schedule=serial`, else drop."""
+    """Treatment of prompts whose completions would all have advantage 0 without the penalties for
+    length and KL: all have the same task reward (functions and reward model), or no reward. off:
+    they are kept. drop: they are left out of the policy loss. refill: other prompts are sampled
+    instead (needs `schedule=serial`). null: off, except for dapo: refill with `schedule=serial`,
+    else drop."""
     max_refills: Positive = 4
     """With `policy.dynamic_sampling=refill`: most additional rounds of sampling for one batch."""
     correction: Corrections | None = None
@@ -413,7 +414,9 @@ class EnvironmentConfig(Section):
     with the other episodes of its prompt. turn: the rewards of this turn and of those after it,
     each compared with all turns of its prompt's episodes (process supervision of GRPO, arXiv
     2402.03300, section 4.1.3). A turn with reward 0 is compared, one without a reward (None) is
-    not: with 0 until a final 1, short episodes are preferred even if all succeed."""
+    not: with 0 until a final 1, short episodes are preferred even if all succeed. The penalties of
+    an episode for length and KL, less their mean over its prompt's episodes, are added to its last
+    turn."""
     discount: Fraction = 1.0
     """Discount factor per turn. With `credit=episode` the reward of turn k, from 0, is multiplied
     by discount^k. With `credit=turn` a turn's return multiplies the reward that comes k turns later
