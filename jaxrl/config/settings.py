@@ -252,7 +252,8 @@ class OptimizerConfig(Section):
     """Optimizer updates over which the learning rate rises linearly to its peak. A step (one batch)
     counts as `actor.minibatches` times `actor.epochs_per_batch` of them."""
     min_lr_ratio: Fraction = 0.0
-    """With the schedules linear and cosine: the last learning rate, as a fraction of the peak."""
+    """With the schedules linear and cosine: fraction of the peak to which the learning rate falls.
+    It would have that value at the update after the last one."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
     decayed."""

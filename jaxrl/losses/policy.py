@@ -345,8 +345,9 @@ def ratio_notes(objective: Objective, updates_per_batch: int, bypass: bool) -> l
     if updates_per_batch == 1:
         return [
             "one update per batch: every ratio pi_theta / pi_old is 1, no clip or cap acts on it,"
-            " and the losses that differ in these alone are the same; actor.minibatches or"
-            " actor.epochs_per_batch above 1 make more updates of a batch"
+            " and losses that differ in these alone have the same gradient, unless a correction"
+            " weighs tokens; actor.minibatches or actor.epochs_per_batch above 1 make more updates"
+            " of a batch"
         ]
     term = objective.term
     if objective.ratio == "token" or not isinstance(term, Clipped):
