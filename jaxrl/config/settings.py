@@ -26,6 +26,7 @@ from jaxrl.config.section import (
     check_names,
     conflict,
     numbers,
+    unread,
 )
 from jaxrl.losses.algorithm_table import MixtureKind
 from jaxrl.process.json_types import Keywords
@@ -258,18 +259,27 @@ class OptimizerConfig(Section):
     """Decoupled weight decay (not with adam or sgd); embeddings, norms and biases are not
     decayed."""
     b1: Decay = 0.9
-    """Decay of the first moment (sgd: momentum)."""
+    """Decay of the first moment (adamw, adam, lion; muon: of all that is no kernel; sgd:
+    momentum)."""
     b2: Decay = 0.95
-    """Decay of the second moment (adamw, adam, lion, muon)."""
+    """Decay of the second moment (adamw, adam, lion; muon: of all that is no kernel)."""
     eps: PositiveNumber = 1e-8
     """Added to the denominator of an update (adamw, adam, muon)."""
     clip_norm: PositiveNumber | None = 1.0
     """Gradients whose global norm exceeds this are scaled down to it. null: never."""
 
     def _rules(self) -> Iterator[str]:
-        if self.weight_decay > 0 and self.name in ("adam", "sgd"):
-            yield conflict(self, "weight_decay name", "that optimizer has none")
+        keys = (key for key, names in READ_BY.items() if self.name not in names)
+        yield from unread(self, keys, "name", "that optimizer has none", "another optimizer")
 
+
+READ_BY = {
+    "weight_decay": ("adamw", "lion", "adafactor", "muon"),
+    "b1": ("adamw", "adam", "sgd", "lion", "muon"),
+    "b2": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+}
+"""Keys of `optimizer` -> the optimizers that read them."""
 
 Corrections = Annotated[
     tuple[
@@ -438,8 +448,9 @@ class EnvironmentConfig(Section):
     ends."""
 
     def _rules(self) -> Iterator[str]:
-        if self.arguments and self.name is None:
-            yield conflict(self, "arguments", "there is no environment", "environment.name too")
+        if self.name is None:
+            keys = type(self).model_fields
+            yield from unread(self, keys, "name", "there is no environment", "environment.name too")
         if not all(name.isidentifier() for name in self.arguments):
             yield f"arguments={self.arguments}: each name must be that of an argument in Python"
 
